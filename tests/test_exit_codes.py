@@ -69,6 +69,20 @@ from clew.launch import ranks
 {tells}
 raise SystemExit({code})
 """
+
+
+def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> None:
+    """Let `place` run this program as every rank."""
+    package = folder / "stub"
+    package.mkdir()
+    (package / "rank.py").write_text(program)
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{package / "rank.py"}"\n')
+    python.chmod(0o755)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    monkeypatch.setattr(sys, "executable", str(python))
+
+
 HALF = "Path(os.environ[ranks.ERROR_VARIABLE]).write_text({!r})"
 
 
@@ -86,15 +100,31 @@ HALF = "Path(os.environ[ranks.ERROR_VARIABLE]).write_text({!r})"
 def test_the_ranks_of_a_command_end_it_with_their_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tells: str, code: int, expected: type[ClewError] | int
 ) -> None:
-    package = tmp_path / "stub"
-    package.mkdir()
-    (package / "rank.py").write_text(RANK.format(tells=tells, code=code))
-    program = tmp_path / "python"
-    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{package / "rank.py"}"\n')
-    program.chmod(0o755)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
-    monkeypatch.setattr(sys, "executable", str(program))
+    stand_in(tmp_path, monkeypatch, RANK.format(tells=tells, code=code))
     with pytest.raises(SystemExit if isinstance(expected, int) else expected) as ended:
         place(2, ["replay"])
     if isinstance(ended.value, SystemExit):
         assert ended.value.code == expected
+
+
+ABORTS = """
+import os, time
+if os.environ["RANK"] == "1":
+    os.write(2, b"terminate called without an active exception\\n")
+    os.abort()
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("keeps_logs", [False, True])
+def test_the_last_lines_of_a_rank_that_was_killed_are_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keeps_logs: bool
+) -> None:
+    stand_in(tmp_path, monkeypatch, ABORTS)
+    with pytest.raises(LaunchError) as ended:
+        place(2, ["replay"], tmp_path if keeps_logs else None)
+    where = f" (all of them: {tmp_path / 'trainer-1.log'})" if keeps_logs else ""
+    assert str(ended.value) == (
+        f"trainer rank 1 of 2 was killed by signal 6. Its last lines{where}:\n"
+        "terminate called without an active exception"
+    )

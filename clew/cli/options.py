@@ -38,7 +38,7 @@ def on_ranks(ranks: int, work: Callable[[], None], logs: Path | None = None) -> 
     single rank is this process itself.
 
     Args:
-        logs: Folder in which all ranks but the first write their output; None: it is discarded.
+        logs: Folder in which all ranks but the first write their output; None: it is deleted at the end.
     """
     from clew.launch.ranks import check_world, place, starts_ranks
 

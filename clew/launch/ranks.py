@@ -30,6 +30,9 @@ PLACED_VARIABLE = "CLEW_PLACED"
 LONGEST_SOCKET = 108
 """Number of bytes that the path of a socket must stay below (unix(7)): torch waits for ever where it is longer."""
 
+LAST_LINES = 12
+"""Number of lines of a rank's output that are shown when it was killed."""
+
 POLL_S = 0.05
 
 TOGETHER_S = 0.5
@@ -40,7 +43,7 @@ def place(ranks: int, arguments: list[str], logs: Path | None = None) -> None:
     """Run `clew ARGUMENTS` in `ranks` processes until all are done.
 
     Rank 0 has this process's terminal and gets its SIGINT and SIGTERM. The others write trainer-R.log in `logs`; None:
-    their output is discarded.
+    their output is deleted at the end, and only the last lines of a rank that was killed are shown.
 
     Raises:
         LaunchError: A rank failed. The message gives the first cause; the other ranks have been killed.
@@ -117,7 +120,7 @@ def _start(
     environment = {**os.environ, **named(rank, ranks, port), PLACED_VARIABLE: "1", ERROR_VARIABLE: str(error)}
     if len(os.fsencode(served := error.with_suffix(".sock"))) < LONGEST_SOCKET:
         environment[SOCKET_VARIABLE] = str(served)
-    log = Path(os.devnull) if logs is None else logs / f"trainer-{rank}.log"
+    log = _log(rank, error, logs)
     with log.open("ab") if rank else nullcontext() as output:  # rank 0 writes where this process does
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "clew", *arguments],
@@ -148,18 +151,32 @@ def _wait(children: list[subprocess.Popen[bytes]]) -> dict[int, int]:
 def _first_cause(failed: dict[int, int], ranks: int, errors: list[Path], logs: Path | None) -> str:
     """Return which rank failed first and its error; empty when that rank has already printed everything. `failed` are
     the exit codes of those that ended by themselves."""
-    where = f" (all that it wrote: {logs / 'trainer-R.log'}, R its number)" if logs is not None else ""
     killed = [rank for rank, code in failed.items() if code < 0]
-    if killed:  # it reports nothing, and those that lost it report that only after it is gone
-        return f"trainer rank {killed[0]} of {ranks} was killed by signal {-failed[killed[0]]}.{where}"
     said = {rank: told for rank in failed if (told := _told(errors[rank])) is not None}
-    if not said:
-        rank, code = next(iter(failed.items()))
-        return f"trainer rank {rank} of {ranks} ended with code {code}.{where}"
+    if killed or not said:  # a killed rank reports nothing, and those that lost it report that only after it is gone
+        rank = (killed or list(failed))[0]
+        code = failed[rank]
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        return f"trainer rank {rank} of {ranks} {how}.{_last_lines(rank, errors[rank], logs)}"
     first = min(said, key=lambda rank: said[rank][0])
     message = said[first][1]
     everyone = len(said) == ranks and all(each == message for _, each in said.values())
     return message if everyone or not message else f"trainer rank {first} of {ranks}: {message}"
+
+
+def _log(rank: int, error: Path, logs: Path | None) -> Path:
+    """Return the file for the output of a rank other than rank 0; without `logs`, it lies beside `error`."""
+    return (logs or error.parent) / f"trainer-{rank}.log"
+
+
+def _last_lines(rank: int, error: Path, logs: Path | None) -> str:
+    """Return the end of what a rank wrote, as the rest of a message; "" for rank 0, which wrote on the terminal."""
+    if not rank:
+        return ""
+    log = _log(rank, error, logs)
+    where = "" if logs is None else f" (all of them: {log})"
+    lines = log.read_text(errors="replace").splitlines()[-LAST_LINES:]
+    return "\n".join([f" Its last lines{where}:", *lines]) if lines else " It wrote nothing."
 
 
 def _told(path: Path) -> tuple[float, str] | None:
