@@ -200,7 +200,7 @@ def _unscheduled(sink: Sink) -> Verdict | None:
     """Find a wait for a result of Ray while none of its actors and tasks that were seen runs anything."""
     if sink.act.kind != "ray" or sink.one.moving or len(sink.culprits) > 1:
         return None
-    if not any("ray::" in word for each in sink.snapshot.processes for word in each.command[:1]):
+    if not any(each.of_ray for each in sink.snapshot.processes):
         why = f"{sink.one.says}. No actor or task of Ray was seen. If Ray was started before this program, name their "
         why += "processes with --pid."
         return verdict_about("undetermined", [], why, sink.live, confidence="low", next="pgrep -f ray::")

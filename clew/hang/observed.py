@@ -190,6 +190,11 @@ class Process:
         return replace(self.last, threads=self.threads).main(self.pid)
 
     @property
+    def of_ray(self) -> bool:
+        """Return whether this is a worker of Ray, which runs an actor or a task."""
+        return "ray::" in "".join(self.command[:1])
+
+    @property
     def label(self) -> str:
         """Return how a report names the process."""
         pid = f"pid {self.pid % APART}" + (f" on {self.host}" if self.pid > APART and self.host else "")

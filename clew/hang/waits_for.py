@@ -82,7 +82,7 @@ def _could_end(actor: Actor, live: Sequence[Actor], listening: Mapping[int, Acto
             serving = {a.pid for a in live if a.activity.is_job} or {a.pid for a in live if a.activity.kind != "rpc"}
             return named | (serving & ranks)
         case "ray":  # actors and tasks that run a method that this line calls; if it names none of them, all that run
-            busy = [a for a in live if a is not actor and a.process.command[:1] and "ray::" in a.process.command[0]]
+            busy = [a for a in live if a is not actor and a.process.of_ray]
             called = re.findall(r"(\w+)\.remote\(", actor.activity.text)
             running = [a for a in busy if re.split(r"::|\.", a.process.command[0].strip())[-1] in called]
             return named | {a.pid for a in running or busy}
