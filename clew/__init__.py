@@ -4,8 +4,8 @@ import os
 import sys
 
 if sys.argv[:1] == ["-m"] and not sys.flags.safe_path and sys.path[0] in ("", os.getcwd()):  # noqa: PTH109
-    # `python -m clew` looks for modules in the current folder first: a numpy.py that lies there would run. What Python
-    # imports before this line cannot be helped; `clew` and `python -P -m clew` never look there.
+    # `python -m clew` searches the current folder first, so a numpy.py in it would be imported and run. Modules that
+    # Python imported before this line are out of reach; `clew` and `python -P -m clew` never search that folder.
     del sys.path[0]
 
 from importlib import import_module

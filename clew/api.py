@@ -1,4 +1,4 @@
-"""Functions of `import clew` that call what the commands of the same name call, and a run as DataFrames."""
+"""Functions of `import clew`: those named like a command do what it does. `Run` gives a run as DataFrames."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 
 def train(config: Config | Path | str, overrides: Sequence[str] = ()) -> Run:
-    """Train by reinforcement until the last step, as `clew train` does, and print a line for each step. ::
+    """Train with reinforcement learning until the last step, as `clew train` does; prints a line for each step. ::
 
         run = clew.train("examples/addition/grpo.yaml", ["training.steps=5", "trial=try"])
 
-    A run that was killed goes on.
+    A run that was killed is resumed.
 
     Args:
         config: A configuration, or the YAML file with one.
@@ -56,12 +56,12 @@ def train(config: Config | Path | str, overrides: Sequence[str] = ()) -> Run:
 
 
 def train_as_configured(config: Config, arguments: Sequence[str], *, live: bool) -> None:
-    """Train on recorded batches, in this process, or with a process for each role: whatever the configuration asks for.
+    """Train in the way that the configuration asks for: on recorded batches, inline, or with one process per role.
 
     Args:
         arguments: The file and the overrides that the configuration was loaded from, to start processes with.
-        live: Draw the progress of other processes in place, if this is a terminal. Otherwise print a line for each
-            step, as is always done if user code runs in this process, because its debugger needs the terminal.
+        live: Redraw the progress in place, if this is a terminal; False: print a line for each step. If user code runs
+            in this process, lines are printed in any case, because its debugger needs the terminal.
     """
     from clew.view.terminal import Progress
 
@@ -86,7 +86,7 @@ def train_as_configured(config: Config, arguments: Sequence[str], *, live: bool)
 
 @contextmanager
 def drawn(run: RunDirectory) -> Iterator[None]:
-    """Draw the learning curve when the block has ended, also by an error after a new step; on rank 0."""
+    """Draw the learning curve at the end of the block, on rank 0; after an error, only if a new step was committed."""
     from clew.training.ranks import rank_here
     from clew.view.learning_curve import draw_learning_curve
 
@@ -172,7 +172,7 @@ def rollout_batch(
         batch = clew.rollout_batch(rows, model="runs/mine", reward="my_rewards.exact", n_samples=4)
         tensors = batch.to_tensors()
 
-    Call it where no event loop runs.
+    It starts an event loop of its own, so it cannot be called from a running one, as in a notebook.
 
     Args:
         data: Rows, or anything that data.path accepts.
@@ -180,8 +180,8 @@ def rollout_batch(
         server: The host:port of `clew serve` or SGLang.
         n_samples: Episodes for each row.
         seed: The seed from which all others derive.
-        sampling: Fields of this section of the configuration.
-        rollout: Fields of this section of the configuration, such as workflow="my_project.MyWorkflow" or
+        sampling: Fields of the configuration's section `sampling`.
+        rollout: Fields of the configuration's section `rollout`, such as workflow="my_project.MyWorkflow" or
             agent="my_agent.MyAgent".
 
     Raises:
@@ -232,7 +232,7 @@ def open_run(path: Path | str) -> Run:
 class Run:
     """A run: its configuration, steps, sequences and evaluations.
 
-    What is named DataFrame needs pandas: `pip install "clew[pandas]"`.
+    Methods and properties that return a DataFrame need pandas: `pip install "clew[pandas]"`.
     """
 
     def __init__(self, directory: RunDirectory) -> None:
@@ -250,7 +250,7 @@ class Run:
 
     @cached_property
     def config(self) -> Config:
-        """Return the configuration of the newest step. Raises ConfigError if another trainer wrote its own."""
+        """Return the configuration of the newest step. Raises ConfigError if it is another trainer's."""
         return configuration.load(self.directory.config_path)
 
     def sequences(self, step: int) -> list[rows.Sequence]:
@@ -258,7 +258,7 @@ class Run:
         return self.directory.steps.read_data(step)
 
     def stages(self, step: int) -> dict[str, dict[str, Any]]:
-        """Return what was computed from them: an array for each stage and sequence ID, aligned with the tokens."""
+        """Return what a step computed: an array for each stage and sequence ID, aligned with the sequence's tokens."""
         return self.directory.steps.read_stages(step).arrays
 
     @property
@@ -282,7 +282,8 @@ class Run:
         """Return a DataFrame with one row for each trained token of a step.
 
         Its columns are the ID of the sequence, the token's position, the aligned columns of the record, and the stages
-        (advantages, logprobs, loss, …). Where a name is both, `current_logprobs` is the stage.
+        (advantages, logprobs, loss, …). A stage with the name of a column of the record gets a prefix, as in
+        `current_logprobs`.
         """
         import numpy as np
 
@@ -299,7 +300,7 @@ class Run:
 
 
 def _pandas() -> Any:
-    """Import pandas, which is an optional part."""
+    """Return pandas, which is an optional part. Raises MissingPart if it is not installed."""
     with explain_missing():
         import pandas
     return pandas

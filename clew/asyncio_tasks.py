@@ -59,14 +59,17 @@ def arm(path: Path, waits: Callable[[], list[dict[str, Any]]]) -> None:
 
 
 def tasks_here() -> list[str]:
-    """Return the stacks of the asyncio tasks of all event loops of this process; equal stacks are counted once."""
+    """Return the stacks of the asyncio tasks of the event loops that `_loops` finds; equal ones become one."""
     loops = {id(loop): loop for loop in _loops()}
     stacks = Counter(_stack(task) for loop in loops.values() for task in asyncio.all_tasks(loop))
     return [f"{count} x {stack}" if count > 1 else stack for stack, count in stacks.most_common(MOST)]
 
 
 def _loops() -> list[asyncio.AbstractEventLoop]:
-    """Return the running event loops of all threads."""
+    """Return the running event loops that can be found: this thread's, and asyncio's own in other threads.
+
+    A uvloop in another thread has no Python frame, so it is not found.
+    """
     found = list[asyncio.AbstractEventLoop]()
     with suppress(RuntimeError):
         found.append(asyncio.get_running_loop())

@@ -83,7 +83,7 @@ class Config(Section):
     def _resolve_algorithm(cls, values: Any) -> Any:
         """Fill in what the user left open: the preset's fields, the constant of the loss, and the KL weight of DPO."""
         algorithm = _section(values, "algorithm")
-        # A run's config.yaml has all fields. It is read without the user's page, which may have changed or be gone.
+        # A run's config.yaml has all fields, so a user's preset module is not imported for it: it may be gone by now.
         spells_out_all_fields = algorithm.keys() >= Algorithm.model_fields.keys()
         if algorithm.get("preset") in PRESETS or not spells_out_all_fields:
             for name, value in _chosen(values).items():
@@ -244,7 +244,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _engine_agrees_with_sampling(self) -> Config:
-        """Refuse sampling options after whose cut the engine's logprobs are those of another distribution."""
+        """Refuse sampling options with which the engine reports logprobs of the cut distribution, not the policy's."""
         cut = {"vllm": {"top_p", "top_k", "min_p", "min_new_tokens"}, "sglang": {"min_new_tokens"}}
         if "return-sampling-mask" in self.inference.options:
             cut["vllm"] = {"min_new_tokens"}
@@ -275,7 +275,7 @@ class Config(Section):
 
     @property
     def sends_adapters(self) -> bool:
-        """True if only adapters are sent to inference servers. Otherwise they are merged before."""
+        """True if only adapters are sent to inference servers. Otherwise all weights are, with adapters merged in."""
         args = self.inference.options
         adapts = args.get("enable-lora") is not False and args.get(SHARED_BY["vllm"], 1) == 1
         return self.training.lora_rank is not None and self.inference.backend == "vllm" and adapts
@@ -296,7 +296,7 @@ class Config(Section):
 
         This is launch.threads, if it is set. Otherwise it is one per core if trainer and server take turns, and half as
         many if they compute side by side (launch.mode=local with rollout.max_lag above 0, without launch.colocate).
-        With launch.devices it is the share of each server and group of ranks.
+        With launch.devices, all servers and groups of ranks get an equal share of the cores.
         """
         if self.launch.threads is not None:
             return self.launch.threads
@@ -428,7 +428,7 @@ def _chosen(values: Any) -> dict[str, Any]:
 
 
 def _forget_preset(values: Any) -> None:
-    """Remove the fields that only repeat the default, or what the file's own preset sets.
+    """Remove the fields that presets set, where the file only repeats the default or its own preset's value.
 
     Without this, another preset on the command line would have no effect on a file that spells out all fields, such as
     a run's config.yaml.

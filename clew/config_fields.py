@@ -461,7 +461,8 @@ class Algorithm(Section):
                     f"{kind}, such as my_project.{value or 'name'}. Did you mean {nearest(value, built_in)!r}?"
                 )
         for field in ("critic", "critic_lr", "bootstrap_truncated"):
-            without = self.advantages in ADVANTAGES and self.advantages not in WITH_CRITIC  # own ones: when loaded
+            # A user's own advantages are checked once they are loaded: `clew.config.check_critic_fields`.
+            without = self.advantages in ADVANTAGES and self.advantages not in WITH_CRITIC
             if without and getattr(self, field) not in (None, False):
                 raise ValueError(
                     f"algorithm.{field} is for the critic, and algorithm.advantages={self.advantages} has no critic. "
@@ -637,7 +638,7 @@ ELSEWHERE = {
     "rollout_rs_threshold": "algorithm.reject.high",
     "tis_clip": "algorithm.importance_cap",
 }
-"""Fields by the names that TRL, verl, slime and AReaL give them, where these are not alike."""
+"""Clew's field for each name that TRL, verl, slime or AReaL uses, where the two names are not similar."""
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""Rich's Console, for text that Clew did not write. See `clew.printing`."""
+"""Rich's Console, made safe for text that Clew did not write (see `clew.printing`); tables and progress bars."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from clew.config import Config
 
 MESSAGES = "messages"
-"""Column of conversations if data.prompt is not set and its default does not exist, as in many data sets."""
+"""Column of conversations in many data sets, used if data.prompt has its default and no such column exists."""
 
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
 _PARQUET = (".parquet", ".pq")
@@ -58,8 +58,10 @@ def load_rows(path: str, *, split: str = "train", limit: int | None = None, colu
 def load_demonstrations(config: Config, path: str, *, limit: int | None) -> list[dict]:
     """Return the rows of a file or data set that `clew sft` trains on, as `load_rows` does.
 
-    Each row has a prompt and a completion (and for preferences another one), or is a conversation, which preferences
-    cannot be: that raises a DataError.
+    Each row has a prompt and a completion (for preferences, also a rejected one), or is a whole conversation.
+
+    Raises:
+        DataError: See `load_rows`; or training.objective compares completions, and a row is a conversation.
     """
     names, objective = config.data, config.training.objective
     columns = [names.prompt, names.completion, *([names.rejected] if objective != "sft" else [])]
@@ -83,17 +85,18 @@ def load_demonstrations(config: Config, path: str, *, limit: int | None) -> list
 def conversation_column(row: dict, config: Config) -> str | None:
     """Return the column of a row that holds a conversation; None if the row is a prompt and its completion.
 
-    It is data.prompt, or `messages` if that is not set and there is no such column. A row with a completion is no
-    conversation: the messages are its prompt.
+    The column is that of data.prompt; or `messages`, if data.prompt has its default and the row has no such column. A
+    row with a completion is no conversation: the messages are its prompt.
     """
-    default = type(config.data).model_fields["prompt"].default  # which the config.yaml of a run spells out
+    # Compared by value: a run's config.yaml spells out defaults, so an unset field cannot be told from a default.
+    default = type(config.data).model_fields["prompt"].default
     column = MESSAGES if config.data.prompt == default and default not in row else config.data.prompt
     alone = row.get(config.data.completion) is None and isinstance(row.get(column), list)
     return column if alone else None
 
 
 def order(n_rows: int, index: int, seed: int) -> int:
-    """Return the row for the prompt number `index` (from 0) of a run.
+    """Return the index of the row that a run takes as its prompt number `index` (from 0).
 
     Every epoch goes through all rows once, in a permutation that depends only on (seed, epoch).
     """

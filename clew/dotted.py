@@ -110,7 +110,7 @@ def load_module(module_name: str, field: str, path: str | None = None) -> Any:
 
 
 def file_of(path: str) -> Path | None:
-    """Return the file of the module in `path` (module.name), not importing it; None if it is Clew's own or absent."""
+    """Return the file of the module in `path` (module.name) without importing it; None for `BUILT_IN`, or if absent."""
     module, _, _ = path.rpartition(".")
     return None if module in BUILT_IN else _find(module)
 
@@ -139,7 +139,7 @@ def check_defined(path: str, field: str) -> None:
     tree = _parse(path, field)
     if tree is None:
         if _find(module) is None:
-            load(path, field)  # raises, with what there is; or the module comes from an import hook
+            load(path, field)  # raises an error that lists what exists, unless an import hook provides the module
         return
     bound = set(_bound(tree))
     if name not in bound and not bound & {"*", "__getattr__"}:  # those may bind any name
@@ -150,7 +150,8 @@ def check_defined(path: str, field: str) -> None:
 def required_parameters(path: str, field: str) -> int | None:
     """Return how many arguments the function that `path` names needs; None if its source alone does not say.
 
-    Nothing is run. Decorators, imports and a second definition may change what a name stands for, so they give None.
+    Nothing is run; `*args` counts as one argument. Decorators, imports and a second definition may change what a name
+    stands for, so they give None.
 
     Args:
         path: The dotted path.

@@ -9,7 +9,7 @@
     ├── RecordError        the run directory: truncated, of a newer format, held by another trainer
     │   └── FileMissing    a file that does not exist; also a FileNotFoundError (see clew.reading)
     ├── EngineError        the inference side: unreachable, refused a request, loaded the wrong weights
-    │   └── ImageError     an image that cannot be read, or is not where its tokens are
+    │   └── ImageError     an image that cannot be read, or whose tokens are not where they belong
     ├── EpisodeError       one episode failed: workflow, agent or reward; it becomes part of the record
     ├── RolloutError       too many episodes failed, or no batch can ever be formed
     ├── TrainingError      the trainer met a number that it cannot continue with
@@ -92,7 +92,7 @@ class MissingPart(ClewError):
 
 @contextmanager
 def explain_missing() -> Iterator[None]:
-    """Raise MissingPart, which names what to install, where an optional package cannot be imported."""
+    """Turn the block's ModuleNotFoundError for an optional package into a MissingPart that says what to install."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -112,7 +112,7 @@ def first_line(error: BaseException) -> str:
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Return the end of an error message that names the valid name most like `name`; "" if none is like it."""
+    """Return " Did you mean …?" with the valid name closest to `name`, to end a message; "" if none is close."""
     near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
     return f" Did you mean {near[0]!r}?" if near else ""
 

@@ -33,11 +33,11 @@ Send = Callable[[Message], Awaitable[None]]
 ASGI = Callable[[Message, Receive, Send], Awaitable[None]]
 
 LARGE_TEXT = 50_000
-"""Length in characters from which a text is tokenized outside the event loop: it takes about 20 ms."""
+"""Length in characters from which a text is tokenized outside the event loop: tokenizing it takes about 20 ms."""
 
 MAX_TEXT = 1_000_000
-"""Maximum length, in characters, of a text to tokenize, unless the model's context has room for more (`max_text`). A
-million characters take seconds, and a process cannot end before that."""
+"""Maximum length, in characters, of a text to tokenize, unless the model's context has room for more (`max_text`).
+Tokenizing a million characters takes seconds, during which the process cannot end."""
 
 LARGE_BODY = 256 * 2**10
 """Size in bytes from which a request is checked outside the event loop."""
@@ -91,12 +91,12 @@ class Access:
 class Guard:
     """ASGI middleware that refuses forbidden requests. It checks five things:
 
-    1. Host. On loopback it must be a name or address of loopback, so that no name of a web page's own can be pointed
+    1. Host. On loopback it must be a loopback name or address, so that a web page cannot point a host name of its own
        here (DNS rebinding). Elsewhere every call but /health needs a key, which no web page has.
-    2. Origin, which browsers add. On loopback it must be another page of this machine; elsewhere the same host.
+    2. Origin, which browsers add. On loopback it must be a page that this machine serves; elsewhere the same host.
     3. Credentials. Calls that change the server's state need the token. All others need the API key if the server does
        not listen on loopback, or if a key was asked for.
-    4. Content type. A body is JSON and says so: a web page cannot send that to another site without asking first.
+    4. Content type. A body is JSON and says so: a web page cannot send that to another site without a CORS preflight.
     5. Size. A body has at most MAX_BODY bytes and MAX_VALUES values.
     """
 
@@ -124,7 +124,7 @@ class Guard:
         first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive_whole() -> Message:
-            return first.pop() if first else await receive()  # what comes later is that the client has gone
+            return first.pop() if first else await receive()  # only the client's disconnect can follow
 
         await self._application(scope, receive_whole, send)
 
@@ -213,7 +213,10 @@ class _Headers:
 
 
 def max_text(context: int | None) -> int:
-    """Return the maximum number of characters in a text, for a context of `context` tokens: no longer text fits it."""
+    """Return the maximum length, in characters, of a text to tokenize: no longer one fits `context` tokens.
+
+    If the context is unknown (None), only the size of the body limits the text.
+    """
     return MAX_BODY if context is None else max(MAX_TEXT, 16 * context)
 
 

@@ -37,7 +37,7 @@ def visible(text: str, keep: str = "\n") -> str:
 
 
 def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Return how many items both begin with: the place of their first difference, for messages that show it."""
+    """Return how many leading items are equal, which is the index of the first difference."""
     pairs = zip(one, other, strict=False)
     return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 

@@ -33,7 +33,8 @@ _PR_SET_PDEATHSIG = 1
 def die_with_parent(parent_pid: int | None = None) -> None:
     """Have this process killed (SIGKILL) as soon as its parent is gone, for whatever reason.
 
-    On Linux the kernel does it (prctl(2), PR_SET_PDEATHSIG), even while this process is stopped or spins in C code.
+    On Linux the kernel does it (prctl(2), PR_SET_PDEATHSIG), even while this process is stopped or spins in C code. To
+    the kernel, the parent is the thread that started this process: that thread must not end before the parent does.
     Elsewhere a thread checks its parent four times a second.
 
     Args:
@@ -49,7 +50,7 @@ def die_with_parent(parent_pid: int | None = None) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     else:
         threading.Thread(target=_watch_parent, args=(parent_pid,), daemon=True).start()
-    if os.getppid() != parent_pid:  # it died before the call above
+    if os.getppid() != parent_pid:  # the parent died before the call above
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -146,7 +146,7 @@ def is_deep(value: Any) -> bool:
 
 
 def check(path: Path, found: Any, kind: Any, remedy: str = RESTORE) -> Any:
-    """Return what was read from `path`, after checking it: as it is, or as the dataclasses that `kind` asks for.
+    """Check what was read from `path`. Return it unchanged if `kind` is a TypedDict, otherwise as pydantic converts it.
 
     Raises:
         RecordError: A field is not as expected. The message names the first one.

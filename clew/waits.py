@@ -89,7 +89,7 @@ def current_waits() -> list[Wait]:
 
 
 def oldest_of_each_kind() -> list[tuple[Wait, int]]:
-    """Return the oldest present wait of each kind and the number of its kind, oldest first."""
+    """Return the oldest present wait of each kind and how many waits are of that kind, oldest first."""
     waits = current_waits()
     counts = Counter(wait.kind for wait in waits)
     oldest: dict[tuple[str, str], Wait] = {}
@@ -143,7 +143,7 @@ class Reporter:
         self.facts.update(facts)
 
     def write(self) -> None:
-        """Write the status file now. A full disk is only logged here: writing the record raises."""
+        """Write the status file now. An error, such as a full disk, is only logged: writing the record raises it."""
         status = {
             "process": self.process,
             "pid": os.getpid(),

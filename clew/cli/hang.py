@@ -103,7 +103,7 @@ def hang(
 
 
 def _here(run: Path | None, pids: list[int] | None, job: str | None, *, once: bool) -> Snapshot:
-    """Return what is seen of a job on this machine; of the only one if none is named."""
+    """Return what is seen of a job on this machine. If none is named, there must be only one, which is taken."""
     from clew.errors import ConfigError
     from clew.hang import jobs
     from clew.hang.examine import examine, processes_of_run, run_of

@@ -84,17 +84,19 @@ def main() -> None:
 
 
 def _main() -> None:
-    """Run the command line. A ClewError exits with 2 and its message; anything else is a defect: 70 and a traceback.
+    """Run the command line, and turn errors into exit codes.
 
-    A command itself exits with 1 if it found something (a difference, an unfit agent), and with 3 if it cannot judge.
+    A ClewError exits with its message and 2, or 130 if it is an Interrupted; so does a full or read-only disk, with 2.
+    Any other error is a defect: 70 and a traceback. A command itself exits with 1 if it found something (a difference,
+    an unfit agent), and with 3 if it cannot judge.
     """
     from clew.launch.ranks import tell
     from clew.processes import die_with_parent
 
     die_with_parent()
     # OpenMP's threads spin while they wait for one another. Under `clew train`, processes share the cores, and threads
-    # that spin take time from the other processes: two of these on two cores were ten times slower. torch reads this
-    # variable when it is loaded.
+    # that spin take time from the other processes: two such processes on two cores were ten times slower. torch reads
+    # this variable when it is loaded.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     # Imports make a million objects that live until the end. Looking for garbage after every 700 of them would take 5
     # to 15 % of the time.

@@ -31,7 +31,7 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
 
 
 def _train(config: Config, run: RunDirectory, arguments: Sequence[str]) -> None:
-    """Train and print a summary: `clew train`, or one rank of it with debug.replay_rollout_data."""
+    """Train and print a summary: all of `clew train`, or with debug.replay_rollout_data one rank of train or learn."""
     from clew.api import train_as_configured
 
     if config.debug.replay_rollout_data:

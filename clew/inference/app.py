@@ -132,7 +132,7 @@ class Application:
 
     def _status_of(self, error: BaseException) -> int:
         """Return the status that says whether the client should submit the request again, to this server or another."""
-        if isinstance(error, EngineUnreachable) or self.engine.failure is not None:  # a failed step: not its fault
+        if isinstance(error, EngineUnreachable) or self.engine.failure is not None:  # not the request's fault
             return 503
         return 500 if isinstance(error, FaultyAnswer) else 400
 
@@ -151,7 +151,7 @@ class Application:
         return answer(rid, request, completion, text=text, logprobs=call.return_logprob)
 
     async def _ids(self, ask: Ask) -> list[int]:
-        """Return the prompt's tokens, with those that stand for its images where it has only placeholders."""
+        """Return the prompt's tokens, with placeholders of images expanded to the tokens that stand for them."""
         vision = self.engine.core.vision
         if ask.images and vision is not None:
             return await asyncio.to_thread(self._ids_with_images, ask, vision)
@@ -205,7 +205,9 @@ class Application:
                     version = self.engine.core.version
                 output.append(token)
                 logprobs.append(logprob)
-                if token in ends:  # the last event has it: if that did not come, a client would go on behind the end
+                # Only the last event has the stop token: if that event were lost after this one, a client would submit
+                # the request again, and go on after its end.
+                if token in ends:
                     return
                 shown = slice(-1 if call.deltas else 0, None)
                 versions = [version] * len(output[shown])
@@ -410,5 +412,5 @@ class _Administration:
         return _json({"success": True, "message": message, "num_paused_requests": 0, "clew": seconds})
 
     async def flush_cache(self, request: Request) -> Response:
-        """Do nothing: equal prompts share a prefill only while they run, so nothing is kept that could be flushed."""
+        """Do nothing: the embedded engine keeps nothing to flush, and vLLM and SGLang are flushed at each load."""
         return Response("Cache flushed.\n")

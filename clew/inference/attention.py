@@ -1,8 +1,8 @@
 """Attention that transformers' models compute while they are served, registered under the name `clew_rows`.
 
-A model whose configuration has this name builds no mask of its own, because transformers knows no mask for it: the
-cache knows the window of each row. `attending_to` sets what a forward may attend to, because not every architecture
-passes on to its layers what it was called with.
+Transformers knows no mask for this name, so a model whose configuration has it builds none of its own: the cache knows
+the window of each row. `attending_to` sets what a forward may attend to, because not every architecture passes its
+keyword arguments on to its layers.
 """
 
 from __future__ import annotations

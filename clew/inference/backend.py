@@ -26,9 +26,9 @@ class Launch:
 
 
 class Backend(HTTPEngine):
-    """Client of one vLLM or SGLang server, which `clew.inference.remote` serves."""
+    """Client of one vLLM or SGLang server, for `clew.inference.remote`."""
 
-    idle_s = 2.0  # both keep an idle connection for 5
+    idle_s = 2.0  # both servers close an idle connection after 5 s
     takes_images = False
     """True if it takes images beside token IDs; known after `prepare`, as `context` is."""
 
@@ -54,7 +54,7 @@ class Backend(HTTPEngine):
         await self._request("GET", "/health", None)
 
     async def alive(self) -> None:
-        """Return when the engine itself has answered, and not only its HTTP side; after `prepare`.
+        """Return once the engine itself, not only its HTTP side, has answered. Call it after `prepare`.
 
         Raises:
             EngineError: It does not answer.
@@ -65,7 +65,7 @@ class Backend(HTTPEngine):
         """Find out what the server can do.
 
         Returns:
-            What it lacks, each with the consequence, to be said once.
+            One sentence for each ability that it lacks, with the consequence. The caller logs them.
 
         Raises:
             EngineError: It cannot be trained with: another model or vocabulary, no token IDs, wrong logprobs.
@@ -120,7 +120,7 @@ def check_model(kind: str, address: str, served: str, wanted: str) -> None:
 
 
 def config_field(folder: str, field: str) -> Any:
-    """Return a field of a model's config.json, or None where there is none to be read."""
+    """Return a field of a model's config.json; None if there is no such file or field."""
     try:
         return json.loads((Path(folder) / "config.json").read_bytes()).get(field)
     except OSError:
@@ -128,7 +128,7 @@ def config_field(folder: str, field: str) -> Any:
 
 
 def leaves(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of nested options by their own names, with "-" for "_"; of equal names the first one."""
+    """Return nested options flattened, by their innermost names with "-" for "_"; of equal names, the first counts."""
     found: dict[str, Any] = {}
     for name, value in options.items():
         for leaf, content in (leaves(value) if isinstance(value, dict) else {name.replace("_", "-"): value}).items():
@@ -137,9 +137,9 @@ def leaves(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def options(args: Iterable[tuple[str, Any]]) -> list[str]:
-    """Return options as on a command line.
+    """Return options as words of a command line.
 
-    true is an option without a value, null and false none at all; a list is several words, and an object is JSON.
+    true gives an option without a value; null and false leave it out. A list becomes several words, an object JSON.
     """
     words: list[str] = []
     for name, value in args:

@@ -61,8 +61,8 @@ class HTTPEngine:
     kind = ""
     """Name of the engine, for messages and for the record; "" for a `clew serve`."""
     idle_s = 600.0
-    """Seconds for which an idle connection is kept. It must be fewer than the server's own: the server may otherwise
-    close it just as the next request is sent."""
+    """Seconds for which an idle connection is kept. It must be less than the server's own limit: the server may
+    otherwise close the connection just as the next request is sent."""
 
     def __init__(self, address: str, token: str = "", context: int | None = None) -> None:
         """Create the client of the server at a host:port; it connects with the first request.
@@ -186,7 +186,7 @@ class HTTPEngine:
                     request.on_token(token, logprob)
         except (EngineUnreachable, FaultyAnswer):
             if whole.finish_reason != "abort":
-                return whole  # all but the end mark has come
+                return whole  # it is complete: only the end mark is missing
             if not whole.output_ids:
                 raise
             name = self.name_of(server)
@@ -198,7 +198,7 @@ class HTTPEngine:
         return whole
 
     def _check(self, new: Completion, total: int, request: GenerateRequest, address: str) -> None:
-        """Raise FaultyAnswer if the new tokens of a completion, which has `total` by now, cannot be right."""
+        """Raise FaultyAnswer if the new tokens of a completion, which has `total` tokens by now, cannot be right."""
         wrong = wrong_numbers(new, self.vocab)
         if total > request.params.max_new_tokens:
             wrong = f"it returned {total} tokens, and was asked for at most {request.params.max_new_tokens}"
@@ -284,7 +284,7 @@ class HTTPEngine:
         await self.resume()
 
     async def frozen(self, after_s: float) -> None:
-        """Return when the server has not answered anything for `after_s` seconds."""
+        """Wait until the server has not answered anything for `after_s` seconds."""
         # The HTTP side of a server answers while its engine computes, loads weights or is paused.
         loop = asyncio.get_running_loop()
         pause = min(HEALTH_S, after_s / 4)
@@ -295,7 +295,7 @@ class HTTPEngine:
                 answered = loop.time()
 
     async def answers(self, within_s: float = HEALTH_S) -> bool:
-        """Return whether the server answers at all, be it that it is starting."""
+        """Return whether the server answers at all, even if only to say that it is starting."""
         timeout = aiohttp.ClientTimeout(total=within_s)
         try:
             async with self._connected().get(self._url + "/model_info", timeout=timeout):
@@ -307,7 +307,7 @@ class HTTPEngine:
         """Return the server's endpoints, by path.
 
         Raises:
-            EngineError: It does not say which, so it is no inference server.
+            EngineError: It does not list them, so it is not an inference server.
         """
         try:
             return await self._request("GET", "/openapi.json", None, lambda answer, _: dict(answer["paths"]))
@@ -336,13 +336,14 @@ class HTTPEngine:
         async with self._answered(method, path, body) as response:
             content, address = await response.read(), response.url.authority
             with _readable(address, path, content):
+                # "<" begins a web page: it goes to the parser, to be refused there. Other text counts as {}.
                 answer = orjson.loads(content) if content[:1] in (b"{", b"[", b"<") else {}
                 return answer if take is None else take(answer, address)
 
     async def _events(self, path: str, body: dict[str, Any], take: Take) -> AsyncIterator[Any]:
         """Yield what `take` makes of the data of each server-sent event, and of the server's address.
 
-        It raises as any request does, and also for an error that is sent as an event.
+        It raises what `_answered` raises, also for an error that is sent as an event.
         """
         line, ended, content = b"", False, b""
         async with self._answered("POST", path, orjson.dumps(body)) as response:
@@ -435,7 +436,7 @@ def wrong_numbers(completion: Completion, vocab: int | None) -> str:
     ids, logprobs = completion.output_ids, completion.logprobs
     if not len(ids) == len(logprobs) == len(completion.versions):
         return f"it returned {len(ids)} tokens, {len(logprobs)} logprobs and {len(completion.versions)} versions"
-    # Each event of a stream is looked at, and almost all are right: all numbers at once first, which is quick.
+    # This runs for each event of a stream, and almost all are right: first check all numbers at once, which is quick.
     kinds = set(map(type, logprobs))
     if not kinds <= {float, int} or not math.isfinite(sum(logprobs)) or max(logprobs, default=0.0) > LARGEST_LOGPROB:
         for logprob in logprobs:
@@ -475,7 +476,7 @@ def completion_of(answer: dict[str, Any], server: str) -> Completion:
 
     Args:
         answer: The response.
-        server: Name of the server on record, unless it is a `clew serve` that names the one behind it.
+        server: Name for the record, unless the answer itself has one: a `clew serve` names the server behind it.
     """
     meta = answer["meta_info"]
     pairs = meta["output_token_logprobs"]
@@ -505,7 +506,7 @@ def completion_of(answer: dict[str, Any], server: str) -> Completion:
 
 
 def final_versions(event: dict[str, Any]) -> list[int]:
-    """Return the version of each token as the last event of a stream says it; empty if the event says less."""
+    """Return the version of each token from the last event of a stream; empty if it is not the last, or lacks some."""
     # Only once the answer is complete does a server know for sure which weights made which token.
     meta = event.get("meta_info") or {}
     if not meta.get("finish_reason") or "weight_versions" not in meta:

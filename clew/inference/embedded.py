@@ -9,7 +9,7 @@ For small models, Python and the launch of each torch operation decide the speed
 - ids and logprobs that stay in tensors;
 - everything about the rows (parameters, stop IDs, the uniform numbers of the next 32 steps) computed only when rows
   come or go;
-- lengths compared as one Python integer;
+- one Python integer, the tick at which the next row reaches its limit, compared in place of all lengths;
 - `clew.inference.llama_forward` for the commonest architecture.
 """
 
@@ -189,8 +189,8 @@ class EmbeddedEngine(Core):
 
         Returns:
             The keys and values, the logits [prompts, vocab] after the prompts, and the number to add to the positions
-            of what follows: not 0 after an image with positions in two dimensions, which takes fewer of them than
-            tokens.
+            of what follows. It is not 0 after an image whose positions have two dimensions: such an image takes fewer
+            positions than tokens.
         """
         if images:
             return self._prefill_seeing(prompts[0], images)
@@ -300,7 +300,7 @@ class EmbeddedEngine(Core):
         for index in self._watched:
             if index >= first and (matched := self._watch(index)) is not None:
                 ended[index] = ("stop", matched)
-        if self._stops is not None:  # after the others: a stop ID that is the last possible token counts as one
+        if self._stops is not None:  # last: a stop ID that is also the last possible token counts as a stop
             hits = (ids.unsqueeze(1) == self._stops[first:]).any(1)
             if hits.any():
                 for offset in hits.nonzero().flatten().tolist():

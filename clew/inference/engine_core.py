@@ -1,4 +1,4 @@
-"""Common part of the two engines that run inside a process: requests, the queue, stop rules, loading weights.
+"""Common part of the two engines that run inside a process: the queue, aborts, loading weights, completions.
 
 An engine is synchronous and single-threaded here: `submit`, `step` until there is no work, `abort`, `load_weights`.
 `clew.inference.local` puts it behind the asynchronous protocol.
@@ -129,7 +129,7 @@ class Core(ServedModel):
         return aborted
 
     def load_weights(self, ref: WeightRef, clock: Parts | None = None) -> None:
-        """Load weights in place and score the probe, as `clock` measures. The caller has aborted what was in flight.
+        """Load weights in place and score the probe; `clock` times it. The caller has aborted what was in flight.
 
         The weights are checked before a live weight is touched. If a file breaks or the probe differs, the old weights
         are put back, so that a failed load changes nothing. During the load, a copy of the model's weights is kept in
@@ -150,7 +150,7 @@ class Core(ServedModel):
             with clock("verify"):
                 self._check_probe(ref)
         except Exception as error:  # the device may be out of memory, for example
-            # Not earlier: a thread that asks during a load may wait, and this engine is about to serve again.
+            # Not set during the load itself: requests that come meanwhile wait for it, and must not be refused.
             self.broken = f"loading version {ref.version} from {ref.path} did not finish"
             restore(self.model, backup)
             self.broken = before
@@ -171,7 +171,7 @@ class Core(ServedModel):
                 f"compute the same model. The server continues with the weights from before."
             )
 
-    # Stop rules ------------------------------------------------------------------------------------------------------
+    # Completions -----------------------------------------------------------------------------------------------------
 
     def completion(
         self,

@@ -37,7 +37,7 @@ MAX_SEQUENCES = 4096
 """Maximum number of sequences that one call may ask for: its prompts, times their n."""
 
 LARGEST = 2**64
-"""Number larger than any that a request could mean; seeds have 64 bits."""
+"""Largest absolute value of a number in a request; seeds have 64 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)

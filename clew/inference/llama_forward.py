@@ -1,8 +1,9 @@
 """Forward of Llama's architecture (Llama, Mistral, Qwen2, Qwen3), in a third of the torch operations.
 
 The weights stay the model's own parameters: query, key and value (and gate and up) are laid side by side in memory, so
-that one product serves them, and each parameter becomes a view of its part. Weights that are loaded in place reach
-both. It works only in float32: in bfloat16, results would be rounded at other places than in the model that is trained.
+that one product serves them, and each parameter becomes a view of its part. So weights that are loaded into the model
+in place change the joined tensors, too. It works only in float32: in bfloat16, results would be rounded at other places
+than in the model that is trained.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class FusedForward:
         return self._head(rms_norm(last, self._base.norm.weight.shape, self._base.norm.weight, eps))
 
     def _rope_for(self, length: int) -> Tensor:
-        """Return the table of positions, which doubles as rows grow."""
+        """Return `_rope` with at least `length` positions. If it is too short, one of twice the length replaces it."""
         if length >= self._rope.shape[0]:
             count = max(256, 2 * length)
             device = self._base.embed_tokens.weight.device

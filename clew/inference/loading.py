@@ -17,7 +17,7 @@ from clew.record.weights import DIGEST_KEY, WeightRef, read_digests
 Named = tuple[str, torch.Tensor]
 
 Received = tuple[int, Mapping[str, torch.Tensor]]
-"""Tensors that the trainer has broadcast, by name, after their version."""
+"""Version of the weights that the trainer has broadcast, and their tensors by name."""
 
 
 def weights_of(model: Any, ref: WeightRef, received: Received | None = None) -> Callable[[], Iterator[Named]]:

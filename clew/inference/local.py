@@ -55,7 +55,7 @@ class LocalEngine:
         """Reason why this process will serve nothing any more (a step failed). Every call raises EngineError then."""
         self._futures: dict[GenerateRequest, asyncio.Future[Completion]] = {}
         self.released = False
-        """True while requests wait for `resume_memory`, or for what ends a pause."""
+        """True from `release_memory` until `resume_memory`, the end of its lease or of a pause: requests wait."""
         self._lease: asyncio.TimerHandle | None = None
         self._release_lease: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
@@ -74,7 +74,7 @@ class LocalEngine:
             await self._held.wait()
         loop = asyncio.get_running_loop()
         if (listener := request.on_token) is not None:
-            # By way of the loop: what the listener raises is no failure of the engine.
+            # The loop calls the listener, so that an error in it does not count as a failed step of the engine.
             soon = loop.call_soon_threadsafe if self.threaded else loop.call_soon
             request = replace(request, on_token=lambda token, logprob: soon(listener, token, logprob))
         future = loop.create_future()
@@ -95,7 +95,7 @@ class LocalEngine:
         A load that is refused leaves everything as it was, including requests in flight. A load that fails later, or
         whose probe differs, has aborted the requests in flight; the old weights are still served.
 
-        If the engine `waits`, requests in flight end first, and those in the queue or new start under the new weights.
+        If the engine `waits`, requests in flight end first; queued and new ones start under the new weights.
         """
         clock = Parts()
 
@@ -169,7 +169,7 @@ class LocalEngine:
         return self._lease is not None
 
     async def pause(self, lease_s: float) -> None:
-        """Abort all requests and start none for lease_s seconds, or until `resume` or a load. Again: renew it."""
+        """Abort all requests; start none for lease_s seconds, or until `resume` or a load. Call it again to renew."""
         lease, self._lease = self._lease, asyncio.get_running_loop().call_later(lease_s, self._resume)
         if lease is None:
             await self.abort()

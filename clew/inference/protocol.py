@@ -27,7 +27,10 @@ OnToken = Callable[[int, float], None]
 """Callback that receives a token and its logprob while the tokens after it are still being generated."""
 
 Timings = dict[str, float]
-"""Seconds that the parts of a weight update took in an engine: abort, load, verify. No request was served meanwhile."""
+"""Seconds that each part of a weight update took in an engine: abort, load and verify, or receive.
+
+No request is served meanwhile, except while `LocalEngine` receives.
+"""
 
 
 class Parts:
@@ -96,8 +99,8 @@ class SamplingParams:
     seed: int = 0
     """Seed of the random numbers.
 
-    The token at position p (counted from the first prompt token) is drawn with one uniform number derived from (seed,
-    p) alone. So it depends neither on who shares the batch nor on interruptions.
+    The embedded engine draws the token at position p (counted from the first prompt token) with one uniform number
+    derived from (seed, p) alone. So it depends neither on who shares the batch nor on interruptions.
     """
     continues: int = 0
     """Number of tokens at the end of input_ids that are this request's own output from before an abort.
@@ -165,7 +168,7 @@ class Completion:
     matched: int | str | None = None
     """Stop ID or stop string that ended it."""
     wrong_logprobs: str = ""
-    """Reason why the logprobs are not of that distribution, and what to do; "" if they are."""
+    """Reason why the logprobs are not those that `logprobs` describes, and what to do; "" if they are."""
     sampling_mask: list[list[int]] | None = None
     """IDs that each token was drawn from; None if nothing was cut off, or if the engine does not say what."""
     sampled_by: list[Span] = field(default_factory=list)
@@ -174,7 +177,7 @@ class Completion:
     """Experts of each token of prompt and output except the last, [tokens - 1, layers, experts], if reported."""
 
     def followed_by(self, more: Completion) -> Completion:
-        """Return this completion with what an engine added to it after an abort, when it had prompt and tokens."""
+        """Return this completion followed by `more`, with which an engine continued it after an abort."""
         masks, wrong = self.sampling_mask, more.wrong_logprobs or self.wrong_logprobs
         if not self.output_ids:
             masks = more.sampling_mask
@@ -209,7 +212,7 @@ def spans_of(reported: Iterable[Mapping[str, Any]], server: str) -> list[Span]:
 
 
 def moved(spans: Iterable[Span], offset: int) -> list[Span]:
-    """Return spans as they are counted from `offset` tokens earlier."""
+    """Return the spans with `offset` added to `start` and `end`."""
     return [{**span, "start": span["start"] + offset, "end": span["end"] + offset} for span in spans]
 
 
@@ -225,6 +228,7 @@ class Engine(Protocol):
         Raises:
             EngineError: The parameters contradict one another.
             EngineUnreachable: The engine cannot be reached; on_token was not called.
+            FaultyAnswer: The answer cannot be right; on_token was not called.
             RequestTooLong: The request is longer than the context.
             SchemaUnsupported: The engine cannot hold its output to the schema.
             ImageError: The model takes no images, or not these.

@@ -1,7 +1,7 @@
 """The slow reference engine: one sequence at a time, no cache, the whole forward for each token.
 
-The tests hold `EmbeddedEngine` equal to it. It also serves the models that the fast path cannot: those with state that
-is not attention.
+The tests check that `EmbeddedEngine` gives the same results. It also serves the models that the fast path cannot serve:
+see `clew.inference.embedded.build_engine`.
 """
 
 from __future__ import annotations

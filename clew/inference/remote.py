@@ -51,7 +51,7 @@ UPDATE_S = 600.0
 after that."""
 
 UNCHECKED_S = 60.0
-"""Seconds in which the trainer must have weights checked that it has broadcast."""
+"""Seconds after a broadcast within which the trainer must ask for its weights to be checked."""
 
 ABORT_S = 60.0
 """Seconds in which all aborted requests must have come back."""
@@ -147,9 +147,9 @@ class RemoteEngine:
         return self._unless_over(request, completion) if completion.finish_reason == "abort" else completion
 
     def _unless_over(self, request: GenerateRequest, completion: Completion) -> Completion:
-        """Return an aborted completion as one that has ended, if its last token ends it: else it would go on behind it.
+        """Return an aborted completion as one that has ended, if its last token ends it. Else it would be continued.
 
-        SGLang says "abort" of a request that comes to its end in the step in which it is aborted.
+        SGLang reports "abort" for a request that reaches its end in the very step in which it is aborted.
         """
         output_ids, params = completion.output_ids, request.params
         if len(output_ids) <= params.min_new_tokens:
@@ -163,7 +163,9 @@ class RemoteEngine:
         return self.core.version
 
     async def abort(self, request_id: str | None = None) -> None:
-        if self.core.active:  # else an update may have paused the server, which an older vLLM would end
+        # Otherwise there is nothing to abort, and an older vLLM, which aborts by pausing and resuming, would end the
+        # pause of an update.
+        if self.core.active:
             await self._backend.abort(request_id)
 
     def _refuse_when_broken(self) -> None:
@@ -230,7 +232,7 @@ class RemoteEngine:
                 raise EngineUnreachable(self._backend.address, str(self.failure)) from None
             except BaseException as error:
                 self.core.broken = f"loading version {version} failed: {described(error)}"
-                # Given up meanwhile, its connections are closed; a server that has died cannot have refused.
+                # A server that was given up (its connections are closed) or that does not answer has refused nothing.
                 dying = self.failure is not None or (isinstance(error, EngineError) and not await self._answers())
                 self._open()
                 if dying and isinstance(error, Exception):
@@ -263,7 +265,8 @@ class RemoteEngine:
 
     async def _closed(self) -> None:
         """Hold back new requests, and abort until none is in flight: also those that are on their way to the server."""
-        # A server that was paused first would keep such a one, and complete it with other weights than its label says.
+        # If the server were paused first, it would keep a late request, and complete it with the new weights under the
+        # label of the old ones.
         self._gate.clear()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + ABORT_S
@@ -350,7 +353,7 @@ class RemoteEngine:
         self._watch = loop.create_task(self._keep_watch())
 
     async def _record_options(self, reporter: Reporter) -> None:
-        """Write the options that the server runs with, and say those that the command line or inference.args set."""
+        """Write the options that the server runs with, and log those that the command line or inference.args set."""
         kind, address, file = self._backend.kind, self._backend.address, self._options_file
         command = [] if self._launch is None else self._launch.command
         try:
@@ -371,7 +374,11 @@ class RemoteEngine:
         log.info("%s %s at %s runs with %s%s", kind, found.get("version"), address, shown, where)
 
     async def _silence(self, *, refuse: bool = False) -> str:
-        """Return why the server is not up, "" if it is; refuse: raise EngineError if it is no inference server."""
+        """Return why the server is not up; "" if it is.
+
+        Args:
+            refuse: True raises EngineError if what answers is not an inference server.
+        """
         try:
             await asyncio.wait_for(self._backend.ready(), 2.0)
         except TimeoutError:
@@ -422,7 +429,7 @@ class RemoteEngine:
                 elif looked - answered > self._frozen_s:
                     more = f"; its {stopped} is stopped" if stopped else ""
                     await self._give_up(f"it has not answered for {self._frozen_s:.0f} s{more}")
-        await self._backend.close()  # what a server that nobody ends will not answer any more fails now
+        await self._backend.close()  # fails the requests that an attached server, which nobody ends, will not answer
 
     async def _give_up(self, reason: str) -> None:
         """Set `failure`, and end the server."""

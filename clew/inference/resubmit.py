@@ -1,7 +1,7 @@
 """Completes requests although weights are loaded, or the server dies, in the middle. Imports no torch.
 
-A token's random number depends on its position and the seed alone. So the result with aborts is the same as without
-them, except for the version of the weights that made each token.
+In the embedded engine, a token's random number depends on its position and the seed alone. So the result with aborts is
+the same as without them, except for the version of the weights that made each token.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ TRIES = 5
 """Number of faulty answers in a row after which a request fails."""
 
 RETRY_S = 0.02
-"""Seconds before the first look for a server that is away, or for another one; doubled up to 2 s."""
+"""Seconds before a server that is away is asked again, doubled up to 2 s; also the base of the pause after a fault."""
 
 
 async def generate_through_aborts(engine: Engine, request: GenerateRequest, *, restart: bool = False) -> Completion:

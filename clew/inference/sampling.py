@@ -22,7 +22,7 @@ from clew.inference.protocol import SamplingParams
 
 
 def _signed(value: int) -> int:
-    """Return 64 bits as a signed integer, which is what torch has."""
+    """Return the lowest 64 bits of a number as a signed integer, as torch's int64 holds them."""
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >> 63 else value
 
@@ -87,9 +87,12 @@ class RowParams:
 
 
 def truncate(probs_RV: Tensor, top_k_R1: Tensor, top_p_R1: Tensor, min_p_R1: Tensor, sorts: bool) -> Tensor:
-    """Set the probabilities of tokens that may not be drawn to 0: top_k, then top_p of what is left, then min_p.
+    """Return the probabilities, with 0 for tokens that may not be drawn: top_k, then top_p of what is left, then min_p.
 
-    The order is that of transformers. At least the likeliest token remains. `sorts`: some row uses top_k or top_p.
+    The order is that of transformers. At least the likeliest token remains.
+
+    Args:
+        sorts: True if some row uses top_k or top_p.
     """
     # min_p can come first here: it compares with the likeliest token, which top_k and top_p always keep.
     kept = probs_RV >= min_p_R1 * probs_RV.amax(-1, keepdim=True)
@@ -145,7 +148,12 @@ class Drawn(NamedTuple):
 
 
 def choose(logits_RV: Tensor, params: RowParams, uniforms_R: Tensor, banned_RV: Tensor | None = None) -> Drawn:
-    """Draw the next token of each row. banned_RV: tokens that may not be drawn now (bool)."""
+    """Draw the next token of each row.
+
+    Args:
+        uniforms_R: One number per row, from `uniform`.
+        banned_RV: True for tokens that may not be drawn now, per row, or [1, vocab] for all rows.
+    """
     logits_RV = logits_RV.float()
     if params.temperatures is not None:
         logits_RV = logits_RV / params.temperatures

@@ -217,8 +217,9 @@ async def _keep_listed(
 async def _load_newest(engine: ServedEngine, run: RunDirectory, entry: Server, reporter: Reporter) -> None:
     """Load the weights that the run announces, until they are the loaded ones.
 
-    Weights that are gone are announced and pushed again by the trainer. For example, a run that ended leaves none in
-    shared memory. Weights that were broadcast are asked for, again if the trainer has taken this server out meanwhile.
+    If they are gone (a run that ended leaves none in shared memory), this waits until the trainer announces and loads
+    weights again. If they were broadcast, it asks for another broadcast, and asks again if the trainer has taken this
+    server out meanwhile.
 
     Raises:
         EngineError: The weights were refused, or the trainer has given this server up.
@@ -245,7 +246,7 @@ async def _load_newest(engine: ServedEngine, run: RunDirectory, entry: Server, r
         try:
             await engine.load_weights(newest)
         except EngineError:
-            if run.newest_weights() == newest:  # otherwise it has been replaced, and removed, meanwhile
+            if run.newest_weights() == newest:  # otherwise the trainer has replaced and removed them meanwhile
                 raise
 
 

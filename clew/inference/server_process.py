@@ -22,7 +22,10 @@ _DIES_WITH_PARENT = (
     "os.getppid() == int(sys.argv[1]) or os._exit(1)\n"
     "os.execvpe(sys.argv[2], sys.argv[2:], os.environ)"
 )
-"""Program that has the kernel kill it with its parent (prctl(2), PR_SET_PDEATHSIG), and then becomes the server."""
+"""Program that has the kernel kill it with its parent (prctl(2), PR_SET_PDEATHSIG), and then becomes the server.
+
+It ends at once if its parent is gone already, of which the kernel would not tell.
+"""
 
 _CAUSE = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|error|Killed)\b: .+")
 _CONSEQUENCE = re.compile(r"[Ss]ee (?:root cause|stack trace)|EngineDeadError|Engine core initialization failed")

@@ -62,8 +62,8 @@ print("OPTIONS", json.dumps([name for action in parser._actions for name in acti
 """Program that prints the server's options. SGLang's own parser also takes unambiguous beginnings of names."""
 
 ROOM = 5
-"""Tokens at the end of the model's context that stay free. SGLang takes no prompt that leaves fewer than 6, and what an
-update interrupts is continued as a prompt."""
+"""Tokens at the end of the model's context that stay free. SGLang takes no prompt that leaves fewer than 6, and a
+completion that an update interrupts is continued as a longer prompt."""
 
 LOOKS = 50
 """Number of looks, 20 ms apart, whether aborted requests have ended. SGLang's own pause looks only once a second."""
@@ -299,7 +299,11 @@ class SGLangEngine(Backend):
             )
 
     async def _forget(self, ref: WeightRef) -> None:
-        """Have the server forget what it computed under the old weights, and ask which version it says it has."""
+        """Have the server forget what it computed under the old weights.
+
+        Raises:
+            EngineError: It then reports another version than that of `ref`.
+        """
         await self._post("/flush_cache", {})
         label = (await self._request("GET", "/model_info", None)).get("weight_version")
         if label != str(ref.version):
@@ -380,7 +384,7 @@ def known_options(python: str) -> set[str]:
 
 
 def differences(old: Mapping[str, list[int]], new: Mapping[str, list[int]]) -> list[str]:
-    """Return the tensors that only one of two models has, or that have another shape in it; none if `old` is empty."""
+    """Return the tensors that only one of two models has, or whose shapes differ; an empty list if `old` is empty."""
     if not old:
         return []
     tied = {"lm_head.weight"}  # may be left out where it is the embedding

@@ -112,7 +112,7 @@ def parts_of(name: str) -> list[str]:
 def checksum(name: str, parts: list[Tensor], dtype: str) -> list[str]:
     """Return SGLang's checksums of its tensor `name`, which consists of these parts and has this number type.
 
-    There are two of a tensor that has a row for each token: SGLang pads it for most models, but not for Gemma 3.
+    A tensor with a row for each token has two checksums: SGLang pads it for most models, but not for Gemma 3.
     """
     digest = hashlib.sha256()
     for part in parts:

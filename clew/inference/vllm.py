@@ -54,7 +54,7 @@ SMALLEST_GAP = 1e-2
 """Smallest difference, in nats, between two tokens at which the modes can be told apart."""
 
 EXTENSION = "clew.inference.vllm_worker.Extension"
-"""Class whose methods vLLM's workers have, too."""
+"""Class whose methods are added to those of vLLM's workers."""
 
 RESTART = "Start vLLM with --logprobs-mode processed_logprobs"
 
@@ -150,7 +150,7 @@ class VLLMEngine(Backend):
         package = scratch / "clew"
         package.unlink(missing_ok=True)
         package.symlink_to(Path(clew.__file__).parent)
-        # Another Python gets Clew's package alone. This one may have found vLLM itself by its PYTHONPATH.
+        # The Python that runs Clew may find vLLM by its own PYTHONPATH. Another Python gets only Clew's package.
         inherited = os.environ.get("PYTHONPATH") if python == sys.executable else None
         return Launch(
             command=[python, "-m", "vllm.entrypoints.openai.api_server", *options({**given, **args}.items())],
@@ -263,7 +263,7 @@ class VLLMEngine(Backend):
         if ref.holds_adapters():
             adapter = {"lora_name": ADAPTER, "lora_path": ref.path, "load_inplace": True}
             await self._post(LOAD_ADAPTER, adapter)
-            self.model = ADAPTER  # requests name it; before, they get the model without
+            self.model = ADAPTER  # from now on requests name it; until then they got the model without it
         elif not ref.was_broadcast():
             await self._post("/collective_rpc", {"method": "clew_load", "args": [ref.path]})
         forgotten = await self._request("POST", "/reset_prefix_cache", None)
@@ -453,7 +453,7 @@ def adapter_options(config: Config) -> dict[str, Any]:
     rank = config.training.lora_rank
     if rank is None or not config.sends_adapters:
         return {}
-    room = next((each for each in RANKS if each >= rank), rank)  # vLLM refuses a larger one by name
+    room = next((each for each in RANKS if each >= rank), rank)  # vLLM refuses a larger rank, and names it
     return {"enable-lora": True, "max-lora-rank": room, "max-loras": 1}
 
 
@@ -480,7 +480,13 @@ def _sampling_fields(params: SamplingParams) -> dict[str, Any]:
 
 
 def mode_of(at_one: Mapping[str, float], at_other: Mapping[str, float], temperature: float) -> LogprobsMode:
-    """Return which logprobs a server reports, from the likeliest tokens' at temperature 1 and at another, not 0."""
+    """Return which logprobs a server reports.
+
+    Args:
+        at_one: Logprobs of the likeliest next tokens at temperature 1, by token.
+        at_other: Those at `temperature`.
+        temperature: Another temperature than 1, above 0.
+    """
     both = sorted(at_one.keys() & at_other.keys(), key=lambda token: at_one[token])
     if not both:
         return "unknown"
@@ -504,7 +510,7 @@ def differences(expected: Mapping[str, str], workers: list[dict[str, list[Any]]]
     for name, digest in expected.items():
         held = [worker[name] for worker in workers if name in worker]
         count, size = sum(each[1] for each in held), max((each[2] for each in held), default=0)
-        # A digest is a sum over the elements: the sum of those of the parts, times how often all is held.
+        # A digest is a sum over elements: those of the parts add up to the tensor's, times the number of copies held.
         if not held:
             wrong.append(f"{name}: not loaded")
         elif count % size or not count:

@@ -1,11 +1,12 @@
 """Clew's part inside vLLM's workers (--worker-extension-cls): loads weights, and says what the engine then holds.
 
-vLLM's Python loads this file. It may have none of Clew's packages: this imports torch, NumPy and safetensors alone.
+vLLM's Python loads this file, and Clew's dependencies may be missing there. So it imports only torch, NumPy and
+safetensors.
 
-An update can answer 200 and be wrong: a fused tensor may be loaded by half, or a kernel may compute from a packed copy
-of its own. So `clew_load` notes where each element of each tensor in the file is copied while vLLM's own loaders run,
-whatever they do with it (fused projections, tensor parallelism, experts). `clew_held` reads the weights back from there
-and returns their digests, for the trainer's to be compared with. `clew_adapters` does so for adapters.
+vLLM can answer 200 to an update that went wrong: half of a fused tensor may not be loaded, or a kernel may compute from
+a packed copy of its own. So `clew_load` notes where each element of each tensor in the file is copied while vLLM's own
+loaders run, whatever they do with it (fused projections, tensor parallelism, experts). `clew_held` reads the weights
+back from there and returns their digests, which Clew compares with the trainer's. `clew_adapters` does so for adapters.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Copied(NamedTuple):
 
 
 Copies = dict[str, tuple[Tensor, list[Copied]]]
-"""Tensors on no device, with where the engine holds them, by name."""
+"""Tensors on the meta device (shape and type alone), with the places where the engine holds them, by name."""
 
 
 class CopyTrace(TorchDispatchMode):
@@ -75,7 +76,7 @@ class CopyTrace(TorchDispatchMode):
         self._sources: list[tuple[str, Tensor]] = []
 
     def watch(self, name: str, source: Tensor) -> None:
-        """Follow a contiguous tensor, which has just been read."""
+        """Follow a contiguous tensor, which has just been read. It is kept, so that no other gets its address."""
         place = bisect_right(self._starts, source.data_ptr())
         self._starts.insert(place, source.data_ptr())
         self._sources.insert(place, (name, source))
@@ -111,7 +112,7 @@ class CopyTrace(TorchDispatchMode):
 
 
 def load_traced(model: Any, tensors: dict[str, Tensor]) -> Copies:
-    """Load tensors into vLLM's model; return each on no device, with where the engine holds it, by name."""
+    """Load tensors into vLLM's model. Return each on the meta device, with its places in the engine, by name."""
     trace = CopyTrace()
     for name, tensor in tensors.items():
         trace.watch(name, tensor)
@@ -121,7 +122,7 @@ def load_traced(model: Any, tensors: dict[str, Tensor]) -> Copies:
 
 
 def packed_weights(model: Any) -> list[tuple[Tensor, str]]:
-    """Return the weights of experts that vLLM's CPU kernels read in a layout of their own, and its name."""
+    """Return the weights of experts that vLLM's CPU kernels read in their own layout, each with the layout's name."""
     found: list[tuple[Tensor, str]] = []
     for module in model.modules():
         kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
@@ -143,10 +144,10 @@ class Extension:
     """Tensors of the last update."""
 
     before_packing: ClassVar[dict[str, list[Any]]] = {}
-    """Answers of `clew_held` about weights that were packed after it: their bytes cannot be compared any more."""
+    """Answers that `clew_held` gave about weights before they were packed: now their bytes cannot be compared."""
 
     def clew_adapters(self, folder: str) -> dict[str, list[Any]]:
-        """Return what the engine holds of each tensor of a folder's adapters, where it computes from, as `clew_held`.
+        """Return, as `clew_held` does, what the engine holds of a folder's adapters where it computes from.
 
         Nothing counts as held if they were not loaded, or if the server does not hold the weights that it began with.
         """

@@ -4,8 +4,8 @@
 
     rank 0 of the trainer ──► gloo or NCCL ──► workers of vLLM and SGLang
 
-The group is formed as SGLang's /init_weights_update_group forms it, which torch has no public function for: beside the
-default group of each process, if it has one at all.
+The group is formed as SGLang's /init_weights_update_group forms it: apart from the default group of each process, which
+need not have one. Torch has no public function for that.
 
 vLLM's workers load this file, too. It imports torch alone.
 """
@@ -43,7 +43,7 @@ def _plainly() -> Iterator[None]:
 
 
 def meeting_point(host: str, port: int, size: int, *, leads: bool = False) -> Any:
-    """Return the store at which `size` members meet; rank 0 `leads` and serves it, at any port for 0."""
+    """Return the store at which `size` members meet. Rank 0 (`leads`) serves it; its port 0 means any free port."""
     store: Any = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
     with _plainly():
         return store(host, port, size, is_master=leads, wait_for_workers=False, timeout=PATIENCE)
@@ -53,10 +53,10 @@ class Group:
     """The members of a broadcast."""
 
     def __init__(self, store: Any, name: str, backend: str, rank: int, size: int) -> None:
-        """Return when every member has come.
+        """Join the group; return when every member has joined.
 
         Raises:
-            MemberLost: One did not come.
+            MemberLost: One did not join in time.
         """
         named: Any = dist.PrefixStore(name, store)  # pyright: ignore[reportPrivateImportUsage]
         with _plainly():

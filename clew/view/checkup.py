@@ -23,13 +23,13 @@ from clew.view.health import Concern, History
 from clew.view.text import pairs
 
 STEPS_LOOKED_INTO = 5
-"""Maximum number of steps whose batch is read to tell groups that are all 0 from groups that are all 1."""
+"""Maximum number of steps whose batch is read to tell groups whose rewards are all 0 from those with all 1."""
 
 
 def judge(run: RunDirectory, history: History, rejected: Rejected, warned: Sequence[Warned]) -> list[Concern]:
     """Return what deserves a look in this run, in the order of importance.
 
-    What the run is judged by comes first, then causes that spoil what is learned, then what only wastes time.
+    Fallen rewards and evaluations come first, then causes that spoil what is learned, then what only wastes time.
     """
     config = settings_of(run)
     equal = health.equal_steps(history, str(config.get("algorithm.advantages", "group")))
@@ -88,9 +88,9 @@ def print_health(
 
 
 def _equal_kinds(run: RunDirectory, steps: Sequence[int]) -> tuple[Counter[float], str]:
-    """Return the numbers of groups whose episodes all have one reward, by that reward, and the steps in words.
+    """Count the groups whose episodes all have the same reward, by that reward. Also return the steps read, as text.
 
-    A few of the given steps are looked into, spread over all that still have their batch.
+    Only a few of the given steps are read, spread over all that still have their batch.
     """
     names = set(os.listdir(run.steps.folder)) if steps else set()  # noqa: PTH208 (ten thousand looks take longer)
     there = [step for step in steps if run.steps.data_path(step).name in names]

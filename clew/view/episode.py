@@ -139,9 +139,9 @@ def _after(seconds: float | None, since: float | None) -> str:
 
 
 def lag(sequences: list[Sequence], step: int | None) -> str:
-    """Return mean and maximum lag of the trained tokens, as text: how many versions they are older than the step.
+    """Return mean and maximum lag of the trained tokens, as text: how many versions older than the step they are.
 
-    It is unknown if a token is newer: another trainer may count versions differently from the steps of the record.
+    The lag is unknown ("-") if a token is newer than the step: another trainer may not count versions as steps.
     """
     if step is None or not sequences:
         return MISSING
@@ -171,7 +171,7 @@ def rewards_by_name(rewards: dict[str, float]) -> str:
 
 
 def _reported(sequence: Sequence) -> list[tuple[str, str]]:
-    """Return the lines about what the engine said of a sequence."""
+    """Return lines with what the engine reported about a sequence: servers, sampling mask and routed experts."""
     lines: list[tuple[str, str]] = []
     if sequence.sampled_by:
         lines.append((f"sampled by, {sequence.id}", sampled_by(sequence)))
@@ -184,7 +184,7 @@ def _reported(sequence: Sequence) -> list[tuple[str, str]]:
 
 
 def sampled_by(sequence: Sequence) -> str:
-    """Return which servers generated the tokens, and where the label of their weights is not Clew's version."""
+    """Return as text which servers generated the tokens, and for which tokens their version differs from the record."""
     spans = sequence.sampled_by or []
     tokens = Counter[str]()
     for span in spans:
@@ -200,7 +200,7 @@ def sampled_by(sequence: Sequence) -> str:
 
 
 def mask_in_words(counts: np.ndarray) -> str:
-    """Return how many tokens those of a sequence were drawn from, given `Sequence.sampling_mask_counts`."""
+    """Return as text from how many candidates the tokens were drawn, given `Sequence.sampling_mask_counts`."""
     cut = counts[counts > 0]
     if not len(cut):
         return MISSING

@@ -75,7 +75,7 @@ def find_group(run: RunDirectory, name: Name) -> Found:
     group = name.group
     if name.version is not None:
         return _of_evaluation(run, group, name.version)
-    # In the order in which a group moves: so one that moves meanwhile is seen.
+    # Look in the order in which a group moves through the record, so that one that moves meanwhile is not missed.
     admitted = run.inbox.running().get(group)
     waiting = rows.from_table(run.inbox.read(group)) if run.inbox.path(group).exists() else []
     rejected = _rows(run.rejected / f"{group}.parquet")
@@ -83,6 +83,7 @@ def find_group(run: RunDirectory, name: Name) -> Found:
     index = run.steps.index()
     step = next((entry["step"] for entry in reversed(index) if group in entry["groups"]), None)
     if step is not None:
+        # Failed episodes lie in rejected/, so they can be shown even if the step's own data was removed.
         only_failed = not run.steps.has_data(step) and name.episode in {row.episode_id for row in failed}
         trained = [] if only_failed else _of_group(run.steps.data_path(step), run.steps.read_table(step), group)
         fate = f"consumed by step {step}"
@@ -96,7 +97,8 @@ def find_group(run: RunDirectory, name: Name) -> Found:
     if waiting:
         return Found(id=group, fate="waiting in the inbox", sequences=waiting, failed=failed)
     if rejected:
-        reasons = [row.error for row in rejected if row.finish_reason != "error"]  # the others: why they failed
+        # A failed episode has its own error; all others have the reason why the group was rejected.
+        reasons = [row.error for row in rejected if row.finish_reason != "error"]
         why = reasons[0] if reasons else f"all {len(rejected)} episodes failed"
         return Found(id=group, fate=f"rejected: {why}", sequences=rejected)
     if admitted is not None:

@@ -23,15 +23,15 @@ from clew.record.rejected import Rejected
 from clew.record.warned import Warned, in_words
 
 OFTEN = 0.1
-"""Minimum share of all steps that must be affected for a habit, as opposed to an accident."""
+"""Share of all steps from which an observation is a habit; below it, it is an accident and no concern."""
 NEWEST, OF_NEWEST = 10, 0.5
-"""Number of newest steps, and the share of them that makes a habit whatever was before."""
+"""Number of newest steps, and the share of them from which it is a habit as well, whatever was before."""
 EQUAL_GROUPS = 0.5
 """Share of groups with equal rewards: beyond it, most of the rollout teaches nothing."""
 TRUNCATED = 0.1
-"""Share of episodes that are cut off."""
+"""Share of episodes that are cut off at a limit, above which a step is affected."""
 LAG = 8
-"""Number of versions; AReaL (2505.24298) trains with a staleness of up to 8."""
+"""Largest lag, in versions, that is no concern, even if rollout.max_lag is larger; AReaL (2505.24298) has up to 8."""
 K3_WITHOUT_LAG = 1e-3
 """Mismatch of engine and trainer about the same weights; NeMo RL expects `gen_kl_error` to be about that large."""
 K3 = 0.015
@@ -39,7 +39,7 @@ K3 = 0.015
 CLIPPED = {"token": 0.2, "sequence": 0.5}
 """Share of clipped tokens, by algorithm.ratio. GSPO's narrow bounds clip many tokens (2507.18071, section 5.3)."""
 REJECTED_TOKENS, ALMOST_ALL = 0.5, 0.9
-"""Share of rejected tokens that is a concern as a habit, and that is one in a single step."""
+"""Shares of rejected tokens: the first is a concern as a habit, the second even in a single step."""
 SPIKE = 10.0
 """Multiple of the usual gradient norm, if training.spike_factor is not set."""
 RECENT_NORMS, ENOUGH_NORMS = 32, 8
@@ -77,7 +77,7 @@ WATCHED = {
     "advantage_reward_correlation": "",
     "critic/loss": "",
 }
-"""Metrics that are kept of each step, and what cannot be judged without each of them."""
+"""Metrics that are kept of each step, and for each what cannot be judged without it ("": nothing)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,7 @@ class History:
 class Collector:
     """Collects the few numbers of each step that the health check needs.
 
-    It is given each step by the check of the chain, so that the steps are read only once.
+    The check of the chain calls it with each step, so that the steps are read only once.
     """
 
     def __init__(self) -> None:
@@ -332,9 +332,9 @@ def warnings(warned: Sequence[Warned], last: int) -> Concern | None:
 
 
 def reward(history: History, changes: Sequence[tuple[int, str]] = ()) -> Concern | None:
-    """Return the concern that the training reward fell, about where, and which change of the configuration was there.
+    """Return the concern that the training reward fell, with the step and a change of the configuration near it.
 
-    The noise is estimated from differences between successive steps, so a steady rise adds little.
+    The noise is estimated from differences between successive steps, so a steady rise adds little to it.
     """
     there = np.isfinite(history.metrics["reward"])
     rewards, steps = history.metrics["reward"][there], history.steps[there]
@@ -342,9 +342,9 @@ def reward(history: History, changes: Sequence[tuple[int, str]] = ()) -> Concern
     if len(rewards) < 2 * window:
         return None
     sums = np.concatenate([[0.0], np.cumsum(rewards)])
-    means = (sums[window:] - sums[:-window]) / window  # of the windows that begin at each place
+    means = (sums[window:] - sums[:-window]) / window  # entry i: of the window that begins at i
     best, newest = int(np.argmax(means)), len(means) - 1
-    # A difference of two rewards has the variance of both, hence the 2; a mean over a window has less by its length.
+    # The difference of two rewards has twice the variance of one, hence the 2; a mean over a window has 1/window of it.
     noise = float(np.diff(rewards).std()) / math.sqrt(2 * window)
     if means[best] - means[newest] <= max(FALLEN * abs(means[best]), BY_CHANCE * noise):
         return None
@@ -453,6 +453,7 @@ def _above(
         mask: The steps in question, [N] bool.
         what: What was found there.
         then: Arguments of the command to type next, with {} for the worst step.
+        one_is_enough: Return a concern for any step; it need not be a habit.
     """
     if not (mask.any() if one_is_enough else _is_habit(mask)):
         return None

@@ -29,7 +29,7 @@ PARTS = {
     "record": "record",
     "evaluation": "evaluation",
 }
-"""Timings that the seconds of a step are made of, and their names in the picture."""
+"""Timings that are drawn of a step, and their names in the picture. Others, such as logprobs, are left out."""
 
 
 def draw_learning_curve(run: RunDirectory) -> None:

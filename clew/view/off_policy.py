@@ -32,7 +32,7 @@ class Measured:
     k3: float
     """Mean over its tokens of the mismatch KL, as in the metric behaviour_k3."""
     ratio: float
-    """Trainer's over engine's probability, of the token for which it is farthest from 1."""
+    """Trainer's over engine's probability of one token: that with the largest absolute log ratio."""
     step: int
     id: str
     tokens: int

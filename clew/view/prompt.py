@@ -42,11 +42,11 @@ class Attempt:
 
 
 def show_prompt(console: Console, run: RunDirectory, wanted: str) -> None:
-    """Print each group of one prompt, in the order of the steps. Raises RecordError if no prompt is meant, or several.
+    """Print each group of one prompt, sorted by its ID. Raises RecordError if `wanted` fits no prompt, or several.
 
     Args:
-        wanted: The number of a row in the data file, counted from 0, or a text that the prompt holds. A number for
-            which there is no row is a text, too; one whose row has no group may be the whole of a prompt.
+        wanted: The number of a row in the data file, counted from 0, or a text that the prompt contains. A number
+            without a row is searched for as text; one whose row has no group is compared with whole prompts.
     """
     config = settings_of(run)
     column = str(config.get("data.prompt", "prompt"))
@@ -58,7 +58,7 @@ def show_prompt(console: Console, run: RunDirectory, wanted: str) -> None:
             no_row = str(error)
     attempts = _gathered(run, lambda known: known == row) if row is not None else {}
     of_row = bool(attempts)
-    if row is not None and not of_row:  # parts of other prompts would be mistaken for the row
+    if row is not None and not of_row:  # only whole prompts: a number is part of many
         attempts = _gathered(run, lambda known: prompt_text(known.get(column, known)).strip() == wanted)
     elif row is None:
         attempts = _gathered(run, lambda known: wanted in prompt_text(known.get(column, known)))

@@ -56,7 +56,7 @@ class Status(TypedDict):
 
 
 SOON_S = 5.0
-"""Age of a wait at which it is told before the first step, when a reader does not yet know that anything moves."""
+"""Age in seconds at which a wait is printed before the first step, when nothing shows yet that the run works."""
 STALE_S = 5.0
 """Age in seconds from which a status file belongs to a process that is stopped, hung in C code, or gone."""
 
@@ -68,7 +68,7 @@ def read_statuses(run: RunDirectory) -> list[dict[str, Any]]:
 
 
 def status_table(run: RunDirectory) -> Group:
-    """Return a table of the processes: version, activity, waits, since when, and the numbers that decide them."""
+    """Return a table of the processes: version, activity, and up to four waits each, with age and numbers."""
     table = Table(expand=True, box=None, pad_edge=False)
     for column in ("process", "version", "doing", "waiting for", "since", "numbers", "unblocked by"):
         table.add_column(column, overflow="fold", no_wrap=column in ("process", "version", "since"))
@@ -161,7 +161,12 @@ class Progress:
     def __init__(
         self, run: RunDirectory, total_steps: int, *, live: bool = True, console: Console | None = None
     ) -> None:
-        """Look at a run; not live if a debugger may ask for its prompt on the same terminal."""
+        """Prepare to show what the run commits from now on.
+
+        Args:
+            live: Draw a live picture, if this is a terminal, and show the warnings of the run's other processes. Turn
+                it off if user code runs in this process: its debugger needs the terminal.
+        """
         self._run = run
         self._total = total_steps
         self._console = console or EscapingConsole(soft_wrap=True)

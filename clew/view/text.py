@@ -19,7 +19,7 @@ MISSING = "-"
 GAP = 2
 """Number of blanks between two columns."""
 WORDS = 16
-"""Minimum width of a column of text, in characters."""
+"""Number of characters that a column of text needs at most to fit; longer text is cut or wrapped."""
 
 
 def one_line(text: str, limit: int = 160, style: str = "") -> Text:
