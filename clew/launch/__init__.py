@@ -1,1 +1,1 @@
-"""Placing processes; nothing else."""
+"""Starting and supervising processes, and the checks before."""

@@ -1,4 +1,4 @@
-"""Watches the progress of a run's processes, and has `clew hang` say why when there has been none for long."""
+"""Watch the progress of a run's processes, and run `clew hang` when there has been none for long."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ USUAL = 2.0
 """A pause counts as unusual from this multiple of the longest pause that the run has had."""
 
 STARTING_S = 60.0
-"""Least time in seconds without progress before the first step, while modules are imported and models loaded."""
+"""Minimum of the time limit in seconds before the first step, while modules are imported and models loaded."""
 
 ANSWER_S = 120.0
 """Time limit of `clew hang`."""
 
 NO_PROGRESS = ("process", "pid", "host", "started", "updated", "waits", "warning", "tokens_per_s", "cache_bytes")
-"""Fields of a status file that change, or stay, whether or not the process makes progress."""
+"""Fields of a status file that say nothing about progress: they may change without it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class Hang:
 
 
 class Watch:
-    """Progress of the processes of one run, and the question why there is none."""
+    """Watcher of the progress of one run's processes, which runs `clew hang` when there is none."""
 
     def __init__(self, run: RunDirectory, after_s: float | None) -> None:
         """Prepare to watch. after_s: seconds without progress after which `clew hang` runs; None: never."""
@@ -66,7 +66,7 @@ class Watch:
         self.begin()
 
     def begin(self) -> None:
-        """Start from anew: the processes were just started."""
+        """Start afresh, because the processes were just started."""
         self.stop()
         self._marks: dict[str, Any] = {}
         self._moved: dict[str, float] = {}
@@ -103,7 +103,7 @@ class Watch:
             self._asking = None
 
     def _moved_at(self, now: float) -> float:
-        """Return when the run last made progress: the trainer's, or anybody's while the trainer waits for rollout."""
+        """Return when the trainer last made progress, or any process while the trainer waits for rollout."""
         rollout_counts = False
         for path in self._run.status.glob("[!.]*.json"):
             with suppress(OSError, ValueError, KeyError, TypeError):

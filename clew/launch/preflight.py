@@ -33,7 +33,7 @@ def check_named(config: Config, *, supervised: bool = False) -> None:
         return
     code = {"algorithm.advantages": algorithm.advantages, "algorithm.loss": algorithm.loss}
     code = {field: named for field, named in code.items() if "." in named}  # a built-in one has no dot
-    if not config.debug.replay_rollout_data:  # then the rows and their rewards are on record
+    if not config.debug.replay_rollout_data:  # with it, rows and rewards come from the record
         for path in paths:
             load_rows(path, limit=ROWS, columns=[data.prompt])
         code |= {f"rollout.{name}": getattr(config.rollout, name) for name in ("workflow", "agent", "reward")}

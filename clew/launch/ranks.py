@@ -42,8 +42,8 @@ TOGETHER_S = 0.5
 def place(ranks: int, arguments: list[str], logs: Path | None = None) -> None:
     """Run `clew ARGUMENTS` in `ranks` processes until all are done.
 
-    Rank 0 has this process's terminal and gets its SIGINT and SIGTERM. The others write trainer-R.log in `logs`; None:
-    their output is deleted at the end, and only the last lines of a rank that was killed are shown.
+    Rank 0 has this process's terminal and gets its SIGINT, SIGTERM and SIGHUP. The others write trainer-R.log in
+    `logs`; None: their output is deleted at the end, and only the last lines of a rank that was killed are shown.
 
     Raises:
         LaunchError: A rank failed. The message gives the first cause; the other ranks have been killed.
@@ -72,8 +72,8 @@ def place(ranks: int, arguments: list[str], logs: Path | None = None) -> None:
 
 
 def named(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """Return the environment variables (torchrun's) that make a process this rank of `ranks`, which meet at `port`. If
-    it calls `die_with_parent`, it dies with this process."""
+    """Return the environment variables (torchrun's) that make a process rank `rank` of `ranks`; these meet at `port`.
+    If the process calls `die_with_parent`, it dies with this one."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -85,8 +85,8 @@ def named(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 
 def tell(error: BaseException) -> bool:
-    """Write down why this rank failed, if its launcher asked for that. Return whether that is `place`, which will
-    report the error. The text is empty for SystemExit, whose message has already been printed."""
+    """Write down why this rank failed, if its launcher asked for that. Return whether the launcher is `place`, which
+    reports the error. The text is empty for SystemExit, whose message has already been printed."""
     path = os.environ.get(ERROR_VARIABLE)
     if path is None:
         return False
@@ -150,10 +150,10 @@ def _wait(children: list[subprocess.Popen[bytes]]) -> dict[int, int]:
 
 def _first_cause(failed: dict[int, int], ranks: int, errors: list[Path], logs: Path | None) -> str:
     """Return which rank failed first and its error; empty when that rank has already printed everything. `failed` are
-    the exit codes of those that ended by themselves."""
+    the exit codes of the ranks that ended before the others were killed."""
     killed = [rank for rank, code in failed.items() if code < 0]
     said = {rank: told for rank in failed if (told := _told(errors[rank])) is not None}
-    if killed or not said:  # a killed rank reports nothing, and those that lost it report that only after it is gone
+    if killed or not said:  # a killed rank reports nothing, and others only report that it is gone
         rank = (killed or list(failed))[0]
         code = failed[rank]
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"

@@ -43,7 +43,7 @@ class Child:
     command: list[str]
     run: RunDirectory
     environment: dict[str, str] = field(default_factory=dict)
-    """Variables that it gets instead of this process's."""
+    """Environment of the process, in place of this process's."""
     restarts: int = 0
     given_up: bool = False
     """True for a server that ended by an error of its own, while others serve."""
@@ -101,7 +101,7 @@ def supervise(config: Config, arguments: list[str], refresh: Callable[[], None])
     try:
         for child in children.values():
             child.start()
-        told = "trainer" in children
+        told = "trainer" in children  # only servers without a trainer have their addresses printed
         while not stop:
             refresh()
             told = told or _tell_addresses(run, children)
@@ -221,8 +221,11 @@ def _check(config: Config, run: RunDirectory, children: dict[str, Child]) -> boo
 
 
 def _end_if_hopeless(config: Config, run: RunDirectory, hang: Hang, hung_at: list[int]) -> None:
-    """Add the step of a hang to those before (hung_at), if the run is to be started again from there. Raises
-    LaunchError if it is to end instead, or if starting it again has not helped."""
+    """End the run because of a hang, or add the hang's step to `hung_at` if the processes are to be started again.
+
+    Raises:
+        LaunchError: hang.action is abort, this step hung before, or launch.restarts are used up.
+    """
     done = run.steps.count()
     if config.hang.action == "abort" or done in hung_at or len(hung_at) == config.launch.restarts:
         tried = f" Starting the processes again {len(hung_at)} times (hang.action=restart) has not helped."

@@ -1,1 +1,1 @@
-"""Advantages, losses and the engine that trains."""
+"""Training: advantages, losses, the engine that makes the steps, sharding, checkpoints and export."""

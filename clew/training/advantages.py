@@ -1,6 +1,6 @@
-"""Advantages of tokens, as the configuration names them: those of a page in clew/algorithms, or a user's own.
+"""Advantages of tokens, by the method that algorithm.advantages names: a page of clew/algorithms, or a user's own.
 
-NumPy only: replay needs no torch for it. docs/algorithms.md has the formulas.
+NumPy only: replay needs no torch to compute advantages. docs/algorithms.md has the formulas.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ algorithm.bootstrap_truncated, and may be left out."""
 
 
 def advantages_function(algorithm: Algorithm) -> Compute:
-    """Return the function that computes each token's advantage as algorithm.advantages says. It first applies the
-    options that reduce the reward.
+    """Return the function that computes each token's advantage as algorithm.advantages says. That function
+    first subtracts the overlong penalty and the KL term from the reward, if they are set.
 
     Raises:
         ConfigError: A dotted path names no function that can be called this way.
@@ -74,7 +74,7 @@ def advantages_function(algorithm: Algorithm) -> Compute:
         ]
         if algorithm.bootstrap_truncated:
             assert bootstrap is not None, "algorithm.bootstrap_truncated needs the values of last states"
-            # delta_t = r_t + gamma V_{t+1} - V_t: after the last token, what gamma V adds is a reward like any other.
+            # delta_t = r_t + gamma V_{t+1} - V_t: for the last token, gamma V of the state after it joins the reward.
             rewards = [
                 rewards_N + algorithm.gamma * bootstrap_T[row.loss_mask].astype(np.float64)
                 for row, rewards_N, bootstrap_T in zip(sequences, rewards, bootstrap, strict=True)
@@ -102,8 +102,12 @@ def _aligned(sequence: Sequence, numbers_N: np.ndarray, dtype: np.dtype) -> np.n
 def shaped_rewards(
     sequences: SequenceABC[Sequence], algorithm: Algorithm, reference: SequenceABC[np.ndarray] | None
 ) -> SequenceABC[Sequence]:
-    """Return the sequences with the rewards that are trained on: minus the overlong penalty, and minus a KL divergence
-    from the model that the run began with (reference: its logprobs, [T] of each sequence)."""
+    """Return the sequences with shaped rewards: minus the overlong penalty and, with kl_in=reward, minus kl_coef times
+    the KL divergence from the reference model.
+
+    Args:
+        reference: Logprobs of the reference model, [T] for each sequence.
+    """
     sequences = without_overlong(sequences, algorithm)
     if algorithm.kl_in != "reward" or algorithm.kl_coef <= 0:
         return sequences
@@ -151,8 +155,8 @@ def longest_penalty(sequence: Sequence, cache: int) -> float:
 def truncated(sequences: SequenceABC[Sequence]) -> np.ndarray:
     """Return which sequences end where their episode was cut off at a limit: [sequences] bool.
 
-    A sequence that was cut off, but before the last turn of its episode, is not one: its reward is what the later ones
-    came to.
+    A cut-off sequence that ends before the last turn of its episode does not count: its reward is the outcome of the
+    sequences after it.
     """
     turns = [int(row.turn_ids.max(initial=-1)) for row in sequences]
     last: dict[str, int] = {}
@@ -166,8 +170,8 @@ def token_rewards(sequence: Sequence, algorithm: Algorithm, reference_T: np.ndar
     """Return the reward of each trained token, [N] float64.
 
     A reward that the agent gave to a turn goes to the turn's last token. The rest of the sequence's reward goes to its
-    last trained token; if other sequences follow this one after its context was rewritten, the rest is what they came
-    to. With a KL term in the reward, each token's share of it is subtracted (arXiv 2203.02155).
+    last trained token. If other sequences follow because the context was rewritten, this rest is their outcome. With a
+    KL term in the reward, each token's share of it is subtracted (arXiv 2203.02155).
     """
     mask_T = sequence.loss_mask
     rewards_N, turns_N = np.zeros(int(mask_T.sum())), sequence.turn_ids[mask_T]

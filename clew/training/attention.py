@@ -1,13 +1,13 @@
 """The attention of transformers' models while they are trained, for rows that are padded or packed into one.
 
 It calls transformers' own attention (`sdpa`, or `eager` for architectures that have no other, such as Gemma 2) as if
-the rows were not packed. On the CPU, this module computes short rows by two products and a softmax. That is up to a
-fifth faster, forward and backward together, than torch's kernel, which is made for many tokens. Such rows are
-common in training on a laptop.
+the rows were not packed. On the CPU, this module computes short float32 rows by two matrix products and a softmax. That
+is up to a fifth faster, forward and backward together, than torch's kernel, which is made for many tokens. Such rows
+are common in training on a laptop.
 
 On CUDA, torch's kernel for rows of any length (`varlen_attn`, which is FlashAttention) takes packed rows as they lie,
-without padding. It takes half precisions and plain causal attention; other packed rows, such as those of float32 and
-those longer than a sliding window, are computed in slots as on the CPU.
+without padding. It supports only bfloat16 and float16 with plain causal attention. Other packed rows, such as those in
+float32 or longer than a sliding window, are computed in slots, as on the CPU.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _packed: ContextVar[Packed | None] = ContextVar("packed", default=None)
 
 @contextmanager
 def packed_attention(packed: Packed | None) -> Iterator[None]:
-    """Let forward passes inside the block take one packed row; None: padded rows, one below the other.
+    """Tell forward passes inside the block how rows are packed; None: rows are padded, one below the other.
 
     Packed forward passes need an attention_mask of ones: without one, transformers would make a mask of [P, P].
     """

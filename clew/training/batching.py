@@ -14,8 +14,8 @@ from clew.record import rows as record
 Plan = list[list[list[int]]]
 """Plan of a step: plan[mini-batch][micro-batch] lists rows of the batch.
 
-Of N ranks (with training.tp: groups of ranks), rank r computes the micro-batches r, r + N, ... All ranks have equally
-many, so some may be empty. The plan is valid JSON and goes into the record.
+With N ranks (with training.tp: N groups of ranks), rank r computes micro-batches r, r + N, ... of each mini-batch. All
+ranks have the same number of them, so some may be empty. The plan is valid JSON and goes into the record.
 """
 
 CLOSE_AFTER_TOKENS = 2048
@@ -67,11 +67,11 @@ def deal(
 
 
 def balance(lengths: Sequence[int], rows: Sequence[int], *, ranks: int, width: int) -> list[list[int]]:
-    """Return the rows of each rank, such that all ranks have about equally much to compute.
+    """Return the rows of each rank, such that all ranks have about the same amount of work.
 
-    The costliest row comes first, and each goes to the rank with the least work so far. The cost of T tokens in one row
-    is T x (12 x width + T): in a layer of the usual proportions a token takes 24 x width^2 FLOPs outside attention, and
-    on average 2 x width for each token of its row in causal attention.
+    Rows are dealt from the longest to the shortest, each to the rank with the least work so far. The cost of T tokens
+    in one row is T x (12 x width + T): in a layer of the usual proportions a token takes 24 x width^2 FLOPs outside
+    attention, and on average 2 x width for each token of its row in causal attention.
     """
     if ranks == 1:
         return [list(rows)]
@@ -90,7 +90,7 @@ def pack(lengths: Sequence[int], rows: Sequence[int], *, budget: int, packed: bo
     A micro-batch takes at most `budget` tokens; a longer row gets one of its own.
 
     Args:
-        packed: Rows count with their own tokens; otherwise padding to the longest row of their micro-batch counts too.
+        packed: Only the rows' own tokens count towards the budget; otherwise padding to the longest row counts too.
     """
     micro_batches: list[list[int]] = []
     longest = taken = 0

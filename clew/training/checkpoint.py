@@ -55,7 +55,7 @@ LOADED = (".json", ".jinja", ".txt", ".model", ".safetensors", ".bin", ".py")
 """Suffixes of files in a folder that transformers or an inference engine may load. Others, such as README.md, are
 ignored."""
 SMALL = 1024
-"""Bytes below which a file of tensors is hardly more than its header, and has a digest of its own."""
+"""Size in bytes below which a file of tensors, hardly more than its header, gets a digest as a whole."""
 GO_ON = "remove the checkpoint, and the run goes on from the one before; or restore it from a copy"
 
 
@@ -104,12 +104,12 @@ def save(engine: TrainEngine, folder: Path, *, follows: str | None = None) -> No
 
     def is_written() -> bool:
         path = folder / "checkpoint.json"
-        # It has more: a seal, and digests of the files, which may differ since a user may add a README.md.
+        # The file also has a seal and digests of the files. These are not compared: a user may add a README.md.
         return path.exists() and read_json(path).items() >= manifest.items()
 
     if engine.ranks.agree(f"whether {folder.name} is written already", is_written):
         if engine.ranks.leads:
-            point("latest", folder)  # a kill may have come between the two
+            point("latest", folder)  # the process may have been killed before it did this
         return
     weights, state = engine.policy.published_state(), collect(state, engine.ranks)
     adapters = None if engine.policy.adapters is None else state_of(engine.policy.model, engine.ranks)
@@ -232,8 +232,8 @@ def prune(run: RunDirectory, wanted: Checkpoint) -> None:
 
 
 def point(name: str, folder: Path) -> None:
-    """Point the link `name` ("latest", "best") beside this checkpoint to it, atomically. It is for people and for
-    model.path: if the file system has no links, this only logs a warning."""
+    """Make the link `name` ("latest", "best") beside this checkpoint point to it, atomically. The link is only for
+    people and for model.path, so a file system without links causes no more than a warning."""
     link = folder.with_name(f".{name}.{os.getpid()}")
     try:
         link.unlink(missing_ok=True)
@@ -247,7 +247,7 @@ def _files(folder: Path, *, merged: bool) -> dict[str, str]:
     """Return the digest of each file by its path in the folder; `BY_TENSOR` for large files of tensors."""
     digests = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        # With adapters merged into it, the model's own file has other tensors than those whose digests are written.
+        # With merged adapters, the model's own file has other tensors than those whose digests are in checkpoint.json.
         has_digests = path.suffix == ".safetensors" and not (merged and path.parent == folder)
         by_tensor = has_digests and path.stat().st_size >= SMALL
         digests[path.relative_to(folder).as_posix()] = BY_TENSOR if by_tensor else _digest_of(path)

@@ -1,8 +1,8 @@
 """Conversations as training data: the tokens of chat messages, and which of them the assistant wrote.
 
 The chat template decides both. A template that marks the assistant's words with ``{% generation %}`` gives the mask
-itself. For any other template, the text of a turn is what rendering it adds to the rendered messages before it, which
-end in the generation prompt::
+itself. For any other template, the text of the assistant's turn is the difference between two renderings: of the
+messages before it, with the generation prompt, and of the messages up to and including it::
 
     <|user|>1+1=<|assistant|>              messages before the turn, with generation prompt
     <|user|>1+1=<|assistant|>2<eos>        messages up to the turn: the turn is "2<eos>"
@@ -29,7 +29,7 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 def encode_conversation(messages: list[Any], tools: Any, tokenizer: Any, where: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the tokens of a conversation, [T] int32, and the mask of the assistant's among them, [T] bool.
 
-    Each turn of the assistant counts with the token that ends it, but without white space after this token.
+    The mask includes the token that ends each turn of the assistant, but not white space after this token.
 
     Args:
         messages: Messages in OpenAI's form.

@@ -54,16 +54,16 @@ class Critic:
         self.optimizer.configure(self._own(training), total_updates=training.steps * algorithm.minibatches)
 
     def values(self, tokens: Tokens, plan: Plan) -> np.ndarray:
-        """Return the value of the state in which each trained token was chosen, [S], in the micro-batches of `fit`."""
+        """Return the value of the state in which each trained token was chosen, [S]; same micro-batches as `fit`."""
         return self._policy.compute_all(tokens, plan, self._values)
 
     def after_last(self, tokens: Tokens, plan: Plan, chosen_R: np.ndarray) -> np.ndarray:
-        """Return the value of the state after the last trained token of each chosen row, at that token: [S], else 0."""
+        """Return, at the last trained token of each chosen row, the value of the state after it, and else 0: [S]."""
         found_S = self._policy.zeros(tokens)
         if not chosen_R.any():
             return found_S
-        # One more forward pass: if `values` computed these states too, its shapes would be others than in older runs,
-        # and they would no longer replay bit for bit.
+        # A forward pass of its own: if `values` computed these states too, its shapes would differ from those of older
+        # runs, which would then no longer replay bit for bit.
         after_S = self._policy.compute_all(tokens, plan, self._values_after)
         trained = np.flatnonzero(tokens.loss_mask_S)
         rows = tokens.row_of_S[trained]
@@ -73,8 +73,14 @@ class Critic:
         return found_S
 
     def fit(self, tokens: Tokens, plan: Plan, old_S: np.ndarray, returns_S: np.ndarray, *, step: int) -> Updates:
-        """Make one update per mini-batch on the mean value loss of its trained tokens. `old_S` is what `values`
-        returned. Raises TrainingError if a gradient is not finite."""
+        """Make one update per mini-batch on the mean value loss of its trained tokens.
+
+        Args:
+            old_S: Result of `values`.
+
+        Raises:
+            GradientError: A gradient is not finite, and training.on_bad_gradient is "stop".
+        """
         done = Updates()
         for minibatch in plan:
             self.update(tokens, minibatch, old_S, returns_S, done, step=step)
@@ -112,8 +118,12 @@ class Critic:
     def backward(
         self, micro: MicroBatch | None, old_S: np.ndarray, returns_S: np.ndarray, trained: int, done: Updates
     ) -> Tensor:
-        """Add the gradient of a micro-batch to that of its update, which has `trained` trained tokens, and its sums to
-        `done`. Return the loss of each token, [N]."""
+        """Accumulate the gradient of a micro-batch, and add its sums to `done`. Return the loss of each token, [N].
+
+        Args:
+            micro: Micro-batch; None computes a placeholder, because all ranks gather parameters together.
+            trained: Number of trained tokens in the whole update.
+        """
         values_N = self._values(micro or self._policy.idle)
         if micro is None:
             loss_N = values_N * 0  # other ranks have rows, and gather parameters together with this one

@@ -103,13 +103,13 @@ class UserFunction:
 def _source(function: Any) -> str:
     try:
         return digest_of_file(inspect.getsourcefile(inspect.unwrap(function)) or "")
-    except TypeError:  # of no Python file
+    except TypeError:  # not defined in a Python file
         return ""
 
 
 @cache
 def digest_of_file(file: str) -> str:
-    """Return the digest of the file from when this was first called for it, which is when it was loaded."""
+    """Return the digest that a file had when this was first called for it, which is when its code was loaded."""
     return sha256(Path(file).read_bytes()).hexdigest()[:16] if Path(file).is_file() else ""
 
 

@@ -40,7 +40,7 @@ class Demonstrations:
         names = config.data
         if held_out:
             names = names.model_copy(update={"path": config.eval.path, "limit": None})
-            config = config.model_copy(update={"data": names})  # for messages
+            config = config.model_copy(update={"data": names})  # so that errors name this file
         completions = [names.completion] if config.training.objective == "sft" else [names.completion, names.rejected]
         rows = data.load_demonstrations(config, names.path, limit=names.limit)
         self._config = config
@@ -66,10 +66,10 @@ class Demonstrations:
             }
 
     def batch(self, step: int) -> list[Sequence]:
-        """Return the batch of a step (counted from 0); of each pair the chosen, then the rejected.
+        """Return the batch of a step (counted from 0). In each pair, the chosen completion precedes the rejected one.
 
-        The batch depends only on the step's number, the seed and the data. For a reward model, the mask has only the
-        last token that is not padding, where transformers reads the score.
+        The batch depends only on the step's number, the seed and the data. For a reward model, only the last token that
+        is not padding is in the mask, because transformers reads the score there.
         """
         size = self._config.training.batch_size
         indices = range(step * size, (step + 1) * size)
@@ -80,7 +80,11 @@ class Demonstrations:
         return Tokens.of(self._sequences({row: row for row in self._encoded}))
 
     def _sequences(self, rows: dict[int, int]) -> list[Sequence]:
-        """Return the sequences of these rows of the data, which are given by the number of the group of each."""
+        """Return the sequences of some rows of the data.
+
+        Args:
+            rows: Row of the data, by the number of the group that it becomes.
+        """
         return [
             _sequence(f"g{number:06d}", place, demonstration, self._rows[row])
             for number, row in rows.items()

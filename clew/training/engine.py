@@ -118,7 +118,7 @@ class TrainEngine:
         self.version = 0
         """Number of steps done."""
         self.whole = True
-        """True while the weights are those of a whole number of steps; False between a step's updates."""
+        """True while the weights are those of a whole number of steps; False from a step's first update to its end."""
         total = config.training.steps * config.algorithm.minibatches
         self.optimizer = Optimizer(self.policy.model, config.training, total_updates=total)
         self.policy.load_reference(config.algorithm.kl_coef != 0)
@@ -134,8 +134,13 @@ class TrainEngine:
         self._timings: dict[str, float] = {}
 
     def configure(self, training: Training, algorithm: Algorithm) -> None:
-        """Continue with other settings of the optimizer and the algorithm. A critic cannot be added later: raises
-        ModelError if algorithm.advantages needs one that is not there."""
+        """Continue with other settings of the optimizer and the algorithm.
+
+        A critic that is no longer needed is dropped; none can be added.
+
+        Raises:
+            ModelError: algorithm.advantages needs a critic, and the engine has none.
+        """
         self.config = self.policy.config = self.config.model_copy(update={"training": training, "algorithm": algorithm})
         self.policy.load_reference(algorithm.kl_coef != 0)
         with_critic = needs_critic(algorithm)
@@ -153,7 +158,7 @@ class TrainEngine:
             self.critic.configure(training, algorithm)
 
     def restored(self, version: int, recent_norms: Iterable[float] = ()) -> None:
-        """Reset the bookkeeping after weights of `version` were loaded; its last updates had these gradient norms."""
+        """Reset the bookkeeping after weights of `version` were loaded; `recent_norms` are of the updates before it."""
         self.version = version
         self.recent_norms = deque(recent_norms, maxlen=RECENT_NORMS)
         self._digests = None
@@ -401,7 +406,7 @@ class TrainEngine:
         return norm_problem(norm, self.optimizer, self.recent_norms, factor, self.ranks)
 
     def _refuse(self, problem: str, done: _Pass) -> None:
-        """Leave out an update.
+        """Drop the gradient of an update because of `problem`, and count the update as skipped.
 
         Raises:
             GradientError: training.on_bad_gradient is "stop".
@@ -479,7 +484,7 @@ class TrainEngine:
     def _timed(self, part: str) -> Iterator[None]:
         started = time.perf_counter()
         yield
-        if self.policy.device.type == "cuda":  # which computes on after the call has returned
+        if self.policy.device.type == "cuda":  # kernels still run after a call has returned
             torch.cuda.synchronize(self.policy.device)
         self._timings[part] = self._timings.get(part, 0.0) + time.perf_counter() - started
 

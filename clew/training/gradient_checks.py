@@ -84,6 +84,6 @@ def hint_of(optimizer: Optimizer) -> str:
 def not_finite(named: Iterable[tuple[str, Tensor]], ranks: Ranks) -> list[str]:
     """Return the names of the tensors that have NaN or infinity on any rank."""
     slices = {name: slice_of(tensor.detach(), ranks) for name, tensor in named}
-    good = [None if part is None else part[0].isfinite().all() for part in slices.values()]  # on a GPU: waits for none
+    good = [None if part is None else part[0].isfinite().all() for part in slices.values()]  # does not wait for a GPU
     counts = ranks.add_up(np.array([each is not None and not each.item() for each in good], np.int64))
     return [name for name, count in zip(slices, counts, strict=True) if count]

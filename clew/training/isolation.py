@@ -21,8 +21,8 @@ ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 LENGTHS = (19, 12)
 """Numbers of tokens of the two rows that are tried, if the context has room for both."""
 TOLERANCE = 1e-4
-"""Largest difference between a token's logprobs, in nats, for float32 and wider types. For a model of values, which has
-no logprobs: between the directions of a hidden state."""
+"""Largest allowed difference of a token's logprob, in nats, for float32 and wider types. For a value model, which has
+no logprobs: of a hidden state that is normalized to length 1."""
 LOW_TOLERANCE = 0.1
 """Largest such difference in lower precisions, between rows that differ only in their last token."""
 SHARES = (0.1, 0.01)
@@ -107,7 +107,7 @@ def _tokens(model: Any, length: int, number: int) -> Tensor:
 
 
 def _predictions(model: Any, ids_T: Tensor, lengths: list[int]) -> Tensor:
-    """Return the logprob of each token but the first of each packed row. For a model of values, whose head may be zero,
+    """Return the logprob of each token but the first of each packed row. For a value model, whose head may be zero,
     it is the hidden state from which the value is computed, normalized to length 1."""
     rows_N = torch.cat([torch.full((length - 1,), row) for row, length in enumerate(lengths)]).to(ids_T.device)
     columns_N = torch.cat([torch.arange(1, length) for length in lengths]).to(ids_T.device)

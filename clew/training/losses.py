@@ -1,4 +1,4 @@
-"""The loss that the configuration names: that of a page in clew/algorithms, or a user's own.
+"""The loss function that algorithm.loss names: a page of clew/algorithms, or a user's own.
 
 docs/algorithms.md has the formulas, and explains where implementations differ.
 """
@@ -22,8 +22,8 @@ from clew.training.custom import UserFunction
 
 
 def loss_function(algorithm: Algorithm) -> Callable[..., PolicyLoss]:
-    """Return the function that algorithm.loss names, without what is rejected. Call it with the named tensors of
-    `TrainedTokens`.
+    """Return the function that algorithm.loss names, with a loss of 0 for rejected tokens. Call it with the named
+    tensors of `TrainedTokens`.
 
     Raises:
         ConfigError: A dotted path names no function that can be called this way.
@@ -64,8 +64,9 @@ OPTIONAL = {"reference_N": "algorithm.kl_coef", "entropies_N": "algorithm.entrop
 class CustomLoss:
     """A user's loss function, named by a dotted path.
 
-    It takes any of `offered`, by name. It returns a PolicyLoss, or (loss_N, metrics), where metrics is a dict of [N]
-    tensors or numbers, recorded as their mean over all tokens.
+    It takes, by name, any fields of `TrainedTokens`, any of `OPTIONS`, kl_coef, tokens and options. It returns a
+    PolicyLoss, or (loss_N, metrics), where metrics is a dict of [N] tensors or numbers, recorded as their mean over all
+    tokens.
 
     The function is called once per micro-batch, which holds whole sequences. Its result must not depend on how these
     are grouped: a token's loss may depend only on the token's own sequence. The engine detects NaN for every loss.

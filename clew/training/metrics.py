@@ -48,10 +48,10 @@ def rollout_metrics(sequences: SequenceABC[Sequence]) -> dict[str, float]:
 def correlation_metrics(
     sequences: SequenceABC[Sequence], advantages: SequenceABC[np.ndarray], method: str
 ) -> dict[str, float]:
-    """Return how a user's own advantages follow the rewards within groups; nothing for built-in advantages.
+    """Return the correlation of a user's own advantages with the rewards; nothing for built-in advantages.
 
-    It is the correlation over all sequences of reward and mean advantage, each less its group's mean, and is left out
-    if rewards or advantages do not differ within groups.
+    It is computed over all sequences, from the reward and the mean advantage, after the group's mean is subtracted from
+    both. It is left out if rewards or advantages do not differ within groups.
 
     Args:
         advantages: Advantages of each sequence's tokens, [T].
@@ -100,8 +100,12 @@ def gap_metrics(behaviour_N: np.ndarray, proximal_N: np.ndarray, lag_N: np.ndarr
 
 
 def rejection_metrics(why_N: np.ndarray, rows_N: np.ndarray) -> dict[str, float]:
-    """Return the shares of trained tokens and of sequences that were rejected, from the reason for each token (see
-    `clew.algorithms.rejection`) and its sequence."""
+    """Return the shares of trained tokens and of sequences that were rejected, and of sequences with a veto.
+
+    Args:
+        why_N: Reason for each token, see `clew.algorithms.rejection`; 0: kept.
+        rows_N: Sequence of each token.
+    """
     if not why_N.size:
         return {}
     sequences, vetoed_N = len(np.unique(rows_N)), why_N.astype(np.int64) & BY_VETO > 0

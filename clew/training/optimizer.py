@@ -18,7 +18,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
 class GradientError(TrainingError):
-    """Raised when a number becomes NaN or infinite during a step. It is raised on every rank."""
+    """Raised on every rank when a step meets NaN or infinity, or a gradient that spikes (training.spike_factor)."""
 
 
 class Optimizer:
@@ -79,8 +79,8 @@ class Optimizer:
         return {name: master.grad for name, master in self.masters.items() if master.grad is not None}
 
     def clip(self) -> float:
-        """Scale the gradients down to `max_grad_norm`, and return their norm before that. If it is not finite, they are
-        unchanged."""
+        """Scale the gradients down to `max_grad_norm`, and return their norm before that. If it is not finite, the
+        gradients are unchanged."""
         norms = [whole(nn.utils.get_total_norm(gradients)) for gradients in by_mesh(self.gradients().values())]
         norm = reduce(torch.hypot, norms) if norms else torch.zeros(())
         if math.isfinite(norm):

@@ -33,11 +33,11 @@ TEXTS = ("id", "group_id", "episode_id", "finish_reason", "error")
 JSON = {"rewards_by_name": "rewards", "data": "data", "interactions": "interactions", "images": "images"}
 """Fields that are lists of B JSON texts, and the record's column for each."""
 REPORTED = (*rows.MASKS, "sampled_by")
-"""Fields that are lists of B JSON texts, and columns of the same name; missing if no row has one."""
+"""Fields that are lists of B JSON texts, named like the record's columns; a field is missing if no row has a value."""
 NUMBERS = ("admitted_version", "admitted_at", "started_at", "finished_at", "consumed_at")
 """Fields that are tensors [B]. A consumed_at of NaN means: not consumed."""
 ALWAYS_ELEMENTS = 2**24
-"""Number of elements that the tensors of any file may have in total. A larger file may have one element per byte."""
+"""Total number of elements that the tensors of any file may have. A file of more bytes may have one per byte."""
 
 
 def save_padded(
@@ -132,7 +132,7 @@ def load_stages(path: Path) -> dict[str, list[np.ndarray]]:
 
 
 def _cut(values_BT: Tensor, attention_mask_BT: Tensor) -> list[np.ndarray]:
-    """Return the real tokens of each row; a prompt may also be padded on the left."""
+    """Return each row's values without those of padding; a prompt may also be padded on the left."""
     values_BT = values_BT.detach().float() if values_BT.is_floating_point() else values_BT
     return [values[mask].numpy() for values, mask in zip(values_BT, attention_mask_BT.bool(), strict=True)]
 
@@ -143,7 +143,7 @@ def _read(path: Path) -> dict[str, Any]:
         zipped = zipfile.is_zipfile(path)
         if zipped:
             _check_packed(path)
-        # Mapped from the file: nothing is read or allocated before it is known how much there is.
+        # Memory-mapped: nothing is read or allocated before the sizes are checked.
         content = torch.load(path, weights_only=True, map_location="cpu", mmap=zipped)
         altered = False
         if isinstance(content, dict) and "clew_format" in content:  # torch.load looks at no checksum
@@ -153,7 +153,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise
     except FileNotFoundError:
         raise RecordError(f"{path} is missing.") from None
-    except Exception as error:  # what a damaged file makes of a pickle's instructions may raise anything
+    except Exception as error:  # unpickling a damaged file may raise anything
         found = re.search(r"GLOBAL (\S+)", str(error))
         if found:
             raise RecordError(

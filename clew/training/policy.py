@@ -58,8 +58,8 @@ class Policy:
 
         Args:
             config: The sections model and training are used, and the seed for adapters.
-            model_path: Initial weights; None: config.model.path. The reference is always config.model.path, and
-                adapters are always added to it.
+            model_path: Initial weights; None: config.model.path, which the reference always has. Ignored with adapters:
+                they are added to config.model.path.
             device: Device of the model; None: config.model.device.
             media: Storage of the sequences' images.
         """

@@ -34,16 +34,16 @@ def write_weights(
 ) -> WeightRef:
     """Write the policy's weights in the type that inference computes with. Of tied tensors, one is written.
 
-    Clew's own engine gets the names that they have in memory, because its model has the same class as the policy. vLLM
-    and SGLang get those of published models, which differ for mixtures of experts, for example. Every rank calls this
-    at once; rank 0 writes.
+    For Clew's own engine, tensors keep their names in memory, because its model has the same class as the policy. For
+    vLLM and SGLang they get the names of published models, which differ for mixtures of experts, for example. Every
+    rank calls this at once; rank 0 writes.
 
-    With adapters that travel alone, only these are written, in peft's form.
+    If only adapters are sent (`Config.sends_adapters`), only they are written, in peft's form.
 
     Args:
         folder: Folder to write. It appears all at once, by a rename; an existing one is replaced.
         probe_ids: Token IDs to score, at least two; None: `default_probe`.
-        sent: The digests of the weights that were broadcast, to be written in their place; None: they were not.
+        sent: Digests of the weights, written in their place if they were broadcast; None: they were not.
 
     Raises:
         TrainingError: The tensors to send are not those that the model computes with.
@@ -51,7 +51,7 @@ def write_weights(
     probe = list(default_probe(engine) if probe_ids is None else probe_ids)
     adapters = engine.policy.adapters if engine.config.sends_adapters else None
     digest = engine.weights_digest()
-    tensors: dict[str, torch.Tensor] = {}  # what was broadcast was gathered for that
+    tensors: dict[str, torch.Tensor] = {}  # stays empty after a broadcast
     if sent is None and adapters is None:
         tensors = _each_once(engine.policy.published_state())
     elif sent is None:
@@ -93,8 +93,8 @@ def _each_once(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def _check_sent(engine: TrainEngine, digests: dict[str, str], version: int) -> None:
     """Raise TrainingError if tensors that are sent are not those that the model computes with.
 
-    Engines compare what they hold with what was sent. If that is an old copy, only this finds it: the engines would
-    serve old weights, and it would look like lag. A step that changed no weight at all (after rounding) passes.
+    Engines compare what they hold with what was sent. If an old copy was sent, only this check notices: the engines
+    would serve old weights, which would look like lag. If a step changed no weight (after rounding), an old one passes.
     """
     own = engine.weights_digests()
     other = [name for name, digest in digests.items() if name in own and int(digest, 16) != own[name]]

@@ -150,7 +150,8 @@ class Ranks:
     def agree(self, what: str, decide: Callable[[], T]) -> T:
         """Return on every rank what `decide` returns on rank 0: JSON data. If it raises Interrupted, every rank does.
 
-        Rank 0 may take any amount of time; the others report meanwhile that they wait for `what`.
+        Any other error is raised on rank 0 alone, and the others wait until they are ended. Rank 0 may take any amount
+        of time; the others report meanwhile that they wait for `what`.
         """
         if self.size == 1:
             return decide()

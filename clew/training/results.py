@@ -19,7 +19,7 @@ Watch = Callable[[str, dict[str, Any]], None]
 """Function that is called with the name of a step's next stage (advantages, loss, backward, update) and its values."""
 
 TokenLoss = Callable[[MicroBatch, Scores], PolicyLoss]
-"""Function (micro-batch, its scores) -> loss of its N trained tokens, with what the mean over a sequence asks for."""
+"""Function (micro-batch, its scores) -> loss of its N trained tokens, weighted as algorithm.loss_mean asks."""
 
 
 @dataclass(kw_only=True)

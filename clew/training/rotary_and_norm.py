@@ -28,7 +28,7 @@ EPSILONS = ("variance_epsilon", "eps")
 """Names of the norm's epsilon in different architectures."""
 
 TOLERANCE = 1e-5
-"""Largest difference in float32 between numbers of about 1."""
+"""Largest allowed difference, relative and absolute, in float32."""
 
 Computes = Callable[..., Any]
 
@@ -39,8 +39,8 @@ _quick: set[Computes] = set()
 def quicken(model: Any) -> None:
     """Replace both operations in a model's architecture, for this process, if a trial gives equal values and gradients.
 
-    Other cases still use transformers' code: other devices and precisions, slices of tensor parallelism, and heads that
-    are rotated only in part.
+    The replacements compute float32 on the CPU. Other cases still use transformers' code: other devices and precisions,
+    slices of tensor parallelism, and heads that are rotated only in part.
     """
     norms: defaultdict[type, dict[str, Any]] = defaultdict(dict)
     for module in model.modules():

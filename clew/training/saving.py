@@ -22,7 +22,7 @@ from clew.record.files import explain_disk_errors
 def written_aside(folder: Path) -> Iterator[Path]:
     """Yield an empty folder to write into; when the block ends, it becomes `folder` and replaces an existing one.
 
-    A reader sees a whole folder or none, even after SIGKILL.
+    A reader sees a whole folder or none, even after SIGKILL. If the block raises, `folder` stays as it was.
 
     Raises:
         RecordError: The disk is full, or cannot be written to.

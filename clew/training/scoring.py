@@ -21,16 +21,16 @@ from clew.training.packing import Packed
 LOGITS = 2**26
 """Maximum number of logits (tokens x vocabulary) that are held for the backward pass.
 
-If there are more, they are computed in chunks of at most this size, and once more in the backward pass.
+If there are more, they are computed in chunks of about this size, and once more in the backward pass.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Masks:
-    """Tokens that each scored token was drawn from, where top_p, top_k or min_p cut the others off."""
+    """Sampling masks: the tokens that each scored token was drawn from, after top_p, top_k or min_p cut off others."""
 
     counts_N: Tensor
-    """Number of these tokens, int64; 0: all."""
+    """Number of tokens in each mask, int64; 0: no mask."""
     ids_M: Tensor
     """Their IDs, int64, scored token by scored token; M is the sum of the counts."""
 
@@ -89,7 +89,7 @@ def score(
         masks: Tokens that each was drawn from; None: all. Logprobs are relative to these.
         seen: Further inputs of the model for padded rows that show images.
         logits: Maximum number of logits that are held; None: LOGITS.
-        entropy_gradient: Whether a gradient of the entropies is needed, which holds one more [N, V] until then.
+        entropy_gradient: Whether the entropies get a gradient; this keeps one more [N, V] until the backward pass.
     """
     assert bool((columns_N > 0).all()), "the first token of a sequence cannot be trained on"
     inputs = {**_inputs(input_ids_BT, packed), **(seen or {})}
@@ -143,8 +143,9 @@ def _score(
         logits_NV = logits_NV.to(wide) / temperatures_N[:, None]
     logprobs_NV = torch.log_softmax(logits_NV if masks is None else masks.cut(logits_NV), dim=-1, dtype=wide)
     logprobs_N = logprobs_NV.gather(1, targets_N[:, None])[:, 0]
-    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):  # last: see `checkpoint`'s early stop
-        lowest = torch.finfo(logprobs_NV.dtype).min  # 0 times -inf is no number
+    # Last, so that `checkpoint`, which stops recomputing early, can skip the entropies if they need no gradient.
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+        lowest = torch.finfo(logprobs_NV.dtype).min  # 0 times -inf would be NaN
         finite_NV = logprobs_NV if masks is None else logprobs_NV.clamp(min=lowest)
         entropies_N = -(logprobs_NV.exp() * finite_NV).sum(-1)
     return Scores(logprobs_N=logprobs_N, entropies_N=entropies_N)
@@ -215,7 +216,7 @@ class _Recording(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor) and tree_any(lambda each: id(each) in self._known, (args, kwargs)):
-            self._calls.append((func, args, kwargs or {}, result))  # which keeps it alive: its id is its own
+            self._calls.append((func, args, kwargs or {}, result))  # keeps the result alive: no other gets its id
             self._known.add(id(result))
         return result
 

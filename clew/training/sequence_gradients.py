@@ -54,8 +54,8 @@ def contributions(engine: TrainEngine, step: Prepared) -> Iterator[Contribution]
     """
     for number, minibatch in enumerate(step.plan):
         trained = sum(step.tokens.trained_in(rows) for rows in minibatch)
-        # First the gradient of the whole, in the micro-batches of a real step, then that of each sequence alone: their
-        # sum would be rounded otherwise.
+        # First the whole gradient, in the micro-batches of a real step; then that of each sequence alone. Their sum
+        # would be rounded differently.
         for rows in filter(None, minibatch):
             _backward(engine, step, rows, trained)
         whole = {name: grad.clone() for name, grad in engine.optimizer.gradients().items()}
@@ -114,7 +114,8 @@ def _backward(
     before: Callable[[MicroBatch, Tensor, Tensor], None] | None = None,
 ) -> tuple[MicroBatch, Tensor, PolicyLoss]:
     """Add the gradient of these rows to the optimizer's. Return the micro-batch, and the logprobs and the loss of its
-    trained tokens; `before` gets the same before the backward pass."""
+    trained tokens. `before` is called before the backward pass, with the micro-batch, the logprobs and each token's
+    loss."""
     micro = engine.policy.micro_batch(step.tokens, rows)
     if not len(micro.where_N):
         return micro, torch.zeros(0), PolicyLoss(per_token_N=torch.zeros(0), sums={})
@@ -159,8 +160,8 @@ def _norm(gradients: Any) -> float:
 def first_not_finite(engine: TrainEngine, step: Prepared, row: int) -> str | None:
     """Return where NaN or infinity first appears when this sequence is computed; None if everything is finite.
 
-    The place is a parameter, a module's output in the forward pass, a recorded input of the loss, a logprob or loss, or
-    a gradient in the backward pass.
+    The place is a parameter, an advantage or reference logprob, a module's output in the forward pass, a logprob or
+    loss, or a gradient in the backward pass.
     """
     first = _FirstNotFinite()
     for name, parameter in engine.policy.model.named_parameters():

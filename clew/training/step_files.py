@@ -65,8 +65,8 @@ def choose_steps(run: RunDirectory, steps: str) -> list[int]:
 
 
 def import_steps(files: Sequence[Path], folder: Path, group_size: int | None) -> None:
-    """Make a run directory of .pt files, one step each, in this order. It appears complete or not at all. `group_size`
-    is for files that name no groups, see `load_padded`."""
+    """Make a run directory from .pt files, one step each, in this order. The directory appears complete or not at all.
+    `group_size` is for files that name no groups, see `load_padded`."""
     if folder.exists():
         raise RecordError(f"{folder} exists already; expected the name of a new run directory. Choose another --to.")
     with written_aside(folder) as aside, Writer(aside, trainer=IMPORTED) as writer:

@@ -39,7 +39,7 @@ STYLES: dict[str, ParallelStyle] = {
     "rowwise": RowwiseParallel(),
     "rowwise_split_input": RowwiseParallel(input_layouts=Replicate()),
     "rowwise_rep": RowwiseParallel(input_layouts=Replicate()),
-    # Norms of each head, of which a rank has some: as of a sequence that is split, the weight's gradient is their sum.
+    # Norms per head: a rank has only some heads, so the weight's gradient is a sum over ranks, as for a split sequence.
     "replicated_with_grad_allreduce": SequenceParallel(sequence_dim=0, use_local_output=True),
 }
 """Way to split a module, by transformers' name for it."""
@@ -59,8 +59,8 @@ def split(
 ) -> Iterator[DeviceMesh]:
     """Make each rank of a group keep and compute its share of the blocks, on its device.
 
-    Inside the block, the caller shards them over the mesh that is yielded: the ranks with the same share. Afterwards
-    the model is tried. Every rank must have the whole model.
+    Inside the `with` block, the caller shards the model's blocks over the yielded mesh: the ranks with the same share.
+    When it ends, the split model is tried out. Every rank must have the whole model.
 
     Args:
         root: Module that holds the model and is called in its place; None: the model itself.
@@ -80,7 +80,8 @@ def split(
 
 @cache
 def _mesh(device_type: str, dp: int, tp: int) -> DeviceMesh:
-    """Return the mesh of ranks by rows and by share of a block. All models share it, because it opens connections."""
+    """Return the mesh of ranks: "fsdp" for groups, "tp" for shares of a block. All models use this one, because each
+    mesh opens connections."""
     mesh = init_device_mesh(device_type, (dp, tp), mesh_dim_names=("fsdp", "tp"))
     mesh._flatten()  # so that the gradients' norm is summed over both at once
     return mesh
@@ -108,7 +109,7 @@ def check_plan(model: Any, blocks: list[nn.Module], tp: int) -> dict[str, str]:
             f"any model over launch.ranks."
         )
     config = model.config.get_text_config()
-    layers = getattr(config, "per_layer_config", None) or [config]  # of Gemma 4 they have different numbers of heads
+    layers = getattr(config, "per_layer_config", None) or [config]  # Gemma 4's layers differ in their numbers of heads
     heads = {
         (name, number) for each in layers for name in HEADS if isinstance(number := getattr(each, name, None), int)
     }
@@ -157,8 +158,8 @@ def _check_split(
 ) -> None:
     """Raise ModelError when the split model does not work.
 
-    Either it computes something else than the whole model did, or ranks of a group get different gradients of a
-    parameter that each of them has, which means that the plan lacks something. This is tried out, because it depends on
+    Its output must be that of the whole model, and ranks of a group must get equal gradients of each parameter that all
+    of them have; otherwise the plan lacks something. This is tried out, because it depends on
     all of an architecture's code.
 
     Args:
