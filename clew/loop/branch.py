@@ -65,7 +65,7 @@ def branch(source: RunDirectory, run: RunDirectory, engine: TrainEngine) -> None
     """
     if run.steps.count() or checkpoint.saved(run.checkpoints):
         raise RecordError(f"{run.path} has steps or checkpoints already. Choose another trial=NAME.")
-    engine.ranks.meet()  # all have looked: what rank 0 writes from here on would make them raise
+    engine.ranks.meet()  # every rank has passed the check above, which fails once rank 0 writes
     if engine.ranks.leads:
         for earlier in range(engine.version):
             write_bytes(run.steps.json_path(earlier), source.steps.json_path(earlier).read_bytes())

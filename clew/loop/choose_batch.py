@@ -80,7 +80,7 @@ class Choice:
     groups: tuple[str, ...]
     """The chosen groups, oldest admitted first; empty while there is no batch."""
     too_old: tuple[str, ...]
-    """Running groups that would be too old by the time they are consumed: the batch waits for them."""
+    """Running groups that the batch waits for, because these or younger ones would exceed max_lag otherwise."""
 
 
 def choose_batch(
@@ -95,9 +95,10 @@ def choose_batch(
     """Choose the finished groups of a batch, oldest admitted first, unless an older running group has to go first.
 
     Groups left out now are consumed at best in order of age, `batch_groups` a step: the i-th oldest (from 0) by step
-    `step + 1 + i // batch_groups`, at that lag. If a group would then exceed `max_lag`, the batch waits for the running
-    groups up to it (late="wait"): once they are finished, they take the places of younger ones. `may_start` makes sure
-    that this is always enough. Nothing is dropped for being slow, because that would favour short episodes.
+    `step + 1 + i // batch_groups`. Its lag is that step minus its admitted version. If a group would then exceed
+    `max_lag`, the batch waits for the running groups up to it (late="wait"): once they are finished, they take the
+    places of younger ones. `may_start` makes sure that this is always enough. Nothing is dropped for being slow,
+    because that would favour short episodes.
 
     Args:
         step: The step that the batch is for.

@@ -60,7 +60,8 @@ def repeats(then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
 def how_to_compare(recorded: dict[str, Any], engine: TrainEngine) -> tuple[Tolerance, str]:
     """Return the tolerance for comparing a step, and the reason if it is not bit for bit.
 
-    Equality bit for bit is promised on the CPU, with the same ranks, threads and packages (see docs/design.md).
+    Equality bit for bit is promised in the same environment, on the CPU or with training.deterministic on CUDA; see
+    `repeats` and docs/design.md.
     """
     then, now = environment_of(recorded), environment(engine)
     if repeats(then, now):
@@ -75,15 +76,21 @@ def how_to_compare(recorded: dict[str, Any], engine: TrainEngine) -> tuple[Toler
 
 
 def compare(then: RecordedStep, result: StepResult, engine: TrainEngine, tolerance: Tolerance) -> list[Difference]:
-    """Return where a retrained step differs from its record: one difference for each stage, in their order. `engine`
-    has just made the step."""
+    """Return where a retrained step differs from its record: one difference for each stage that does, in their order.
+
+    Args:
+        then: The record of the step.
+        result: Result of the step, which `engine` has just made.
+        engine: The engine, as the step left it.
+        tolerance: Limit within which values agree. If it is not exact, gradients are compared by their norm alone.
+    """
     step, summary, algorithm = then.step, then.summary, engine.config.algorithm
     ids = [row.id for row in then.batch]
     here = {
         name: {id: values_T.astype(np.float32, copy=False) for id, values_T in zip(ids, values, strict=True)}
         for name, values in result.stages.items()  # in as many bits as they are recorded with
     }
-    # Advantages of rewards alone are the same on every machine; these are computed by a model.
+    # Advantages of rewards alone are the same on every machine; with a critic or a KL reward, a model computes them.
     from_logprobs = engine.critic is not None or (algorithm.kl_in == "reward" and algorithm.kl_coef > 0)
     found = list(
         differences.in_stages(

@@ -110,7 +110,7 @@ def _digest(batch: list[Sequence]) -> str:
 class DumpedBatches:
     """Source of the batches in debug.path: a folder of dumps or a run directory, which is left as it is.
 
-    Each batch becomes the batch of the same step in this run. The configuration's filters are applied again.
+    Each batch becomes the batch of the same step in this run. rollout.drop_equal_rewards is applied again.
     """
 
     def __init__(self, config: Config, run: RunDirectory) -> None:

@@ -69,7 +69,7 @@ class NothingToLearn:
             )
 
     def _correlate(self, step: int, correlation: float | None) -> None:
-        """Warn once if a user's own advantages do not follow the rewards in the first steps that tell."""
+        """Warn once if a user's own advantages do not follow the rewards in the first steps that have a correlation."""
         if correlation is None or len(self._correlations) == WARN_STEPS:
             return
         self._correlations.append(correlation)

@@ -22,7 +22,7 @@ class Inference(Protocol):
     """The engines that a run samples from: servers in other processes, or one engine in this process."""
 
     def load(self, ref: WeightRef) -> Timings:
-        """Return when every engine serves these weights, with the seconds that each part took."""
+        """Have every engine load and serve these weights. Return the seconds that each part took."""
         ...
 
     def released(self) -> AbstractContextManager[None]:
@@ -37,7 +37,7 @@ class Inference(Protocol):
 class Publisher:
     """Publishes a version of the weights.
 
-    The order below settles each race with a server that starts meanwhile (see `RunDirectory`). The weights are
+    The order settles each race with a server that starts meanwhile (`RunDirectory.register_server`). The weights are
 
     1. written,
     2. announced,
@@ -98,7 +98,7 @@ class Publisher:
 
     def _load(self, engine: TrainEngine) -> WeightRef | None:
         """Write the weights, unless they are there, and have the engines load them. Return where they are."""
-        digest = engine.weights_digest()  # every rank has its part in it
+        digest = engine.weights_digest()  # a collective: every rank must call it
 
         def written() -> bool:
             ref = self._run.newest_weights()

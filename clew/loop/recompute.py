@@ -24,8 +24,11 @@ def suspected(
     *,
     checked: bool,
 ) -> Difference:
-    """Return a difference in the advantages or the loss, with how the user's own function may have caused it. If all
-    inputs agree, and torch's random numbers were seeded as they were then, it is `checked`."""
+    """Return a difference in the advantages or the loss, with how the user's own function may have caused it.
+
+    Args:
+        checked: True if all inputs agree, and torch's random numbers were seeded as they were in the recorded step.
+    """
     field = f"algorithm.{found.stage}"
     now, then = source_of(algorithm, found.stage), summary.get("code", {}).get(field)
     if now is None:  # it is Clew's own
@@ -49,8 +52,11 @@ def suspected(
 
 
 def _chance(compute: Callable[[], dict[str, np.ndarray]], *, seeded: bool) -> str:
-    """Return why a computation gives another result each time; empty if it does not. If torch's random numbers were
-    `seeded` in the comparison, they cannot be the reason."""
+    """Return why a computation gives another result each time; empty if it does not.
+
+    Args:
+        seeded: True if torch's random numbers were seeded in the comparison, so that they cannot be the reason.
+    """
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 

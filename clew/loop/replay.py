@@ -54,8 +54,13 @@ class Replayed:
 def engine_at(run: RunDirectory, step: int, device: str | None = None, ranks: Ranks = ALONE) -> TrainEngine:
     """Return an engine at the nearest checkpoint at or before `step`, configured as the run is.
 
-    It needs nothing but the run directory: the reference model, too, is the run's first checkpoint. The run may have
-    had other `ranks`; `device` takes the place of the run's.
+    It needs nothing but the run directory: even the reference model is in it, as the run's first checkpoint.
+
+    Args:
+        run: The run.
+        step: The step.
+        device: Device to use in place of the run's; None: the run's.
+        ranks: Ranks of the engine; the run may have had others.
 
     Raises:
         RecordError: There is no such checkpoint, or it was altered.
@@ -96,7 +101,7 @@ def _check_belongs(run: RunDirectory, engine: TrainEngine, folder: Path) -> None
     """
     said = run.facts().get("parameters", engine.parameter_names)
     names, ours = ([name for name in side if not name.startswith("critic.")] for side in (said, engine.parameter_names))
-    if names != ours:  # a critic it may have had for a while
+    if names != ours:  # without a critic, which the run may have had only for some steps
         strange = sorted(set(names) ^ set(ours)) or ["their order"]
         raise ModelError(
             f"Checkpoint {folder} does not match {run.path}: {strange[0]} exists in only one of them. Restore the "
@@ -127,7 +132,7 @@ def _portable(config: Config, folders: dict[int, Path], device: str | None, rank
     """Return the configuration with paths and devices of this machine, and training.tp adapted to the ranks."""
     where = device or config.model.device
     if device is None and where == "cuda" and not torch.cuda.is_available():
-        where = "cpu"  # how it was compared, and why, says so
+        where = "cpu"  # `how_to_compare` gives this as its reason
     path = str(folders.get(0, config.model.path))  # the model that the run began with, for the KL term
     model = config.model.model_copy(update={"path": path, "device": where})
     critic = {"critic": str(folders[0] / checkpoint.CRITIC)} if 0 in folders and config.algorithm.critic else {}
@@ -182,7 +187,7 @@ def configure_as(run: RunDirectory, engine: TrainEngine, recorded: dict[str, Any
     """
     was = _configured(run, recorded) if recorded else dict(configuration.load(run.config_path))
     training, algorithm = was["training"].model_copy(update={"tp": engine.ranks.tp}), was["algorithm"]
-    algorithm = algorithm.model_copy(update={"critic": engine.config.algorithm.critic})  # which is where it is here
+    algorithm = algorithm.model_copy(update={"critic": engine.config.algorithm.critic})  # a path on this machine
     if (training, algorithm) != (engine.config.training, engine.config.algorithm):
         engine.configure(training, algorithm)
     if recorded is not None:

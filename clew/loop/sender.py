@@ -137,7 +137,7 @@ class Sender:
         digests: dict[str, str] = {}
         sums, error = Sums(), ""
         for name, tensor in tensors.items():
-            full = whole(tensor)  # every rank has its part in it, also if nothing can be sent any more
+            full = whole(tensor)  # a collective: every rank must call it, even if nothing can be sent any more
             if not engine.ranks.leads:
                 continue
             for sent_as, part in self._sent_as(engine, name, full).items():
@@ -161,7 +161,7 @@ class Sender:
 
 
 def _each_once(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors, each under the first of its names."""
+    """Return the tensors without aliases: a tied tensor keeps only the first of its names."""
     first: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in state.items():
         first.setdefault(id(tensor), (name, tensor))

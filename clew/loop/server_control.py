@@ -68,7 +68,7 @@ class ServerControl:
         self._looks_again = 0.0
 
     def load(self, ref: WeightRef, servers: list[Server] | None = None) -> Timings:
-        """Return when the servers serve these weights, with the timings of the one that paused longest.
+        """Have the servers load and serve these weights. Return the timings of the one that paused longest.
 
         Args:
             ref: The weights.

@@ -109,7 +109,7 @@ class Supervision(Surroundings):
             self._evaluate(engine, self._held_out)
 
     def write(self, step: int) -> None:
-        """Write the batch of a step into the run directory. It depends on the configuration and the data alone."""
+        """Write the batch of a step, again if it is there: it depends on the configuration and the data alone."""
         self.run.steps.write_data(step, rows.to_table(self._demonstrations.batch(step)))
 
     def _evaluate(self, engine: TrainEngine, held_out: Tokens) -> None:

@@ -64,8 +64,7 @@ def _packages() -> dict[str, str]:
 def write_stages(
     run: RunDirectory, step: int, digests: Mapping[str, RowDigest], result: StepResult, ranks: Ranks
 ) -> None:
-    """Write what this rank computed from its rows. In a tensor-parallel group, where all compute the same, one rank
-    writes.
+    """Write what this rank computed from its rows; of a tensor-parallel group, only the first rank writes.
 
     Args:
         digests: Digests of all rows of the batch, in their order.
@@ -85,10 +84,10 @@ def write_stages(
 def facts_of(batch: list[Sequence], version: int) -> dict[str, Any]:
     """Return what the index repeats about a batch: its groups, and the oldest and newest version of its trained tokens.
 
-    Both are -1 if no policy generated them.
+    Both versions are -1 if no policy generated the tokens.
 
     Args:
-        version: The oldest version to report when the batch has no trained token.
+        version: Version to report as the oldest if the batch has no trained token; the newest is then 0.
     """
     generated = np.concatenate([row.versions[row.loss_mask] for row in batch])
     newest = int(generated.max()) if generated.size else 0

@@ -27,7 +27,7 @@ class Clock:
             self._within = before + whole
 
     def note(self, what: str, seconds: float) -> None:
-        """Add seconds that were measured elsewhere, within the activity that goes on here."""
+        """Add seconds that were measured elsewhere. The activity that goes on here does not count them again."""
         self.seconds[what] += seconds
         self._within += seconds
 

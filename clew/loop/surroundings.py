@@ -97,7 +97,7 @@ class Surroundings:
         self._inference.pause()
 
     def _unless_wanted(self, wait: Callable[[], None]) -> bool:
-        """Return True when rank 0's wait is over; False if a server needs the weights before it can be."""
+        """Run a wait of rank 0. Return False if it cannot end before a server is sent the weights again."""
         try:
             wait()
         except WeightsWanted:
@@ -117,7 +117,7 @@ class Surroundings:
             torch.cuda.empty_cache()  # what the writing of weights took
 
     def wait_for_evaluation(self, version: int) -> None:
-        """Return when the evaluation of this version is complete, or at once if none is due."""
+        """Wait until the evaluation of this version is complete, if one is due and its weights still exist."""
         if self._inference is None or version < 0 or not self.config.evaluates(version):
             return
         what = f"the evaluation of version {version}"
@@ -186,6 +186,6 @@ class Surroundings:
         if self.config.debug.dump_rollout_data:
             dump(self.config, self.run, step)
         if (keep := self.config.record.keep_steps) is not None:
-            resumable = self.run.checkpointed()[1:]  # from any of them, but the first
+            resumable = self.run.checkpointed()[1:]  # the first is kept for the KL term, not to resume from
             self.run.prune(min(step + 1 - keep, min(resumable, default=0)))
         on_step(step, summary)

@@ -20,7 +20,7 @@ class Tensorboard:
         self._evaluated = -1
 
     def add(self, step: int, summary: dict[str, Any]) -> None:
-        """Add a committed step, and the evaluations that were completed since the last one."""
+        """Add a committed step, and the evaluations since the last call; the first call adds all of the run."""
         with only_shown("TensorBoard's files"):
             for name, value in summary["metrics"].items():
                 self._writer.add_scalar(name, value, step)

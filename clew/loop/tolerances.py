@@ -115,7 +115,7 @@ class Difference:
         """Return the difference as one line, in which the two sides have these names."""
         place = f"{self.where}, token {self.position}" if self.position is not None else self.where
         then, now = (_shown(each) for each in (self.recorded, self.found))
-        if then == now:  # in the last digits of a float64
+        if then == now:  # the two differ only in the last digits of a float64
             then, now = (str(each) for each in (self.recorded, self.found))
         values = f"{recorded} {then}, {found} {now}"
         return f"step {self.step}, {self.stage}: {place}: {values}{f' ({self.more})' if self.more else ''}"
@@ -166,7 +166,7 @@ def in_stages(
         of_rows = [ids[row] for row in rows]
         then, now = ([side[name][id] for id in of_rows] for side in (recorded, found))
         near = EXACT if name in exact else tolerance
-        after_update = update > 0 and tolerance.exact  # otherwise gradients are not compared
+        after_update = update > 0 and tolerance.exact  # else the gradients before it were not compared
         return in_stage(step, name, of_rows, then, now, near, after_update=after_update)
 
     def in_digests(stage: str, kind: str, update: int | None = None) -> Difference | None:
@@ -342,7 +342,8 @@ def in_batch(
     now = digest_batch(digests)
     if found is not None or whole in (None, now):
         return found
-    # Several ranks record their rows in another order than the batch's, so the order is wrong only if theirs is right.
+    # Several ranks record their rows in another order than the batch has. So rows were moved only if the digest fits
+    # the recorded order.
     moved = [(then, row.id) for then, row in zip(recorded, batch, strict=False) if then != row.id]
     in_their_order = {name: digests[name] for name in recorded if name in digests}
     if not moved or digest_batch(in_their_order) != whole:
@@ -354,7 +355,7 @@ def in_batch(
 
 
 def in_metrics(step: int, recorded: Mapping[str, Any], found: Mapping[str, float]) -> Iterator[Difference]:
-    """Yield the first metric that is not exactly what was recorded, or, unless it is in `LATER`, on one side alone."""
+    """Yield the first metric that is not exactly as recorded. One in `LATER` may be missing on one side."""
     for name in {**found, **recorded}:
         if name in LATER and not (name in found and name in recorded):
             continue

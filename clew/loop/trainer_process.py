@@ -64,7 +64,7 @@ class EngineHere:
         self.interrupts = Interrupts()
 
     def load(self, ref: WeightRef) -> Timings:
-        """Return when the engine serves these weights, with the seconds that each part took."""
+        """Have the engine load and serve these weights. Return the seconds that each part took."""
         return self._ask(self._engine.load_weights(ref))
 
     @contextmanager
@@ -77,7 +77,7 @@ class EngineHere:
             self._ask(self._engine.resume_memory())
 
     def pause(self) -> None:
-        """Give rollout one turn of its event loop."""
+        """Let rollout run until it has finished at least one group or evaluation."""
         turn = self._loop.create_task(self._runner.advance())
         try:
             with self.interrupts.waking(lambda: self._loop.call_soon_threadsafe(turn.cancel)):
@@ -109,8 +109,8 @@ class EngineHere:
 def learn_inline(config: Config, on_step: OnStep) -> None:
     """Train with rollout and inference in this process.
 
-    All user code runs on this thread, without time limits, so `breakpoint()` works in the agent, the reward and the
-    loss. A run repeats bit for bit with rollout.max_lag=0.
+    User code runs on this thread, without time limits, so `breakpoint()` works in the agent, the reward and the loss.
+    Only an agent's plain `def run` has a thread of its own. A run repeats bit for bit with rollout.max_lag=0.
     """
     torch.set_num_threads(config.threads)
     run = RunDirectory(config.run_path)
@@ -135,7 +135,7 @@ def learn_from_record(config: Config, on_step: OnStep, *, until: int | None = No
     with rank_of(config) as (ranks, run, reporter, interrupts):
         if config.debug.first_step:
             config = begin(config, ranks)
-            torch.set_num_threads(config.rank_threads)  # reaching that step took as many as the other run had
+            torch.set_num_threads(config.rank_threads)  # `begin` may have set the other run's number
         with Surroundings(config, run, ranks, reporter=reporter, interrupts=interrupts) as around:
             train_here(config, run, around, on_step, until=until)
 

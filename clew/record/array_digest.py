@@ -19,7 +19,7 @@ MASK = (1 << 64) - 1
 
 
 def mix(values: np.ndarray) -> np.ndarray:
-    """Return the finalizer of splitmix64 (Steele et al., 2014), made odd so that no changed bit is multiplied away."""
+    """Hash values by splitmix64's finalizer (Steele et al., 2014); odd, so that no changed bit is multiplied away."""
     z = (values + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -29,7 +29,7 @@ def mix(values: np.ndarray) -> np.ndarray:
 WITHIN_BLOCK = mix(np.arange(BLOCK, dtype=np.uint64))
 """Factors for the bits of an element, by its position in its block."""
 _UP_TO = np.zeros(BLOCK + 1, np.uint64)
-"""Sums of the first 0, 1, 2, ... of `WITHIN_BLOCK`."""
+"""Prefix sums of `WITHIN_BLOCK`, beginning with 0."""
 np.cumsum(WITHIN_BLOCK, out=_UP_TO[1:])
 
 
@@ -37,7 +37,7 @@ def digest_array(array: np.ndarray, *, name: str = "", start: int = 0) -> int:
     """Return the digest of one array, or of the piece of it that begins at flat position `start`.
 
     Every bit counts: 0.0 and -0.0 differ, and so do two NaNs with different payloads. So does the name: the digest of a
-    set changes when two of its arrays change places.
+    set changes when two of its arrays swap names.
     """
     flat = np.ascontiguousarray(array).reshape(-1)
     bits = flat.view(f"u{flat.dtype.itemsize}")
@@ -47,7 +47,7 @@ def digest_array(array: np.ndarray, *, name: str = "", start: int = 0) -> int:
         block = bits[max(first, 0) : first + BLOCK].astype(np.uint64)
         begin = max(-first, 0)
         end = begin + block.size
-        # each bit pattern counts as one more
+        # each bit pattern counts as one more than it is, so that zeros count, too
         within = int(np.dot(block, WITHIN_BLOCK[begin:end])) + int(_UP_TO[end]) - int(_UP_TO[begin])
         total += within * _of_block((start + first) // BLOCK)
     return salted(total, name, flat.dtype.str)

@@ -19,7 +19,7 @@ class Broadcast:
     backend: str
     """gloo or nccl."""
     rank: int
-    """Number of this server's first worker in the group. The trainer is 0."""
+    """Rank of this server's first worker in the process group. The trainer has rank 0."""
     size: int
     """Number of members."""
     dtypes: list[str]
@@ -27,7 +27,7 @@ class Broadcast:
     shapes: list[list[int]]
     names: list[str]
     buckets: list[int]
-    """Number of tensors that are loaded at once, one bucket after the other."""
+    """Number of tensors in each bucket. A bucket is loaded at once."""
 
     def shape_by_name(self) -> dict[str, list[int]]:
         return dict(zip(self.names, self.shapes, strict=True))

@@ -66,12 +66,12 @@ def write_bundle(run: RunDirectory, step: int, *, stages_only: bool, to: Path | 
     Args:
         stages_only: Bundle only the step's own files, without weights. Otherwise the bundle also holds the nearest
             checkpoint before the step, the first checkpoint (the reference of the KL term) and the steps in between.
-        to: Where to write the bundle; its folder is created. By default it is named after the run, in this folder.
+        to: Path of the bundle; its folder is created. By default it is named after the run, in the current folder.
 
     Raises:
         RecordError: There is no such step, no checkpoint at or before it, a file is missing, or the disk is full.
     """
-    run.steps.read(step)  # it must be committed
+    run.steps.read(step)  # raises an error if it is not committed
     first = step
     folders: list[Path] = []
     if not stages_only:

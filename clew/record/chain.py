@@ -46,7 +46,7 @@ _OF_LINE = ("step", "json")
 """Fields of a line of index.jsonl that the checks need after the line was compared with its step's JSON."""
 _SEAL = re.compile(rb', "seal": "([0-9a-f]{32})"\}\Z')
 _SEALED = (b'"seal": "', b'"rows": "', b'"follows": "', b'"follows": null')
-"""Keys of which every checkpoint.json or evaluation with a seal has at least one, and older files none."""
+"""Keys that show that a seal is missing: every sealed file has at least one of them, and older files have none."""
 _CHECKPOINT = re.compile(r"checkpoints/step-(\d{6,})/checkpoint\.json")
 _EVALUATION = re.compile(r"evals/version-(\d{6,})\.json")
 
@@ -170,7 +170,7 @@ class _Chain:
         self.torn = bool(torn)
         self.lines: list[dict[str, Any] | None] = [None] * len(raw)
         """The fields `_OF_LINE` of each line of index.jsonl; None for a line that is not a JSON object."""
-        # Each line is parsed beside its step. A million names of groups at once would take twice as long.
+        # Each line is parsed together with its step: to hold a million group names at once takes twice as long.
         for step, content in _contents(self.steps.folder):
             commit, line = _object(content), _object(raw[step]) if step < len(raw) else None
             if commit is None:
@@ -266,14 +266,14 @@ class _Chain:
                 against.append((commit, witness))
         while against:
             count = Counter(file for pair in against for file in pair)
-            # of several, the one that fewer files agree with, then the newest, then the step itself
+            # on a tie: the file that fewer others agree with, then the newest, then the step itself
             worst = max(count, key=lambda file: (count[file], -agree[file], file[1], file[0] == "step"))
             others = [other for pair in against if worst in pair for other in pair if other != worst]
             against = [pair for pair in against if worst not in pair]
             yield self._misfit(worst, others)
 
     def _names(self) -> Iterator[tuple[tuple[str, int], tuple[str, int], Any]]:
-        """Yield each commit, a file that names it, and the digest under which that file names it."""
+        """Yield, for each file that names a commit: the commit, that file, and the digest that the file gives."""
         for step, line in enumerate(self.lines):
             if line is not None and "json" in line:
                 yield ("step", step), ("index", step), line["json"]

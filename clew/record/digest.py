@@ -25,7 +25,10 @@ class RowDigest(NamedTuple):
 
 
 def digest_rows(batch: SequenceABC[Sequence]) -> dict[str, RowDigest]:
-    """Return the digests of each row, by its ID. They cover all columns but times, the admitted version and `error`."""
+    """Return the digests of each row, by its ID.
+
+    They cover all columns but times, the admitted version, `error`, `sampled_by` and `routed_experts`.
+    """
     of_data = zip((row.id for row in batch), _digests_of_data(batch), strict=True)
     return {name: RowDigest(data, _digest_of_origin(row)) for (name, data), row in zip(of_data, batch, strict=True)}
 

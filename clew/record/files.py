@@ -51,7 +51,7 @@ def explain_disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if isinstance(error, RecordError):  # from reading, and explained already
+        if isinstance(error, RecordError):  # a FileMissing is both, and explains itself
             raise
         raise disk_error(path, error) from error
 
@@ -76,7 +76,7 @@ def disk_error(path: Path, error: OSError) -> RecordError:
 
 
 def _left(path: Path) -> str:
-    """Return how much space a file system has left, or that it can hold no more files if that is what it lacks."""
+    """Return how much space is left at `path`, or that the file system has no inodes left, for an error."""
     nearest = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     system = os.statvfs(nearest)
     if system.f_files and not system.f_favail:
@@ -101,7 +101,7 @@ def remove_strays(folder: Path, *names: str) -> None:
 
 @contextmanager
 def only_shown(what: str) -> Iterator[None]:
-    """Turn a full disk into a warning: reports must not stop a run. The record will, if it cannot be written."""
+    """Turn errors of the disk into a warning: a report must not stop a run. A record that cannot be written does."""
     try:
         yield
     except OSError as error:

@@ -45,8 +45,8 @@ def group_number(group_id: str) -> int:
 class Inbox:
     """The waiting groups. A file holds the rows of one group in Arrow's stream format, followed by their CRC-32.
 
-    A group is read once, seconds after it was written, and each file has a fixed cost: Parquet's is twenty times that
-    of this format.
+    It is not Parquet: a group is read once, seconds after it was written, and Parquet's fixed cost for each file is
+    twenty times that of this format.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -125,7 +125,7 @@ class Inbox:
         """Return the groups that are being made, each with the version at which it was admitted."""
         path = self.folder / "running.json"
         running = read_json(path, dict[str, Count]) if path.exists() else {}
-        finished = self.names()  # afterwards: a group is filed before it is left out of running.json
+        finished = self.names()  # read last: a finished group is here before it leaves running.json
         return {name: version for name, version in running.items() if name not in finished}
 
     def publish(self, version: int) -> None:

@@ -23,7 +23,7 @@ class Rejected:
     failed_groups: int = 0
     """Number of groups in which too few episodes got a reward."""
     filtered_groups: Counter[str] = field(default_factory=Counter)
-    """Groups that a filter left out, by the reason. Its number stays: groups that are all 0 and all 1 differ."""
+    """Groups that a filter left out, by reason. Unlike in kinds of errors, numbers count: "all 0" is not "all 1"."""
     examples: dict[str, str] = field(default_factory=dict)
     """ID of a group or an episode for each kind of error and each reason."""
 

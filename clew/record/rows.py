@@ -66,7 +66,7 @@ OPTIONAL = pa.schema(
         pa.field("routed_experts", pa.binary()),
     ]
 )
-"""Columns of what only some engines report. A table in which no row has one leaves it out."""
+"""Columns that only some engines report. A table leaves out those in which no row has a value."""
 COLUMNS = (*SCHEMA.names, *OPTIONAL.names)
 
 ALIGNED = {
@@ -178,7 +178,7 @@ def to_table(sequences: SequenceABC[Sequence]) -> pa.Table:
             columns.append(pa.ListArray.from_arrays(offsets, pa.array(flat, column.type.value_type)))
         elif column.name in _NESTED:
             columns.append(pa.array([ENCODER.encode(value) for value in values]))
-        elif column.name in ("error", "finish_reason"):  # others' words, which may be no UTF-8
+        elif column.name in ("error", "finish_reason"):  # text of other programs: may hold what UTF-8 cannot
             clean = [value and value.encode(errors="replace").decode() for value in values]
             columns.append(pa.array(clean, pa.string()))
         else:
@@ -380,7 +380,7 @@ def sound(path: Path, read: Callable[[], pa.Table], size: int, remedy: str) -> p
 def _strange_column(table: pa.Table) -> str:
     """Return which column of a table of sequences is missing or has the wrong type, for an error; empty if none."""
     there, found = set(table.column_names), format_of(table)
-    if not there & {"group_id", "input_ids"} or found > FORMAT:  # stages; a newer table
+    if not there & {"group_id", "input_ids"} or found > FORMAT:  # a table of stages, or one that is refused later
         return ""
     if found < OLDEST:
         return f"it states format {found}; expected {OLDEST} to {FORMAT}"

@@ -33,7 +33,7 @@ from clew.record.steps import Steps
 from clew.record.warned import kept_warnings
 from clew.record.weights import WeightRef
 
-if TYPE_CHECKING:  # without its fields, a reader of the record starts a tenth of a second sooner
+if TYPE_CHECKING:  # not importing the configuration saves a reader of the record a tenth of a second
     from clew.config import Config
     from clew.waits import Reporter
 
@@ -49,11 +49,11 @@ class Server:
     """Address as host:port."""
     pid: Count
     ready: Flag
-    """True if it has loaded the newest weights, or answers 503 until it has."""
+    """True if it may be asked: it has the newest weights, or answers 503 until it has loaded them."""
     wants_weights: Flag = False
     """True if it waits for the trainer to broadcast the newest weights."""
     given_up: str = ""
-    """Reason why the trainer sends it no more weights, after which it ends; "": the trainer does send them."""
+    """Reason why the trainer has given this server up, which then ends; "" if it has not."""
     token: str = ""
     """Token that is needed for calls that change the server's state."""
 
@@ -76,7 +76,7 @@ class Changed(TypedDict):
 
 @with_config(STRICT)
 class Facts(TypedDict, total=False):
-    """Content of run.json. Other trainers may add more fields."""
+    """Fields of run.json that are checked. There are others, such as `threads`, `device` and `topology`."""
 
     clew_format: int
     created: Moment
@@ -183,7 +183,7 @@ class RunDirectory:
         return sorted(int(path.parent.name[5:]) for path in self.checkpoints.glob("step-*/checkpoint.json"))
 
     def best_in_words(self) -> str:
-        """Return which checkpoint has the best evaluation, for the end of a line; "" if it is the newest, or none."""
+        """Return text to append to a line: the best evaluated checkpoint; "" if that is the newest, or none is."""
         best, latest = self.checkpoints / "best", self.checkpoints / "latest"
         if not best.is_symlink() or best.resolve() == latest.resolve():
             return ""
@@ -191,7 +191,7 @@ class RunDirectory:
 
     @cached_property
     def supervised(self) -> bool:
-        """True if `clew sft` trained the newest committed step; no later step is of another kind."""
+        """True if `clew sft` trained the newest committed step. Cached: no later step is of another kind."""
         count = self.steps.count()
         return count > 0 and self.steps.read(count - 1).get("supervised", False)
 
@@ -217,7 +217,7 @@ class RunDirectory:
 
         Args:
             config: The configuration; None if another trainer writes its own.
-            step: The next step. What changed since an earlier step is added to `changes` in run.json.
+            step: The next step. Unless it is 0, what `config` changes is added to `changes` in run.json.
         """
         from clew.config import dump
 
@@ -293,8 +293,8 @@ class RunDirectory:
     def best_eval(self, versions: Collection[int]) -> int | None:
         """Return which of these versions has the best evaluation; None if none of them is evaluated.
 
-        That is the highest pass@1, then the highest reward, then the lowest loss, then the earliest: it has moved least
-        from the first model.
+        The best has the highest pass@1. Ties are broken by the highest reward, then the lowest loss, then the earliest
+        version, whose weights have moved least from the first model.
         """
         evaluated = [each for each in self.read_evals() if each["version"] in versions]
         scores = [

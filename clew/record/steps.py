@@ -149,7 +149,7 @@ class Steps:
             RecordError: A file is missing, truncated or altered, or there is nothing for a sequence in `batch`.
         """
         environment = self.read(step).get("environment", {}) if self.json_path(step).exists() else {}
-        ranks = range(0, environment.get("ranks", 1), environment.get("tp", 1))  # of a group the first writes
+        ranks = range(0, environment.get("ranks", 1), environment.get("tp", 1))  # the first rank of a tp group writes
         # The paths of all ranks are read, so that a file that is missing raises an error.
         paths = sorted({*self.stage_paths(step), *(self.stage_path(step, rank) for rank in ranks)})
         tables = [rows.read_table(path) for path in paths]
@@ -224,7 +224,7 @@ class Steps:
         """Return the entries of `index` with the digest of each step's JSON (`json`), which formats before 4 lack."""
         entries: list[dict[str, Any]] = []
         for line in self._raw_lines():
-            if (entry := _parse_line(line, len(entries))) is None:  # altered: the steps' own files say the same
+            if (entry := _parse_line(line, len(entries))) is None:  # altered: the rest is read from the steps' JSON
                 break
             entries.append(entry)
         while self.json_path(len(entries)).exists():  # committed, but killed before its line was written
@@ -266,7 +266,7 @@ class Steps:
     def repair(self) -> None:
         """Complete the index and remove half-written files after a kill. Only the trainer may call this.
 
-        It also removes the stages of a step that was not committed, because other ranks may make that step now.
+        It also removes the stages of a step that was not committed: another number of ranks may make that step now.
         """
         for folder in (self.folder, *self.folder.glob("step-*/")):
             remove_strays(folder, "*")
@@ -286,7 +286,7 @@ class Steps:
 
 
 def _check_stages(path: Path, table: pa.Table, first: pa.Table) -> None:
-    """Raise RecordError if a file of stages has other columns than `Steps.write_stages` writes. first: rank 0's."""
+    """Raise RecordError if a file of stages is not as `Steps.write_stages` writes it. first: the first file's table."""
     there = dict(zip(table.column_names, table.schema.types, strict=False))
     wrong = [name for name, kind in there.items() if kind != OF_ROWS.get(name, pa.list_(pa.float32()))]
     wrong += sorted(OF_ROWS.keys() - {*there}) + sorted({*first.column_names} ^ {*there})

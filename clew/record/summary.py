@@ -152,7 +152,7 @@ def configured(path: Path, summary: dict[str, Any]) -> tuple[Training, Algorithm
 
 
 def environment_of(recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the environment of a committed step. Older records lack `tp`, which was 1, and `rounding`: {} here."""
+    """Return the environment of a committed step. In older records, `tp` defaults to 1 and `rounding` to {}."""
     return {"tp": 1, "rounding": {}, **recorded["environment"]}
 
 
@@ -174,5 +174,5 @@ def rounding_doubt(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def spent(timings: dict[str, float], what: str) -> float:
-    """Return the seconds of a part of a step, such as publish, together with its own, such as publish/load."""
+    """Return the seconds of a part of a step, such as publish, with those of its own parts, such as publish/load."""
     return sum(value for name, value in timings.items() if name.partition("/")[0] == what)

@@ -26,7 +26,7 @@ class Warned:
     """Seconds since the epoch."""
     process: str
     step: int | None
-    """Step that the warning is about. If it names none, the version of the process then; None before it had one."""
+    """Step that the warning names; otherwise the version that the process had then, or None if it had none yet."""
     text: str
     """Warning without the name of its step."""
 
@@ -67,8 +67,8 @@ def kept_warnings(path: Path, reporter: Reporter) -> Iterator[None]:
 def read_warnings(path: Path, offset: int = 0) -> tuple[list[Warned], int]:
     """Return the warnings in warnings.jsonl from `offset` (in bytes) on, and the offset after its last complete line.
 
-    A line that Clew did not write is left out: a killed process may have left half of one. Many warnings begin with
-    their step, because the log shows them without one.
+    A line that Clew did not write is left out: a killed process may have left half of one. Many texts begin with
+    "step N: ", because a log line has no other place for the step; it is moved to `Warned.step`.
     """
     if not path.is_file():
         return [], offset
@@ -101,7 +101,7 @@ def kind_of(error: str) -> str:
 
 
 def named_kinds(errors: Sequence[str]) -> list[str]:
-    """Return a name for the kind of each error: the first line of the kind's first one."""
+    """Return for each error the name of its kind: the first line of the first error of that kind."""
     lines: dict[str, list[str]] = {}
     for error in errors:
         lines.setdefault(kind_of(error), []).append(error.partition("\n")[0])
@@ -113,7 +113,7 @@ def named_kinds(errors: Sequence[str]) -> list[str]:
 
 
 def in_words(warnings: list[Warned]) -> list[str]:
-    """Return a line for each kind of warning, in the order of first appearance.
+    """Return a line for each kind of warning of each process, in the order of first appearance.
 
     A line has the newest warning of the kind and how often the kind occurred. Warnings that differ only in numbers are
     of one kind.

@@ -20,7 +20,7 @@ DIGESTS_KEY = "clew_digests"
 
 
 BROADCAST_FILE = "broadcast.json"
-"""File in the place of weights that were broadcast, with their digests and SGLang's checksums, by name."""
+"""File that stands in for weights that were broadcast: their digests and SGLang's checksums, by tensor."""
 
 
 class Digests(TypedDict):
@@ -29,7 +29,7 @@ class Digests(TypedDict):
     digests: dict[str, str]
     """Digest of each tensor that was sent, in hexadecimal."""
     checksums: dict[str, list[str]]
-    """SGLang's checksums of each tensor as it joins them; empty if another engine gets them."""
+    """Checksums by the names of SGLang's tensors, some of which join several; empty for other engines."""
 
 
 def outside_folder(parent: str, run: Path) -> Path:

@@ -74,8 +74,8 @@ class Writer:
                 self._lock.close()
                 raise RecordError(f"Cannot go on with {path}: {found} Or choose another folder.")
         self.run.clean_after_trainer()
-        # An import runs none of the user's code, so the current folder's revision says nothing of it; it may be a
-        # stranger's, and git runs programs that a repository names.
+        # An import runs none of the user's code, so the git revision of the current folder has nothing to do with it.
+        # The folder may also be a stranger's repository, and git runs programs that a repository names.
         unknown: dict[str, Any] = {"git": None} if trainer == IMPORTED else {}
         self.run.describe(None, trainer=trainer, **unknown)
         if config is not None:
@@ -133,7 +133,7 @@ class Writer:
             raise RecordError(f"step {number} has no sequences; a step consumes one or more.")
         arrays = {name: _stage(name, values, batch) for name, values in (stages or {}).items()}
         table = rows.to_table(batch)
-        digests = digest_rows(rows.from_table(table))  # as whoever reads it will find it
+        digests = digest_rows(rows.from_table(table))  # of the rows as a reader gets them, in the columns' types
         versions = np.concatenate([row.versions[row.loss_mask] for row in batch])
         summary = {
             "groups": sorted({row.group_id for row in batch}),

@@ -55,7 +55,7 @@ def load_agent(path: str, arguments: dict[str, Any]) -> Any:
     """Import the agent's class and return an instance of it.
 
     Raises:
-        ConfigError: It is not a class with a `run` method, or `run` or the class cannot be called with these arguments.
+        ConfigError: It is not a class with a `run` method, it does not take `arguments`, or `run` cannot be called.
     """
     cls = dotted.load(path, "rollout.agent")
     run = getattr(cls, "run", None)
@@ -140,8 +140,8 @@ class AgentWorkflow:
     async def _ended(self, run: Coroutine[Any, Any, Any]) -> Any:
         """Await the agent and return its result.
 
-        If it is cancelled and swallows the cancellation, it is closed where it stands; otherwise the process could
-        never end.
+        If this is cancelled and the agent is still running after `CANCEL_S`, the agent is closed where it stands;
+        otherwise the process could never end.
         """
 
         async def outcome() -> tuple[Any, BaseException | None]:
@@ -162,7 +162,7 @@ class AgentWorkflow:
                     self.name,
                     CANCEL_S,
                 )
-                with contextlib.suppress(RuntimeError):  # it may be deaf to GeneratorExit, too
+                with contextlib.suppress(RuntimeError):  # raised if the agent ignores GeneratorExit, too
                     run.close()
                 task.cancel()
             raise

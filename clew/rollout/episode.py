@@ -74,7 +74,7 @@ async def run_episode(
     Args:
         data: Row of the data set.
         admitted_version: Version of the weights when the group was admitted.
-        admitted_at: Time of that, in seconds since the epoch.
+        admitted_at: Time when the group was admitted, in seconds since the epoch.
     """
     session = EpisodeEngine(resources, episode_id)
     started_at = time.time()

@@ -1,4 +1,4 @@
-"""Evaluation on held-out prompts: when it is due, and the numbers that it reports."""
+"""Evaluation on held-out prompts: the names of its groups, and the numbers that it reports."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def pass_at_k(n: int, passed: int, k: int) -> float:
 def interval(values: SequenceABC[float]) -> tuple[float, float] | None:
     """Return the 95 % confidence interval of the mean of one number per prompt; None for fewer than two prompts.
 
-    Prompts are independent, samples of one are not: the error is that of the mean over prompts (Miller 2024, arXiv
+    Prompts are independent, samples of one prompt are not: this error is of the mean over prompts (Miller 2024, arXiv
     2411.00640, section 2.2).
     """
     if len(values) < 2:
@@ -42,9 +42,9 @@ def interval(values: SequenceABC[float]) -> tuple[float, float] | None:
 def pass_interval(rates: SequenceABC[float], n_samples: int) -> tuple[float, float] | None:
     """Return the 95 % confidence interval of the mean of the prompts' pass rates, each in [0, 1]; None for no prompt.
 
-    It is Wilson's score interval (1927), which stays within [0, 1] and has a width even if all prompts pass. It takes
-    the number of independent trials that would vary as the rates do: one per prompt if each prompt always passes or
-    always fails, at most n_samples per prompt if the samples of a prompt are as good as independent.
+    It is Wilson's score interval (1927), which stays within [0, 1] and has a width even if all prompts pass. Its number
+    of trials is that of independent trials with the same variance of the mean: one per prompt if each prompt always
+    passes or always fails, and at most n_samples per prompt if the samples of a prompt are independent.
     """
     if not rates:
         return None

@@ -16,7 +16,7 @@ false stop rarer than FALSE_STOPS a step. W is where the rule meets the limit it
 share above m stops the run, over fewer only a share so high that chance does not explain it. For m = 0.2 and 16 groups
 a batch these are 421 groups at 20 %, 122 at 30 %, 37 at 50 %, and 9 where everything fails.
 
-Where nothing has succeeded since the start there is one look a run, not many a step: h = ln(1 / FALSE_STOPS), which is
+While no episode has succeeded since the start, all looks together count as one: h = ln(1 / FALSE_STOPS), which is
 4 groups for m = 0.2 and 14 for m = 1.
 """
 
@@ -54,10 +54,10 @@ class FailureWatch:
         self._succeeded = False
 
     def add(self, errors: Sequence[str | None]) -> None:
-        """Take the outcomes of a group's episodes: for each None, or its error.
+        """Take the outcomes of a group's episodes: the error of each, or None if it did not fail.
 
         Raises:
-            RolloutError: too many episodes failed.
+            RolloutError: Too many episodes failed.
         """
         failed = sum(error is not None for error in errors)
         self._shares.append(failed / len(errors))

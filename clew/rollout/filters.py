@@ -24,7 +24,11 @@ class EqualRewards:
         self._in_a_row: Counter[float] = Counter()
 
     def add(self, reward: float | None) -> None:
-        """Take the reward that all of a group's episodes have; None if they differ. RolloutError stops the run."""
+        """Take the reward that all of a group's episodes have, or None if they differ.
+
+        Raises:
+            RolloutError: Every group has been rejected for too long.
+        """
         if reward is None:
             self._in_a_row.clear()
             return

@@ -22,11 +22,11 @@ def leave_out_overlong(
     """Return the rows whose prompt is short enough, and warn with the number of the others.
 
     Args:
-        path: where the rows are from, for messages.
-        needed: rows that must be left.
+        path: Path of the data, for messages.
+        needed: Minimum number of rows that must be left.
 
     Raises:
-        DataError: fewer rows are left.
+        DataError: Fewer rows are left.
     """
     limit = config.data.max_prompt_tokens
     if limit is None:

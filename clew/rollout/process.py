@@ -91,7 +91,7 @@ def make_runner(
 def ended_by_signals() -> Iterator[None]:
     """Cancel the current task on SIGTERM or SIGINT, and raise SystemExit once the block has cleaned up.
 
-    If the event loop does not react in time, a thread ends the process; its reward workers die with it.
+    If the process has not ended after `END_S`, a thread ends it; its reward workers die with it.
     """
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None

@@ -87,7 +87,7 @@ class RolloutRunner:
     ) -> None:
         """Load the workflow or agent and the reward, and find where the run stopped.
 
-        Through the gateway, if there is one, rollout.agent reaches the engine; it is then used only on its loop.
+        With a gateway, rollout.agent reaches the engine through it, and the engine is used only on the gateway's loop.
         """
         refuse_impossible(config, len(rows))
         self._config = config
@@ -161,7 +161,7 @@ class RolloutRunner:
             await asyncio.gather(*ended, return_exceptions=True)
         if isinstance(self._workflow, AgentWorkflow):
             await self._workflow.close()
-        if isinstance(self._reward, RewardPool):  # last: a call whose worker died would be a failed episode
+        if isinstance(self._reward, RewardPool):  # last: to kill a worker during a call would record a failed episode
             self._reward.close()
 
     @property
@@ -183,7 +183,7 @@ class RolloutRunner:
     def _look(self) -> None:
         """Start everything that may start now: first the evaluation that is due, then groups."""
         self._inbox_seen = self._inbox_time()
-        self._waiting = len(self._run.inbox.names())  # before the version: a step's groups leave once it is published
+        self._waiting = len(self._run.inbox.names())  # before the version: groups leave once the next one is published
         self._version = self._run.inbox.published()
         if self._version is not None:
             self._start_evaluation(self._version)
@@ -326,7 +326,7 @@ class RolloutRunner:
             self._episodes(by_temperature, eval_group_id(version, number), row, n_samples, version)
             for number, row in enumerate(self._eval_rows)
         )
-        watch = self._failure_watch(self._run.evals)  # once it is complete
+        watch = self._failure_watch(self._run.evals)  # of its own, and fed once all episodes have ended
         sequences = [sequence for episodes in prompts for episode in episodes for sequence in episode.sequences]
         for sequence in sequences:
             if others := set(sequence.versions[sequence.loss_mask].tolist()) - {version}:

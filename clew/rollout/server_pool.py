@@ -49,7 +49,7 @@ class ServerPool(HTTPEngine):
 
     def __init__(self, run: RunDirectory, frozen_s: float = FROZEN_S, vocab: int | None = None) -> None:
         """Take the servers that the environment names, or else those registered in the run directory."""
-        super().__init__("of this run")
+        super().__init__("of this run")  # in errors: "inference server of this run: ..."
         self.vocab = vocab
         self._run = run
         self._fixed = attached_servers()
@@ -58,7 +58,7 @@ class ServerPool(HTTPEngine):
         self._clients: dict[tuple[str, str], HTTPEngine] = {}
         """Clients by address and token: a server that is restarted at its address has another token."""
         self._places: OrderedDict[str, str] = OrderedDict()
-        """Address of the server that each episode is at; the episode that was asked for last is at the end."""
+        """Address of each episode's server; the most recently used episode is last."""
         self._busy: defaultdict[str, set[asyncio.Task[Any]]] = defaultdict(set)
         """Tasks whose request is under way, by the address of their server."""
         self._frozen: set[tuple[str, int]] = set()
@@ -66,7 +66,7 @@ class ServerPool(HTTPEngine):
         self._frozen_s = frozen_s
         self._watches: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._avoided: dict[tuple[str, int], tuple[float, float]] = {}
-        """Unreachable servers, by address and pid: the monotonic time until which each is avoided, and for how long."""
+        """Unreachable servers, by address and pid: monotonic time until which it is avoided; half the next period."""
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Complete one sequence at the server of its episode; see the protocol."""
@@ -103,7 +103,7 @@ class ServerPool(HTTPEngine):
                     yield response
                 self._avoided.pop(key, None)
         except asyncio.CancelledError:
-            # `_keep_watch` cancels tasks at a frozen server. More than its one cancellation: the episode is cancelled.
+            # `_keep_watch` cancels tasks at a frozen server. If `uncancel` leaves another, the episode was cancelled.
             if key not in self._frozen or task.uncancel():
                 raise
             log.warning("a request goes to another server: %s has not answered for %.0f s", server.name, self._frozen_s)

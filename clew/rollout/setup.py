@@ -51,10 +51,10 @@ def load_workflow(config: Config) -> Workflow:
 def side_by_side(config: Config) -> int:
     """Return how many sequences the engine in this process may compute side by side.
 
-    The other sequences in a batch affect the last bits of a logprob. A run that is to be repeatable therefore has
-    batches of one if its requests come in no fixed order: those of an agent, which come over sockets, and those of a
-    workflow or after a reward that may wait for something of its own, such as a tool or a timer. Clew's own workflows
-    wait only for the engine.
+    The other sequences in a batch affect the last bits of a logprob. An inline run with rollout.max_lag=0 must repeat
+    bit for bit, so it computes one at a time if its requests come in no fixed order. That is so with an agent, whose
+    requests come over sockets, with a user's workflow, and with an async reward: they may wait for a tool or a timer.
+    Clew's own workflows wait only for the engine.
     """
     rollout = config.rollout
     if config.launch.mode != "inline" or rollout.max_lag > 0:

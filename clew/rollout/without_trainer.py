@@ -44,7 +44,7 @@ def roll_out(config: Config, steps: int, out: Path) -> None:
 
 async def _roll_out(config: Config, steps: int, writer: Writer, reporter: Reporter) -> None:
     inbox, served = writer.run.inbox, RunDirectory(config.run_path)
-    inbox.remove(writer.run.steps.consumed())  # written, but killed before they left
+    inbox.remove(writer.run.steps.consumed())  # of a batch that was committed just before a kill
     inbox.publish(writer.run.steps.count())
     with ended_by_signals():
         await _until_served(served)
