@@ -1,10 +1,10 @@
 """Published algorithms, one page each, and the options that they stand for. Read `grpo.py` first, then `ppo.py`.
 
-A page is a module with OPTIONS, `advantages` and `loss`. What a page takes over from an earlier paper it imports from
+A page is a module with OPTIONS, `advantages` and `loss`. A page imports what it takes over from an earlier paper from
 that paper's page. A user's own algorithm is a module of the same form, in which each of the three may be missing.
 
 This package is pure: tensors and arrays in, tensors and arrays out. Pages are loaded when they are needed, so that
-importing the package imports neither NumPy nor torch; computing imports no torch either.
+importing the package imports neither NumPy nor torch. The pages themselves never import torch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ FORMULAS = 3
 
 It is raised when a formula gives other numbers than before from the same inputs. 2: k3 is computed with expm1, and
 clip_share counts what CISPO and the dual clip hold. 3: logits of half precision reach the softmax without a float32
-copy, which CUDA rounds otherwise.
+copy, so CUDA rounds differently.
 """
 
 
@@ -84,7 +84,7 @@ def preset_options(preset: str, *, max_new_tokens: int = 256) -> dict[str, Any]:
                 f"(functions); {own.__file__} has none."
             )
         options = functions | dict(options)
-    return {  # an option that depends on the limit of the sampling is a function of it
+    return {  # an option that depends on max_new_tokens is a function of it
         name if "." in name else f"algorithm.{name}": value(max_new_tokens) if callable(value) else value
         for name, value in options.items()
     }

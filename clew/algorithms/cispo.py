@@ -27,7 +27,7 @@ OPTIONS = {
 
 
 def loss(tokens: TrainedTokens, options: Algorithm) -> PolicyLoss:
-    """Return the negative of equation 4, with the shared terms. Its value says nothing; its gradient does."""
+    """Return the negative of equation 4, with the terms of `decoupled`. Only its gradient means something."""
     ratio_N = ratios(tokens, options)
     clipped_N = ratio_N.clamp(1 - options.clip_low, 1 + options.clip_high)
     objective_N = clipped_N.detach() * tokens.advantages_N * tokens.logprobs_N

@@ -34,7 +34,7 @@ def gae(rewards_N: np.ndarray, values_N: np.ndarray, *, gamma: float, lam: float
 def whitened(advantages_N: np.ndarray) -> np.ndarray:
     """Return (A - mean) / (standard deviation + EPSILON) over the tokens of a step; the deviation divides by N - 1.
 
-    verl does so, too; the papers do not.
+    verl whitens advantages, too; the papers do not.
     """
     centred_N = advantages_N - advantages_N.mean() if len(advantages_N) else advantages_N
     return centred_N / (np.sqrt((centred_N**2).sum() / max(1, len(centred_N) - 1)) + EPSILON)

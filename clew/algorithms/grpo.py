@@ -48,7 +48,7 @@ def advantages_batch_std(sequences: SequenceABC[Sequence]) -> np.ndarray:
 
 
 def normalised(rewards_ES: Rewards) -> np.ndarray:
-    """Return (r_i - mean(r)) / std(r) over the episodes of a group.
+    """Return (r_i - mean(r)) / (std(r) + EPSILON) over the episodes of a group.
 
     The deviation divides by G - 1, as in TRL and verl; the paper does not say. Equal rewards give zero up to rounding,
     about 1e-10.

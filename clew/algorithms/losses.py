@@ -21,7 +21,7 @@ class TrainedTokens:
     """The N trained tokens of a micro-batch, as a loss sees them."""
 
     logprobs_N: Tensor
-    """Current logprobs. Only they carry a gradient, and with an entropy bonus also entropies_N."""
+    """Current logprobs. Only these and, with an entropy bonus, entropies_N carry a gradient."""
     proximal_N: Tensor
     """Logprobs at the start of the step."""
     behaviour_N: Tensor
@@ -40,7 +40,10 @@ class PolicyLoss:
     """Loss of each token, and sums for metrics."""
 
     per_token_N: Tensor
-    """Loss of each token, float32, which carries the gradient. The loss of a mini-batch is its mean over all tokens."""
+    """Loss of each token, float32, which carries the gradient.
+
+    The loss of a mini-batch is its mean over all tokens, each weighted as algorithm.loss_mean asks.
+    """
     sums: dict[str, Tensor]
     """Sums over the N tokens; divided by the number of tokens, they are metrics."""
     rejected_N: Tensor | None = None
@@ -48,7 +51,7 @@ class PolicyLoss:
 
 
 def ratios(tokens: TrainedTokens, options: Algorithm) -> Tensor:
-    """Return current over proximal probability, which the clip bounds: how far this step has moved the policy.
+    """Return current / proximal probability, which the clip bounds: how far this step has moved the policy.
 
     `ratio=token`: each token's own (PPO). `ratio=sequence`: the geometric mean over its sequence (GSPO, arXiv
     2507.18071, equation 7).
@@ -74,13 +77,13 @@ def importance_weights(tokens: TrainedTokens, options: Algorithm) -> Tensor:
 def decoupled(objective_N: Tensor, held_N: Tensor, tokens: TrainedTokens, options: Algorithm) -> PolicyLoss:
     """Return the loss: -weight x objective + kl_coef x KL(current, reference) - entropy_coef x entropy.
 
-    The weight makes it the decoupled objective of AReaL (arXiv 2505.24298, equation 5); it is a constant. With
+    The weight is a constant. It makes this the decoupled objective of AReaL (arXiv 2505.24298, equation 5). With
     kl_times_ratio the KL is multiplied by the ratio, whose gradient counts (DeepSeek-V3.2, arXiv 2512.02556, section
     3.1). The bonus is that of arXiv 1707.06347, equation 9.
 
     Args:
         objective_N: What the page's algorithm maximizes, without these terms.
-        held_N: True for tokens that a clip holds: the metric clip_share.
+        held_N: True for tokens that a clip bounds. Their share is the metric clip_share.
     """
     weight_N = importance_weights(tokens, options)
     masked = options.importance.endswith("mask")

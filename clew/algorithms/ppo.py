@@ -33,7 +33,7 @@ OPTIONS = {
 
 
 def loss(tokens: TrainedTokens, options: Algorithm) -> PolicyLoss:
-    """Return the negative of min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) (equation 7), with the shared terms."""
+    """Return the negative of min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), equation 7, with `decoupled`'s terms."""
     ratio_N, advantages_N = ratios(tokens, options), tokens.advantages_N
     plain_N = ratio_N * advantages_N
     clipped_N = ratio_N.clamp(1 - options.clip_low, 1 + options.clip_high) * advantages_N

@@ -31,5 +31,5 @@ OPTIONS = {
 
 
 def advantages(sequences: SequenceABC[Sequence]) -> np.ndarray:
-    """Return (R_i - mean(R)) / std(R) over all episodes of the step, for each sequence: [sequences] float32."""
+    """Return (R_i - mean(R)) / (std(R) + EPSILON) over the step's episodes, for each sequence: [sequences] float32."""
     return within_groups(sequences, normalised, batch=True)

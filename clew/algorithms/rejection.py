@@ -35,9 +35,9 @@ def rejects(options: Algorithm) -> bool:
 def rejections(tokens: TrainedTokens, options: Algorithm) -> Tensor:
     """Return why each token is rejected: 0 if it is kept, else the sum of its reasons; float32 [N].
 
-    `off_policy_delta` is the off-policy sequence mask of DeepSeek-V3.2 (arXiv 2512.02556, section 3.1): it rejects
-    tokens with a negative advantage in sequences whose mean of log(behaviour / current) is above it. NaN lies within
-    all bounds, so that it reaches the loss, where it is reported.
+    `off_policy_delta` is the limit of DeepSeek-V3.2's off-policy sequence mask (arXiv 2512.02556, section 3.1): tokens
+    with a negative advantage are rejected in sequences whose mean of log(behaviour / current) is above this limit. NaN
+    lies within all bounds, so that it reaches the loss, where it is reported.
     """
     log_ratio_N = (tokens.proximal_N - tokens.behaviour_N).detach()
     why_N = log_ratio_N.new_zeros(len(log_ratio_N)).float()

@@ -47,7 +47,7 @@ class Limits:
 
 @dataclass(kw_only=True, eq=False)
 class Submission:
-    """A request, from its arrival on. A retry of it gets the same replies."""
+    """A request that has arrived, and its replies. A retry of the request gets the same replies."""
 
     ids: Sequence[str]
     """IDs of the interactions; the first is the response's ID."""
@@ -62,7 +62,7 @@ class Submission:
     """True if the client left before it had the reply, and no retry has come for it yet."""
 
     def stream(self) -> Stream:
-        """Return the replies as a stream from the beginning; it may be called any number of times."""
+        """Return a new stream of the replies, from the beginning. Any number of streams may be read side by side."""
         return Stream(
             ids=self.ids,
             created_at=self.created_at,
@@ -91,17 +91,17 @@ class AgentSession:
         self.ended: str | None = None
         """Reason why no further request is answered; None while the session is open."""
         self.data: dict[str, Any] = {}
-        """Data row that the client named, if no data set has one."""
+        """Data that the client sent to /rl/start_session; recorded as the episode's data row. Not used in training."""
         self.started_at = time.time()
         self.last_used = time.monotonic()
         self.received_bytes = 0
-        """Size of the kept requests in bytes, as they came."""
+        """Size of the received requests in bytes, retries included: a measure of the memory that they take."""
         self._limits = limits
         self._warn = engine.warn
         self.turns = Turns(engine.tokenizer, engine.resources.context, engine.resources.vision)
         self._requests: list[Submission] = []
         self._failed: Counter[bytes] = Counter()
-        """Number of failed attempts by request fingerprint: as many retries are treated as new attempts."""
+        """Number of failed attempts by request fingerprint. For each of them, one retry counts as a new attempt."""
 
     @property
     def id(self) -> str:
@@ -123,7 +123,7 @@ class AgentSession:
     async def submit(self, ask: Ask, fingerprint: bytes, *, retry: bool) -> Submission:
         """Begin to answer a request, or return the earlier request that it is a retry of.
 
-        `fingerprint` is equal for a request and its retries; `retry` is the client's word that this is one.
+        `fingerprint` is equal for a request and its retries; `retry` is True if the client says that this is a retry.
 
         Raises:
             Refusal: The session has ended, or its messages or parameters cannot be honoured.
@@ -132,7 +132,7 @@ class AgentSession:
         if retry and self._failed[fingerprint] > 0:
             retry = False
             self._failed[fingerprint] -= 1
-        for earlier in reversed(self._requests):  # two equal requests side by side are two: neither was abandoned
+        for earlier in reversed(self._requests):  # equal requests side by side are no retries: neither was abandoned
             if earlier.fingerprint == fingerprint and (retry or earlier.abandoned):
                 earlier.abandoned = False
                 return earlier
@@ -218,7 +218,7 @@ class AgentSession:
             raise Refusal(400, f"session {self.id} has ended: {self.ended}.", code="session_ended")
 
     def _constrained(self, ask: Ask) -> tuple[Ask, str]:
-        """Return the request to send, and the words that the reply begins with so that it has the form asked for.
+        """Return the request as the engine can honour it, and the text that the reply begins with to force a tool call.
 
         Raises:
             Refusal: The engine or the chat template cannot meet the demands.
@@ -232,7 +232,7 @@ class AgentSession:
             raise Refusal(400, message, param=field)
         forced = ask.tool_choice not in ("auto", "none")
         if forced:
-            ask = replace(ask, form=None)  # of text, and there will be none
+            ask = replace(ask, form=None)  # a form is one of text, and a forced call leaves no text
         if ask.form is not None and ask.shown_tools:
             message = (
                 f"Cannot honour {ask.form.param} beside tools: the engine holds all that the model says to the schema, "
@@ -334,11 +334,12 @@ class AgentSession:
         )
 
     def _draft(self, ask: Ask, prompt: Prompt, number: int, index: int, speech: Speech) -> Draft | None:
-        """Return the draft of the request's n-th reply if a stream is to tell it, else None."""
+        """Return the draft of the request's reply `number`; None if the client wants no stream."""
         if not ask.stream:
             return None
         before = None if ask.text is not None else prompt.before
-        # A response template decides everything at the end; a schema may leave no room for the thought that was begun.
+        # Not streamed before the end: a response template needs the whole output, and a schema may leave no room for
+        # the thought that the prompt has begun.
         at_the_end = before is not None and (
             has_template(self.engine.tokenizer) or (ask.form is not None and opens_thought(before))
         )
@@ -350,13 +351,13 @@ class AgentSession:
             transcript=Transcript(self.engine.tokenizer, prompt.begin, logprobs=ask.logprobs is not None),
             reader=None if at_the_end else Reader(before, ask.shown_tools),
             begin=prompt.begin,
-            stops=[stop for stop in stops if stop != CALL_CLOSES],  # which ends a call, and belongs to it
+            stops=[stop for stop in stops if stop != CALL_CLOSES],  # CALL_CLOSES belongs to the call that it ends
         )
 
     async def _one(self, ask: Ask, prompt: Prompt, index: int, draft: Draft | None) -> Reply:
         sampling = dict(ask.sampling)
         if "seed" in sampling:
-            sampling["seed"] += index  # or the n replies, and equal requests of the episode, would be equal
+            sampling["seed"] += index  # otherwise the n replies, or those to equal requests, would be equal
         if ask.form is not None:
             sampling["json_schema"] = json.dumps(ask.form.schema)
         interaction = await self.engine.generate(

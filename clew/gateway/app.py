@@ -33,9 +33,9 @@ from clew.http_server import LARGE_BODY
 log = logging.getLogger("clew.gateway")
 
 MAX_KEYS = 100_000
-"""Maximum number of JSON keys in a body, as checking them takes some 20 ms per thousand.
+"""Maximum number of JSON keys in a body: checking a thousand of them takes about 20 ms.
 
-What looks like a key within a text counts, too.
+Text inside a string that looks like a key counts, too.
 """
 
 MAX_DATA = 2**20
@@ -47,7 +47,7 @@ ASGI = Callable[[Scope, Any, Any], Awaitable[None]]
 ENDPOINTS = ("/chat/completions", "/completions", "/responses", "/messages", "/models")
 
 KEEP_ALIVE_S = 5.0
-"""Maximum seconds of silence in a stream. Errors before that still get their HTTP status."""
+"""Seconds of silence before a stream sends a keep-alive. A request that fails within them gets an HTTP error."""
 
 GONE = Response(status_code=499)
 """Response that nobody reads: the client has closed the connection."""
@@ -70,7 +70,7 @@ class Sessions(Protocol):
         ...
 
     def own(self, key: str) -> AgentSession:
-        """Return the session of a key, and never open one.
+        """Return the open session of a key. Unlike `find`, never open a new one.
 
         Raises:
             Refusal: No session has this key.
@@ -213,10 +213,10 @@ async def _complete(sessions: Sessions, dialect: Dialect, http: HTTPRequest) -> 
 
 
 async def _has_begun(request: Submission, http: HTTPRequest, stream: bool) -> bool:
-    """Wait for the answer; of a streamed one, for its first words or for the time of a keep-alive.
+    """Wait for the answer. For a stream, wait only for its first words, and at most KEEP_ALIVE_S.
 
     Returns:
-        False if the caller hung up before.
+        False if the client disconnected first.
     """
     gone = asyncio.ensure_future(disconnected(http))
     watched: set[asyncio.Future[Any]] = {gone}
@@ -243,7 +243,7 @@ STREAMED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 def _with_earlier(session: AgentSession, ask: Ask) -> Ask:
     """Return the request with the earlier messages that its client names instead of sending them.
 
-    These are all messages up to the named response and, in one of Anthropic's threads, its tools.
+    These are the messages up to the named response, and that response. One of Anthropic's threads also keeps its tools.
     Instructions apply to one response only, so those of earlier requests are left out.
     """
     if ask.follows is None:
@@ -280,8 +280,7 @@ async def _stream(dialect: Dialect, ask: Ask, request: Submission) -> AsyncItera
                 break
             answered = request.replies.done()
             yield event
-            # The client has taken an event that was sent after the reply was complete: the reply
-            # counts as delivered.
+            # An event that came after the reply was complete has been sent: the reply counts as delivered.
             delivered, place = delivered or answered, place + 1
     except Refusal as refusal:
         yield dialect.refuse_in_stream(refusal, place)

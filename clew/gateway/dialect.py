@@ -38,7 +38,7 @@ class Refusal(ClewError):
     """Raised for a request that gets an error instead of a reply. The dialect gives it its provider's form."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
-        """Set the HTTP status, the field at fault, and the provider's short word, such as model_not_found."""
+        """Set the HTTP status, the request's field at fault, and the provider's error code, such as model_not_found."""
         super().__init__(message)
         self.status = status
         self.param = param
@@ -221,7 +221,7 @@ class Dialect(Protocol):
         ...
 
     def respond(self, ask: Ask, replies: Sequence[Reply]) -> dict[str, Any]:
-        """Return the body of the response, from one reply for each of Ask.n."""
+        """Return the body of the response to a request. There are Ask.n replies."""
         ...
 
     def events(self, ask: Ask, stream: Stream) -> AsyncIterator[bytes]:
@@ -241,7 +241,7 @@ def encoded(content: Any) -> bytes:
     """Return the content as JSON."""
     try:
         return orjson.dumps(content)
-    except TypeError:  # in a tool's name or arguments: a number beyond 64 bits, half a surrogate pair
+    except TypeError:  # tool calls may have integers beyond 64 bits or half surrogate pairs
         return json.dumps(content).encode()
 
 

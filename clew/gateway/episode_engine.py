@@ -100,7 +100,7 @@ class EpisodeEngine:
         return self.resources.prompt_column
 
     def warn(self, warning: str, kind: str | None = None) -> None:
-        """Warn the owner of the workflow or agent. Repetitions are dropped, and few of one kind are shown.
+        """Warn the owner of the workflow or agent. Repetitions are dropped, and MAX_WARNINGS of one kind are shown.
 
         By default, warnings that differ only in numbers and IDs are of one kind.
         """

@@ -118,7 +118,7 @@ class Fields(BaseModel):
 
     @classmethod
     def _note_on(cls, name: str, given: dict[str, Any]) -> str:
-        """Return the warning about a field that is not known."""
+        """Return the warning about a field that is not known. `Body` refuses some such fields instead."""
         role = given.get("role")
         owner = f"{role} messages" if role else given.get("type") or cls.__name__.strip("_")
         return f"the client adds {name!r:.80} to {owner!s:.80}: the model does not see it"
@@ -158,7 +158,7 @@ Texts = Annotated[list[str], BeforeValidator(_listed)]
 
 
 def text_as(kind: str) -> BeforeValidator:
-    """Return a validator of lists of parts that takes a string for one part of this type."""
+    """Return a validator of lists of parts, which turns a plain string into one part of this type."""
     return BeforeValidator(lambda content: [{"type": kind, "text": content}] if isinstance(content, str) else content)
 
 

@@ -113,7 +113,7 @@ class PlainFormat(Fields):
 
 
 class NamedSchema(Fields):
-    """A JSON schema and its name. Engines that can hold replies to a schema do so in any case, not only if strict."""
+    """A JSON schema and its name. Replies are held to it whether or not `strict` is set."""
 
     name: str
     description: str | None = None
@@ -144,7 +144,7 @@ class SamplingBody(SampledBody):
     n: int = Field(default=1, ge=1, le=128)
     min_tokens: int = Field(default=0, ge=0, le=LARGEST)
     return_token_ids: bool = False
-    """Wish for prompt_token_ids and token_ids in the answer."""
+    """True adds prompt_token_ids and token_ids to the answer."""
 
     def sampling(self, max_new_tokens: int | None) -> dict[str, Any]:
         """Return the fields of SamplingParams that the client set."""

@@ -81,11 +81,11 @@ class PassThrough:
         """Return the provider's URL for a path of this gateway."""
         if path.startswith("/v1/messages"):  # Anthropic's base URL has no /v1, because its clients add it
             return self._url.removesuffix("/v1") + path
-        # OpenAI's base URL has it, or another path in its place, such as /v1beta/openai.
+        # OpenAI's base URL ends in /v1, or in another path in its place, such as /v1beta/openai.
         return (self._url if urlsplit(self._url).path else self._url + "/v1") + path.removeprefix("/v1")
 
     async def _answer(self, request: httpx2.Request, came: Request) -> httpx2.Response | None:
-        """Return the provider's answer once its headers are there. If the client leaves before, cancel; return None."""
+        """Return the provider's answer once its headers are there; None, and cancel, if the client leaves first."""
         answer = asyncio.ensure_future(self._client.send(request, stream=True))
         gone = asyncio.ensure_future(disconnected(came))
         try:
@@ -101,7 +101,7 @@ class PassThrough:
 
 
 def serve_in_front(config: Config, url: str, record: Path | None, *, api_key: str = "") -> None:
-    """Serve until SIGTERM or SIGINT.
+    """Serve the gateway in front of a server until SIGTERM or SIGINT.
 
     Args:
         url: Address of the server.

@@ -90,11 +90,11 @@ def turn_returns(
     """Return each interaction's return, the number that it is trained on, by interaction ID.
 
     return = own reward + discount x mean of the returns of the turns that follow it. The episode's reward is added to
-    the own reward of each leaf. So with a discount of 1 and no rewards of single turns, each return is the episode's
-    reward. With branches (parallel calls, sub-agents), a turn before them gets their average.
+    the own reward of each turn that no other follows. So with a discount of 1 and no rewards of single turns, each
+    return is the episode's reward. With branches (parallel calls, sub-agents), a turn before them gets their average.
 
-    A turn follows the one before it in its chain, or the one that the gateway named, if the chain could not go on
-    because the context was rewritten.
+    A turn follows the one that the gateway named (details["follows"]), which is in another chain if the context was
+    rewritten. If it named none, the turn follows the one before it in its chain.
 
     Args:
         chains: The interactions of each sequence (`assemble`).
@@ -117,7 +117,7 @@ def turn_returns(
 
 
 def sequences_of(engine: EpisodeEngine, rewards: dict[str, float], known: dict[str, Any]) -> list[Sequence]:
-    """Return the rows of an episode's interactions, each with its return as reward.
+    """Return the rows of an episode, one for each sequence. Their rewards are the returns of their first interactions.
 
     Args:
         engine: The episode's engine.

@@ -71,7 +71,7 @@ class StandaloneGateway:
         self._run = RunDirectory(record) if record is not None else None
         self._sessions: dict[str, AgentSession] = {}
         settled = self._run.inbox.names() if self._run is not None else set()
-        self._count = 1 + max((int(name[1:]) for name in settled), default=-1)  # go on after what was recorded before
+        self._count = 1 + max((int(name[1:]) for name in settled), default=-1)  # continue after the inbox's groups
 
     def find(self, key: str) -> AgentSession:
         """See `Sessions.find` in `clew.gateway.app`."""
@@ -123,7 +123,7 @@ class StandaloneGateway:
             Refusal: The remaining sessions are in use.
         """
         while len(self._sessions) + sessions > MAX_SESSIONS or self._bytes() >= MAX_BYTES:
-            # The session unused for longest comes first, and busy ones come last: if the first is busy, all are.
+            # Idle sessions sort before busy ones, the one unused for longest first. If the minimum is busy, all are.
             key, oldest = min(self._sessions.items(), key=lambda entry: (entry[1].busy, entry[1].last_used))
             if oldest.busy or oldest.last_used > time.monotonic() - UNUSED_S:
                 raise Refusal(
@@ -207,7 +207,7 @@ def make_gateway(
     *,
     vision: Sight | None,
 ) -> StandaloneGateway:
-    """Return a gateway in front of an engine of this event loop.
+    """Return a gateway for an engine that runs on this event loop.
 
     Args:
         config: Configuration.

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 
 class Decoder:
-    """Decoder of tokens, one by one. Joined, the texts that `add` returns are how the text of all tokens begins."""
+    """Decoder that takes tokens one by one. The texts that `add` returns, joined, begin the text of all tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
-        """Tokens since the last text but one: some tokenizers write a first token without its space."""
+        """Tokens of the last text, and those after it. The former are kept because a first token may lose its space."""
         self._told = 0
         """Number of these tokens that made the last text."""
 
@@ -58,7 +58,7 @@ class Transcript:
         self._unfinished: list[Token] = []
         """Tokens of a character that is still incomplete."""
         self._finished: deque[tuple[Token, int, int]] = deque()
-        """Tokens not taken yet, each with the begin and end in the text of the characters that it is part of."""
+        """Tokens not taken yet, each with the start and end, in the text, of the characters that it helps to make."""
 
     def add(self, token: int, logprob: float) -> str:
         """Return the text that the token completes."""
@@ -174,8 +174,8 @@ class Draft:
         """Tell the rest of the reply.
 
         Raises:
-            ValueError: The text that was told is not how the reply begins, because the tokenizer changes the text of
-                earlier tokens when more follow. Then only calls are told after that.
+            ValueError: The reply does not begin with the text that was told, because the tokenizer changes the text of
+                earlier tokens when more follow. Only the remaining calls are then told.
         """
         reasoning = "".join(delta.reasoning for delta in self._told)
         content = "".join(delta.content for delta in self._told)
@@ -229,7 +229,7 @@ def deltas_of(
 ) -> Iterator[Delta]:
     """Yield the rest of a reply as a stream tells it, after the given numbers of characters, tokens and calls.
 
-    It goes a word at a time, or a token at a time if the tokens match the words exactly.
+    It goes a word at a time. Content with tokens goes a token at a time, or in one piece if they do not add up to it.
     """
     for piece in pieces(reply.reasoning[reasoning:]):
         yield Delta(index=index, reasoning=piece)

@@ -1,4 +1,4 @@
-"""The gateway in a thread with its own event loop: an agent that blocks its loop is slow, but does not deadlock."""
+"""The gateway in a thread with its own event loop: an agent that blocks its own loop is slow, but does not deadlock."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REMEMBERED = 16384
 
 
 class EpisodeKeys(Generic[T]):
-    """One API key for each episode, from its start to its end, and the value kept for it."""
+    """API keys, one for each running episode, and a value kept for each key."""
 
     def __init__(self) -> None:
         self._kept: dict[str, tuple[str, T]] = {}
@@ -57,7 +57,7 @@ class EpisodeKeys(Generic[T]):
         raise Refusal(401, message, code="invalid_api_key")
 
     def own(self, key: str) -> T:
-        """See `Sessions.own`: each key here belongs to one session."""
+        """See `Sessions.own`. It is the same as `find`, which opens no session here."""
         return self.find(key)
 
     def close(self, key: str) -> T:
@@ -121,13 +121,13 @@ class GatewayThread(ServingThread):
     """The gateway, and the engine that its sessions use."""
 
     def __init__(self, limits: Limits, close: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Start serving. `close` closes the engine, if it is the gateway's alone."""
+        """Start serving. `close` closes the engine; None if others use the engine, too."""
         self.sessions = EpisodeSessions()
         self._limits = limits
         super().__init__(application(self.sessions), close)
 
     def open(self, session: EpisodeEngine) -> tuple[str, AgentSession]:
-        """Open a session, and return its API key and the session. Until it is closed, use it only on `loop`."""
+        """Open a session. Return its API key and the session, which until it is closed may be used only on `loop`."""
         opened = AgentSession(session, self._limits)
         return self.sessions.open(opened.id, opened), opened
 

@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 
 
 _WORDS: list[Message] = [{"role": "assistant", "content": word} for word in ("clew0", "clew1")]
-"""Two messages whose last characters differ: the text that both renderings end with is what follows the words."""
+"""Two messages whose last characters differ. What their renderings have in common at the end follows the words."""
 
 
 _GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 """Tags that transformers adds to Jinja's, around the model's words."""
 
 LOOKED_AT = 16
-"""Number of characters, for each token of the context, that are read of a prompt that may be too long."""
+"""Number of characters per token of the context. No more of a prompt is tokenized to see that it is too long."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,7 @@ class Prompt:
 
     @property
     def before(self) -> str:
-        """Return the text up to the model's own words, which include a prefilled beginning."""
+        """Return the rendered text without the prefilled beginning."""
         return self.rendered.removesuffix(self.begin)
 
 
@@ -166,7 +166,7 @@ class Turns:
         rendered = self._render(ask, ask.messages) + begin
         self._refuse_what_never_fits(rendered, "messages")
         rewritten: Turn | None = None
-        for turn in sorted(self._turns, key=lambda turn: -len(turn.ask.messages)):  # the one with the most tokens first
+        for turn in sorted(self._turns, key=lambda turn: -len(turn.ask.messages)):  # longest conversation first
             place = len(turn.ask.messages)
             if turn.ask.text is not None or place >= len(ask.messages):
                 continue
@@ -190,7 +190,7 @@ class Turns:
         """
         extended = turn.follows if turn.extends else None
         begin = 0
-        if extended is not None:  # a turn is added after the one that it goes on from
+        if extended is not None:  # only turns added after it can continue it
             begin = next(place for place, other in enumerate(self._turns) if other is extended) + 1
         others = [other for other in self._turns[begin:] if other.ask is not turn.ask and other.ask.text is None]
         again = any(other.rendered == turn.rendered for other in others)
@@ -210,7 +210,7 @@ class Turns:
         counts = Counter(sent)
 
         def alike(other: Turn) -> tuple[int, bool]:
-            """Return the number of messages in common, and whether these are all of the other's, from the beginning."""
+            """Return the number of messages in common, and whether the request begins with all of the other's."""
             return sum((counts & Counter(other.keys)).values()), sent[: len(other.keys)] == other.keys
 
         best = max(reversed(others), key=alike)
@@ -244,7 +244,7 @@ class Turns:
             return None
 
     def _refuse_what_never_fits(self, text: str, param: str) -> None:
-        """Refuse a text without tokenizing all of it, if a beginning has twice as many tokens as the context takes."""
+        """Refuse a text whose beginning has more than twice as many tokens as the context. Only that is tokenized."""
         if self._context is None or len(text) <= LOOKED_AT * self._context:
             return
         beginning = text[: LOOKED_AT * self._context]
@@ -258,7 +258,7 @@ class Turns:
             )
 
     def _tail_ids(self, ask: Ask, rendered: str, turn: Turn) -> list[int] | None:
-        """Return the tokens after the turn's own; None if the rendered text does not hold the turn as it was."""
+        """Return the tokens that follow the turn's own; None if the rendered text does not contain that turn."""
         if not rendered.startswith(turn.rendered):
             return None
         last_id = turn.all_ids[-1]
@@ -274,7 +274,7 @@ class Turns:
         words = [turn.reply.content, turn.reply.reasoning, *(call.name for call in turn.reply.tool_calls)]
         if not all(word.strip() in kept for word in words):
             return None
-        if last_id in self._special_ids:  # the model ended its turn itself, perhaps with another token
+        if last_id in self._special_ids:  # the model wrote an end of turn, perhaps not the template's
             tail = tail.removeprefix(self._end_of_turn)
         return self._encode_after(last_id, tail)
 
@@ -401,13 +401,14 @@ def _goes_on_from(sent: Sequence[str], reworded: int, turn: Turn) -> bool:
 
     Args:
         sent: Keys of the request's messages.
-        reworded: Place of the first assistant message that no model said; 0 if there is none.
+        reworded: Index of the first assistant message that is in no recorded turn; 0 if there is none.
         turn: The turn.
     """
     *asked, replied = turn.keys
     spoke = turn.reply.content.strip() or turn.reply.tool_calls
     if (spoke and replied in sent) or (len(sent) > len(asked) and sent[: len(asked)] == asked):
         return True
+    # A reworded reply stands in for this turn's if messages before it are this turn's. All share the system message.
     words = {key for key, message in zip(asked, turn.ask.messages, strict=True) if message["role"] != "system"}
     return not words.isdisjoint(sent[:reworded])
 

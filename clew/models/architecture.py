@@ -55,7 +55,7 @@ def context_in(config: PreTrainedConfig) -> tuple[int | None, str]:
 
 
 def positions_go_on(config: PreTrainedConfig) -> bool:
-    """Return whether a model can compute longer sequences than its context: rotary positions that stay as they are."""
+    """Return whether a model can compute longer sequences than its context, as its rotary positions do not change."""
     kinds = [each.get("rope_type") for each in _ropes(config)]
     return bool(kinds) and not {"longrope", "dynamic"} & {*kinds}
 

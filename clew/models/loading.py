@@ -179,7 +179,7 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
     embeddings: Any = model.get_input_embeddings()
     embedded = embeddings.weight.shape[0]
     beyond = {token: number for token, number in tokenizer.get_vocab().items() if number >= embedded}
-    beyond = {token: number for token, number in beyond.items() if is_named(path, token)}  # reads files: few tokens
+    beyond = {token: number for token, number in beyond.items() if is_named(path, token)}  # last, as it reads files
     ends = (tokenizer.bos_token, tokenizer.eos_token)
     template = str(tokenizer.chat_template or "")
     idle = {token for token in tokenizer.all_special_tokens if token not in ends and token not in template}

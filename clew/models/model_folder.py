@@ -14,11 +14,11 @@ def config_of(path: str) -> Any:
     """Return the configuration of the model in a folder or on the hub; None if it cannot be read."""
     from transformers import AutoConfig
 
-    if not path:  # transformers would look here
+    if not path:  # transformers would look in the current folder
         return None
     try:
-        return AutoConfig.from_pretrained(os.path.expanduser(path), trust_remote_code=False)  # noqa: PTH111 - as above
-    except Exception:  # of many types, for a broken config.json; the code that loads the model will tell it
+        return AutoConfig.from_pretrained(os.path.expanduser(path), trust_remote_code=False)  # noqa: PTH111 - hub names
+    except Exception:  # of many types, for a broken config.json; loading the model will report it
         return None
 
 
@@ -34,6 +34,7 @@ def is_named(path: str, token: str | None) -> bool:
 
 def check_folder(path: str, needed: str, what: str, remedy: str, field: str = "model.path") -> None:
     """Raise ModelError if a folder lacks a needed file, or if the hub has no model of this name."""
+    # "name" and "owner/name" are hub names, unless they exist here, or "owner" does: then a folder was meant.
     in_a_folder = "/" in path and Path(path).parent.is_dir()
     if not (path.startswith((".", "/", "~")) or path.count("/") > 1 or in_a_folder or Path(path).exists()):
         _check_on_hub(path, field)
@@ -74,7 +75,7 @@ def _check_on_hub(name: str, field: str) -> None:
             return
         get_hf_file_metadata(hf_hub_url(name, needed), timeout=HUB_S)
     except Exception as error:  # of many types: of the name, of the hub, of the HTTP library
-        import torch  # noqa: F401  # without it nothing can be done with any model: that is said first
+        import torch  # noqa: F401  # no model can be used without it: if it is missing, that is the error to show
 
         answered = isinstance(error, (HfHubHTTPError, ValueError))
         why = "the hub has no such model that you may read" if answered else "the hub cannot be reached"
@@ -91,9 +92,9 @@ _CONFIGURATIONS = ("config.json", "*_config.json", "preprocessor*.json", "proces
 def refuse_own_code(path: str, field: str = "model.path") -> None:
     """Raise ModelError if a model folder can only be loaded by running code that it names.
 
-    This is an architecture of its own (`auto_map` with a `model_type` that transformers does not have) or a kernel from
-    the hub. Many published models name code although transformers has their architecture; `trust_remote_code=False`
-    then selects transformers' own. A hub name passes here, for the same reason.
+    Such code is an architecture of its own (`auto_map` with a `model_type` that transformers does not have) or a kernel
+    from the hub. Many published models name code although transformers has their architecture; then
+    `trust_remote_code=False` selects transformers' own. For the same reason, hub names are not checked here.
     """
     from transformers import CONFIG_MAPPING
 

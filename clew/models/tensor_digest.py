@@ -31,7 +31,7 @@ def hex_digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 def begin_digest(tensor: Tensor, *, name: str, start: int = 0) -> Callable[[], int]:
     """Begin what `digest_tensor` does; the function that is returned waits for the result.
 
-    A GPU has hundreds of tensors to digest. Begun one after another, they are waited for only once.
+    Begin the digests of all tensors before waiting for the first: a GPU then computes hundreds without a pause.
     """
     if tensor.device.type == "cpu":
         found = digest_array(as_array(tensor), name=name, start=start)
@@ -49,8 +49,8 @@ def begin_on_device(tensor: Tensor, *, name: str, start: int = 0) -> Callable[[]
     for first in range(-before, bits.numel(), AT_ONCE):
         part = bits[max(first, 0) : first + AT_ONCE].to(torch.int64)
         if flat.element_size() < 8:
-            part &= mask  # the sign was carried on
-        part = part + 1  # never in place: 8 bytes are the tensor's own
+            part &= mask  # undo the sign extension
+        part = part + 1  # never in place: with 8-byte elements, `part` is the tensor's own memory
         head, tail = max(-first, 0), -(max(-first, 0) + part.numel()) % BLOCK
         blocks = torch.nn.functional.pad(part, (head, tail)).view(-1, BLOCK)
         factors = _of_blocks((start + first) // BLOCK, len(blocks), flat.device)

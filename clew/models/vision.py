@@ -65,7 +65,8 @@ class Vision:
     def expanded(self, text: str, images: Sequence[bytes]) -> str:
         """Return a text in which each placeholder is replaced by all tokens that stand for its image, as text.
 
-        Raises ImageError if there are more or fewer placeholders than images, or if an image cannot be read.
+        Raises:
+            ImageError: There are more or fewer placeholders than images, or an image cannot be read.
         """
         parts = text.split(self.placeholder)
         if len(parts) - 1 != len(images):
@@ -80,8 +81,8 @@ class Vision:
     def expanded_ids(self, ids: list[int], images: Sequence[bytes]) -> list[int]:
         """Return tokens in which each placeholder is replaced by all tokens that stand for its image.
 
-        Tokens without one placeholder for each image, or that hold what stands for the images already, are returned
-        as they are: `check` judges them.
+        Tokens are returned as they are if they do not have one placeholder for each image, or already have all tokens
+        of the images: `check` judges them.
         """
         if not images or ids.count(self.placeholder_id) != len(images):
             return ids
@@ -130,7 +131,7 @@ class Vision:
             )
 
     def inputs(self, input_ids_BT: Tensor, images: Sequence[Sequence[bytes]], dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return what a forward pass takes besides the tokens; empty without images, which are given for each row."""
+        """Return what a forward pass takes besides the tokens. `images`: those of each row; without any, return {}."""
         import torch
 
         if not any(images):
