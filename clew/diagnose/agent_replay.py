@@ -48,7 +48,7 @@ class Replay:
     """Reward of each sequence of the episode now; None if it ended in an error."""
     error: str | None
     recorded_rewards: list[float] | None
-    """The recorded ones; None if the recorded episode ended in an error."""
+    """Recorded reward of each sequence; None if the recorded episode ended in an error."""
     recorded_error: str | None
 
     @property

@@ -36,6 +36,7 @@ def stop_at(engine: TrainEngine, steps: range, stage: str) -> None:
         print(
             f"step {engine.version}, before {stage}{where}. In scope: {', '.join(names)}", file=sys.stderr, flush=True
         )
+        # Compiled code, so that the debugger's frame has these names; `pass` is the line at which it stops.
         exec(compile("breakpoint()\npass\n", f"<step {engine.version}, before {stage}>", "exec"), names)
 
     engine.watch = watch

@@ -111,7 +111,11 @@ def diff(a: Path, b: Path, *, ignore: list[str], plot: Path | None) -> bool:
 
 
 def _compared(runs: Pair, steps: range) -> tuple[Difference | None, Tolerance, list[str], int]:
-    """Return the first difference, the tolerance of the steps from which on digests differ, why, and that step."""
+    """Compare the steps of both runs: bit for bit until their digests differ, then with a tolerance if one applies.
+
+    Returns:
+        The first difference, the tolerance, the reasons for it, and the first step whose digests differ.
+    """
     indices = [run.steps.index() for run in runs]
     differ = (step for step in steps if indices[0][step]["digests"] != indices[1][step]["digests"])
     start = next(differ, steps.stop)
@@ -127,7 +131,7 @@ def _compared(runs: Pair, steps: range) -> tuple[Difference | None, Tolerance, l
             return near, _near(runs), [doubt], start
     if found is not None and tolerance.exact and _is_sampling_noise(found):
         near = _first_difference(runs, apart, _near(runs))
-        if near is not None:  # which follows from more than noise
+        if near is not None:  # more than noise differs
             return near, _near(runs), [SAMPLING_NOISE], start
     return found, tolerance, environments, start
 
@@ -161,9 +165,9 @@ def _is_chance(runs: Pair, found: Difference, told: Iterable[str]) -> bool:
 def _print_configured(
     runs: Pair, found: Difference, steps: range, names: tuple[str, str], told: Mapping[str, str]
 ) -> None:
-    """Print the first difference that follows from the configuration, then that the runs took other groups.
+    """Print the first metric that differs because of the configuration, then that the runs took other groups.
 
-    Only a metric that is a field's own, such as `lr`, is certain to follow from it if the batches are not the same.
+    When the batches differ, only a metric named like a changed field, such as `lr`, is certain to follow from it.
     """
     fields = {field.rpartition(".")[2]: field for field in told}
     for step in steps:
@@ -203,7 +207,7 @@ def _besides(runs: Pair, steps: range) -> list[str]:
 def _evaluations(runs: Pair, versions: set[int]) -> Iterator[str]:
     """Yield a line for each evaluation that differs.
 
-    One that only one run has counts if both have evaluations and were configured to evaluate alike.
+    An evaluation that only one run has counts if both runs have evaluations and the same `eval` section.
     """
     sides = [{each["version"]: each for each in run.read_evals()} for run in runs]
     wanted = [read_yaml(run.config_path).get("eval") if run.config_path.exists() else None for run in runs]
@@ -330,7 +334,10 @@ def _in_step(runs: Pair, step: int, tolerance: Tolerance) -> Iterator[Difference
 def _in_stages(
     runs: Pair, step: int, tolerance: Tolerance, then: dict[str, Any], now: dict[str, Any]
 ) -> Iterator[Difference]:
-    """Yield differences in the sequences of a step, and in what was computed from them. then, now: The step's JSON."""
+    """Yield differences in the sequences of a step, and in what was computed from them.
+
+    `then` and `now` are the step's JSON in the two runs.
+    """
     ours, theirs = (run.steps.read_data(step) for run in runs)
     if (found := _in_batches(step, ours, theirs, tolerance)) is not None:
         before, after = digest_rows(ours), digest_rows(theirs)
@@ -494,7 +501,7 @@ def _changes(then: Mapping[str, Any], now: Mapping[str, Any], what: str = "") ->
 
 
 def _files_before(run: RunDirectory, step: int) -> dict[str, str]:
-    """Return the digests of what the last checkpoint up to `step` has beside its tensors, such as its tokenizer."""
+    """Return the digests of the files that the last checkpoint up to `step` has beside its tensors, by name."""
     version = max((each for each in run.checkpointed() if each <= step), default=None)
     if version is None:
         return {}
@@ -503,7 +510,7 @@ def _files_before(run: RunDirectory, step: int) -> dict[str, str]:
 
 
 def _note_configuration(runs: Pair, steps: range, names: tuple[str, str], ignore: list[str]) -> None:
-    """Print how the configurations differ although all stages agree, at the first step where they do."""
+    """Print how the configurations differ although all stages agree, at the first step whose recorded ones differ."""
     sides = ((step, [run.steps.read(step).get("config") for run in runs]) for step in steps)
     step = next((step for step, (then, now) in sides if then != now), steps[-1])
     changed = _configuration(runs, step)

@@ -50,7 +50,7 @@ def _python() -> tuple[str, str, str]:
         "good",
         f"{platform.python_version()} on {platform.platform()}",
         "",
-    )  # an older one than 3.11 cannot import Clew
+    )  # always good: Clew cannot be imported on a Python older than 3.11
 
 
 def _packages() -> tuple[str, str, str]:

@@ -62,7 +62,7 @@ class Evaluation:
 
     @cached_property
     def pass_rates(self) -> dict[int, float]:
-        """Return the pass rate of each row, by row number. Failed episodes, and rows of no others, do not count."""
+        """Pass rate of each row, by row number. Failed episodes do not count; a row that has only such is left out."""
         by_row: dict[int, list[bool]] = {}
         for episode in self.episodes:
             if episode["error"] is None:

@@ -86,7 +86,7 @@ def _trained(run: RunDirectory, step: int) -> Parts:
         if done.differences:
             print(f"on the way there: {done.differences[0]}", file=sys.stderr)
     configure_as(run, engine, run.steps.read(step) if step < run.steps.count() else None)
-    with np.errstate(invalid="ignore"):  # what is not finite is told
+    with np.errstate(invalid="ignore"):  # `Parts.not_finite` names what is not finite
         prepared = engine.prepare(batch)
     try:
         alone = tracked(contributions(engine, prepared), "computing gradients", total=len(batch), unit="sequences")
@@ -275,7 +275,7 @@ def _over_mean(batch: SequenceABC[Sequence]) -> dict[str, float]:
         groups.setdefault(row.group_id, {}).setdefault(row.episode_id, []).append(row)
     found: dict[str, float] = {}
     for episodes in groups.values():
-        with np.errstate(invalid="ignore"):  # a reward that is not finite is told
+        with np.errstate(invalid="ignore"):  # `Parts.not_finite` names a reward that is not finite
             over_E = centred([[row.reward for row in of_episode] for of_episode in episodes.values()])
         ids = [row.id for of_episode in episodes.values() for row in of_episode]
         found |= zip(ids, over_E.tolist(), strict=True)

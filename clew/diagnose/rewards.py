@@ -65,7 +65,7 @@ async def rewards_again(
     workflow, reward = load_workflow(config), load_reward(config)
     folders = checkpoint.saved(run.checkpoints)
     tokenizer = load_tokenizer(str(folders[0]) if folders else config.model.path)
-    engine: Any = None  # a recorded session asks none
+    engine: Any = None  # a RecordedModel that is not live never asks it
     shared = resources(config, engine, tokenizer, reward, vision=load_vision(tokenizer.name_or_path))
     found: list[Disagreement] = []
     try:

@@ -61,7 +61,7 @@ def check_stages(
         then = {name: digest for name, digest in recorded.digests.items() if only is None or name in kept}
         whole = summary["digests"].get("data") if only is None else None
         altered = differences.in_batch(step, then, rows, whole, rewards_add_up=run.steps.by_clew)
-        if altered is not None:  # what follows from it is no news, or an error of the algorithm
+        if altered is not None:  # the other stages would only differ because of it, or fail
             return [altered]
     if run.steps.by_clew:
         algorithm = configured(run.steps.json_path(step), summary)[1]
@@ -73,7 +73,7 @@ def check_stages(
     for stage in ("advantages", "loss"):
         if stage in stages and algorithm is not None:
             _check_recorded(run, step, batch, recorded, stage, algorithm, summary["plan"])
-            # With a critic from values, which are kept in fewer bits than a float64 critic has.
+            # With a critic, advantages come from values, which are recorded in fewer bits than a float64 critic has.
             exact = stage == "advantages" and not needs_critic(algorithm)
             of_clew = EXACT if exact else TOLERANCES["recomputed"]
             tolerance = of_clew if run.steps.by_clew else TOLERANCES["another trainer"]
@@ -116,7 +116,7 @@ def suggestions(found: Difference, runs: Mapping[str, RunDirectory]) -> Iterator
 
     Args:
         found: The first difference.
-        runs: The runs that were compared, by what the line about each begins with.
+        runs: The runs that were compared, by the prefix of the line about each.
     """
     if found.suggests:
         yield f"this suggests: {found.suggests}"

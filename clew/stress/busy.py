@@ -1,8 +1,8 @@
 """Threads that watch, and the processor time of the threads and child processes that they watch.
 
-Episodes may wait for any of these. The sum of their time counts, not the share of the machine. While a lock is held
-across a sleep, all of them are idle, however many other programs compete for the cores. While a crowd waits for a
-processor, they are not.
+Episodes may wait for any of these threads and processes. The sum of their time counts, not the load of the machine:
+while a lock is held across a sleep, all of them are idle, however many other programs compete for the cores. While a
+crowd waits for a processor, they are busy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COST = 10
 """Minimum time between two looks, as a multiple of the processor time that a look takes."""
 
 LATE_S = 0.2
-"""Maximum seconds before a look at which a wait may have begun: the kernel counts a wait only when it is over."""
+"""Maximum idle seconds before a look that may still turn out busy: the kernel counts a wait only when it is over."""
 
 FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
 """Number of the system call that waits for a lock. This may be the interpreter's lock, which is nobody's fault."""
@@ -109,7 +109,10 @@ def scheduled(thread: int) -> tuple[float, float]:
 
 
 def children() -> Iterator[int]:
-    """Yield the process ID of each descendant of this process. Linux only."""
+    """Yield the process IDs of this process's descendants. Linux only.
+
+    Missing are those that a descendant started in another thread than its main one.
+    """
     for thread in threading.enumerate():
         yield from _below(f"/proc/self/task/{thread.native_id}/children")
 
@@ -140,8 +143,9 @@ def working_threads() -> set[int]:
 def sleeps_in_a_call(thread: int, stack: Sequence[Line] = ()) -> bool:
     """Return whether a thread of this process waits in a system call, other than for the interpreter.
 
-    The answer is False where the kernel does not report it. A lock that the thread, according to its stack, waits for
-    within `threading` is not the interpreter's, unless it is starting a thread, which must get the interpreter first.
+    The answer is False where the kernel does not report the call. A lock for which the thread waits inside `threading`,
+    according to its stack, is not the interpreter's, unless the thread is starting another one, which must first get
+    the interpreter.
     """
     within = [code.co_name for code, _ in stack if code.co_filename == threading.__file__]
     waits = bool(stack) and stack[0][0].co_filename == threading.__file__ and "start" not in within

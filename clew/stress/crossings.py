@@ -1,4 +1,4 @@
-"""Text in an episode's requests that belongs to another, as the model's answer to it or as its row's text.
+"""Text in an episode's requests that belongs to another episode: the model's answer to that one, or text of its row.
 
 Another row's text appears, for example, through a cache with a wrong key.
 """
@@ -44,10 +44,10 @@ class Crossing:
 def crossed_answers(
     requests: Sequence[Request], is_own: Callable[[str, str], bool] = lambda episode, text: False
 ) -> list[Crossing]:
-    """Return one crossing for each pair of episodes, of which one asks with what the model had answered to the other.
+    """Return one crossing for each pair of episodes in which one sends text that the model had answered to the other.
 
-    Text that several episodes were given, or that the prompt already held, does not count. Nor does text that an
-    episode has from elsewhere, according to `is_own`: by chance, models say what is in another's data.
+    Answers that several episodes got, or that only repeat their prompt, do not count. Nor does text that the sender has
+    from elsewhere, according to `is_own`: by chance, a model may say what is in another episode's data.
     """
     owners: dict[str, tuple[str, float] | None] = {}
     """Episode and time of each mark; None if the mark is not one episode's alone."""
@@ -103,7 +103,7 @@ def crossed_rows(episodes: Sequence[Episode], requests: Sequence[Request]) -> li
 
 
 def crossed_rows_in(*waves: Wave) -> list[Crossing]:
-    """Return one crossing for each pair of rows, of any of the waves. The waves have the same episodes."""
+    """Return one crossing for each pair of rows that cross in any of the waves, which have the same episodes."""
     rows = {episode.id: row_of(episode.data) for wave in waves for episode in wave.episodes}
     crossings = [crossing for wave in waves for crossing in crossed_rows(wave.episodes, wave.requests)]
     return list({(rows[crossing.asker], rows[crossing.owner]): crossing for crossing in crossings}.values())
@@ -160,7 +160,7 @@ def judge_answers(waves: Sequence[Wave], state: State, *, repeats: bool) -> list
 def judge_rows(crossings: Sequence[Crossing], crowd: Wave, state: State, *, certain: bool) -> list[Verdict]:
     """Return a verdict if text of one row stands in the requests of another.
 
-    It is certain if the same episodes do not ask with this text in a process of their own.
+    `certain` is True if the same episodes do not ask with this text in another process, where the owner has not run.
     """
     what = (
         f"text of one row stands in the requests of another, in {len(crossings)} pairs of rows: a cache with a wrong "
@@ -185,7 +185,7 @@ def _verdict(
 def _is_own(wave: Wave, others: Sequence[Request]) -> Callable[[str, str], bool]:
     """Return a function that tells whether a text is an episode's own.
 
-    It is if it stands in the episode's data, or in its requests among `others` although no answer there held it.
+    A text is the episode's own if its data holds it, or if its requests among `others` do and no answer there does.
     """
     data = {episode.id: "\n".join(texts(episode.data)) for episode in wave.episodes}
     asked: defaultdict[str, str] = defaultdict(str)

@@ -49,7 +49,7 @@ class Source:
 
 @dataclass(kw_only=True)
 class Elsewhere:
-    """Episodes and requests of each other process."""
+    """Results of the other processes: `tried` has the episodes of each, and their requests."""
 
     tried: list[tuple[Sequence[Episode], list[Request]]] = field(default_factory=list)
     why_not: str = ""
@@ -59,7 +59,7 @@ class Elsewhere:
 async def run_some_elsewhere(source: Source, stage: Stage, crowd: Wave, first: Sequence[str]) -> Elsewhere:
     """Run a few episodes of the crowd, preferably those of the IDs in `first`, in two other processes.
 
-    Each process runs rows of its own.
+    Each process runs different rows, unless there is only one.
     """
     sound = {episode.id: episode for episode in crowd.episodes if episode.error is None}
     wanted = [*(sound[id] for id in first if id in sound), *sound.values()]
@@ -115,7 +115,7 @@ async def _run_child(
             try:
                 process.stdin.write(task_json.encode())
                 process.stdin.close()
-                # one line: processes that the agent started may keep the pipe open
+                # Not up to the end of the pipe, which processes that the agent started may keep open.
                 answer = await asyncio.wait_for(process.stdout.readline(), limit)
             except TimeoutError:
                 return f"it did not end within {limit:g} s"

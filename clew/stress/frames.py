@@ -96,8 +96,8 @@ def stack_of_thread(thread_id: int) -> list[Line]:
 def waits_for_events(thread_id: int) -> bool:
     """Return whether a thread's event loop has nothing to do.
 
-    This looks at the stack, because asking the loop itself would wake it. On a busy machine, it would then have to wait
-    for a processor each time.
+    This looks at the stack, because asking the loop itself would wake it, and on a busy machine the loop would then
+    have to wait for a processor each time.
     """
     frame = sys._current_frames().get(thread_id)
     if frame is None or not frame.f_code.co_filename.endswith("selectors.py") or frame.f_back is None:
@@ -142,9 +142,9 @@ def stack_of_coroutine(awaited: Any) -> list[Line]:
 def _suspended(awaited: Any) -> tuple[CodeType | None, FrameType | None, Any]:
     """Return code, frame and awaited object of a coroutine, a generator or an asynchronous generator.
 
-    Another thread may be running it, and then it awaits nothing. Python 3.11 looks for what a running frame awaits all
-    the same, takes something else for an object, and crashes. So it is not asked, and no call stands between the
-    question whether it runs and the read, because a call lets other threads go on.
+    If another thread is running it, the awaited object is None. Python 3.11 must not be asked then: it looks for what
+    the running frame awaits all the same, takes something else for an object, and crashes. There is no call between the
+    check and the read, because a call lets other threads go on.
     """
     if hasattr(awaited, "cr_frame"):
         inner = None if awaited.cr_running else awaited.cr_await

@@ -31,7 +31,7 @@ RECORDED = 4096
 
 
 class Noted:
-    """An engine whose requests are noted.
+    """Engine that passes requests on to another engine, and notes them with their answers.
 
     Request IDs are `<episode>.i<number>`, as a session of the gateway assigns them.
     """
@@ -110,7 +110,7 @@ Gateway = BeforeEngine | BeforeProvider
 def answerer(
     base_url: str | None, *, latency_s: float, tokens: int, recorded: Path | None, model: str | None
 ) -> Gateway:
-    """Return the gateway in front of the model that answers.
+    """Start the gateway in front of the model that answers, and return it.
 
     Args:
         base_url: A server that takes token IDs, or a provider. None: a stand-in answers.

@@ -37,7 +37,7 @@ NEVER_CLOSED = "Unclosed client session"
 NEVER_LOOKED_AT = "Task exception was never retrieved"
 
 SHARE = 0.1
-"""Share of the episodes above which such a report is a fault."""
+"""Number of such reports, as a share of the episodes, above which they count as a fault."""
 
 QUANTITIES = {
     "tasks": (0.05, 2, "{:.1f} tasks"),
@@ -80,8 +80,9 @@ class Sample:
 def grows(samples: Sequence[Sample], quantity: str) -> float | None:
     """Return the growth per episode if it is steady; None if it is not, or if fewer than three waves counted it.
 
-    The first wave is left out, because it may warm up. Growth is steady if each wave after it adds at least half of the
-    mean, and if the growth does not shrink from wave to wave, of which it takes four to tell.
+    Growth in the first of these waves is left out, because it may be warm-up. Growth is steady if each later wave adds
+    at least half of the mean and the minimum of QUANTITIES, and if it does not shrink from wave to wave, which takes
+    four waves to tell.
     """
     return _slope([(s.episodes, s.counts[quantity]) for s in samples if quantity in s.counts], quantity)
 
@@ -111,7 +112,7 @@ def line_that_leaks(samples: Sequence[Sample], quantity: str) -> tuple[str, list
 
 
 def judge_growth(samples: Sequence[Sample]) -> list[Verdict]:
-    """Return a verdict for each quantity that grows. The user's code's memory, if it grows, explains the process's."""
+    """Return a verdict for each quantity that grows. If `memory` grows, `resident` is left out: that explains it."""
     verdicts: list[Verdict] = []
     for quantity, (_, _, format) in QUANTITIES.items():
         slope, where = grows(samples, quantity), samples[-1].examples.get(quantity, "")
@@ -211,7 +212,7 @@ class Sampler:
         for trace in tracemalloc.take_snapshot().statistics("traceback"):
             for frame in reversed(trace.traceback):  # innermost first
                 if is_loop(frame.filename) or is_clew(frame.filename):
-                    break  # below it is whoever runs the loop
+                    break  # the frames outside are those of whoever runs the loop
                 if self._code.is_user(frame.filename):
                     held[f"{shown_path(frame.filename)}:{frame.lineno}"] += trace.size
                     break
@@ -229,7 +230,10 @@ class Complaints:
         self._places: Counter[str] = Counter()
 
     def hear(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Count one report, and print nothing. This is the handler to pass to `loop.set_exception_handler`."""
+        """Count a report of an unclosed session or an unseen error. Print nothing, and drop all other reports.
+
+        This is the handler to pass to `loop.set_exception_handler`.
+        """
         message, error = str(context.get("message", "")), context.get("exception")
         with self._lock:
             if message == NEVER_CLOSED:

@@ -47,7 +47,7 @@ def judge(
 
 
 def waits_for_one_another(waves: Sequence[Wave]) -> Verdict | None:
-    """Return what runs one at a time, if every crowd (each wave after warm, alone and narrow) says so."""
+    """Return a verdict if every crowd (each wave after narrow) shows that something runs one at a time, else None."""
     _, alone, narrow, *crowds = waves
     if not all(_shows_throughput(wave) for wave in waves):
         return None
@@ -56,7 +56,10 @@ def waits_for_one_another(waves: Sequence[Wave]) -> Verdict | None:
 
 
 def _shows_throughput(wave: Wave) -> bool:
-    """Return whether an episode of a wave ended without an error: raising errors takes the processor, in turns."""
+    """Return whether any episode of a wave ended by itself and without an error.
+
+    A wave of errors shows nothing about throughput: raising errors takes the processor, in turns.
+    """
     return any(episode.error is None for episode in wave.ended)
 
 
@@ -102,7 +105,7 @@ def _waiting(waves: Sequence[Wave], *, blocked: bool) -> tuple[list[Verdict], st
 
 
 def hanging(waves: Sequence[Wave]) -> list[Verdict]:
-    """Return a verdict for each place where episodes waited that did not end, however few they are."""
+    """Return a verdict for each place where episodes that did not end were waiting, however few they are."""
     count = sum(len(wave.episodes) for wave in waves)
     by_place = grouped([(wave, episode) for wave in waves for episode in wave.stopped], lambda entry: entry[1].at)
     return [
@@ -147,7 +150,7 @@ def _refusals(refused: Sequence[str]) -> str:
 
 
 def _strangers(*waves: Wave) -> list[Verdict]:
-    """Return a verdict if episodes were refused for another's API key. The gateway's error names the other episode."""
+    """Return a verdict if episodes were refused because they used another's key, which the gateway's error names."""
     episodes = [episode for wave in waves for episode in wave.episodes]
     ids = {episode.id for episode in episodes}
     strangers = [

@@ -171,10 +171,10 @@ def calls_noted(functions: Iterable[tuple[ModuleType, str]], note: Callable[[Fra
 
 
 def judge_written(written: Sequence[Written], *, matters: bool) -> list[Verdict]:
-    """Return one verdict for each path that overlapping episodes write.
+    """Return one verdict for each path that is written by episodes that overlap in time.
 
-    Unless it `matters`, because episodes were seen to depend on one another, the file may be a cache or a log, and the
-    verdict is only a suspicion.
+    Without `matters` (episodes were seen to depend on one another), the file may be a cache or a log, and the verdict
+    is only a suspicion.
     """
     verdicts = []
     for path, files in grouped(written, lambda file: file.path).items():

@@ -54,7 +54,7 @@ class ProcessState:
         """Line that last changed each kind of state."""
         self._entered = ExitStack()
         self._left = False
-        """True after the exit. Tasks that an episode left behind still run then, while others restore their state."""
+        """True after the exit. Tasks that an episode left behind still run then, while other watches restore state."""
         self.changes: list[Change] = []
 
     async def __aenter__(self) -> ProcessState:
@@ -111,7 +111,7 @@ def _now() -> dict[str, Any]:
 
 
 def _restore(name: str, value: Any) -> None:
-    """Give some state, by its name in `_now`, the value that it had; None: it did not exist."""
+    """Restore the state with this name in `_now`. None: a variable did not exist; other state is left as it is."""
     if name.startswith("os.environ"):
         variable = name[len("os.environ['") : -len("']")]
         os.environ.pop(variable, None)

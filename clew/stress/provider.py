@@ -155,7 +155,7 @@ class Answer:
 
 
 def asked_in(body: bytes) -> str:
-    """Return the text that the model reads of a request."""
+    """Return the part of a request that the model reads, as text."""
     request = _object(body)
     if request is None:
         return body.decode(errors="replace")
@@ -223,7 +223,10 @@ def _error(answer: dict[str, Any]) -> str:
 
 
 def texts(value: Any, left_out: frozenset[str] = frozenset()) -> Iterator[str]:
-    """Yield the texts within a value, in order. Tools, and the arguments of a tool call, are given as JSON."""
+    """Yield the texts within a value, in order.
+
+    Tools, and the arguments of a tool call, are given as JSON; data (see `OPAQUE`) as its length and digest.
+    """
     if isinstance(value, str):
         start = value[:OPAQUE]
         is_text = len(start) < OPAQUE or not start.isascii() or len(start.split(maxsplit=1)) > 1

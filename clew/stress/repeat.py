@@ -41,7 +41,7 @@ def told_by_episode(episodes: Iterable[Episode], requests: Sequence[Request]) ->
 
 
 def differences(first: Mapping[str, Told], second: Mapping[str, Told]) -> list[tuple[str, str]]:
-    """Return the ID of each episode in both runs that diverged by its own doing, and what differs.
+    """Return the ID of each episode that acted differently in the two runs, and what differs.
 
     Requests that run side by side may come in any order. Once the model answered the same request differently, later
     differences are not the agent's doing.
@@ -51,7 +51,7 @@ def differences(first: Mapping[str, Told], second: Mapping[str, Told]) -> list[t
 
 
 def by_chance(first: Mapping[str, Told], second: Mapping[str, Told]) -> list[str]:
-    """Return the episodes in both that the model answered differently when it was asked the same."""
+    """Return the IDs of the episodes in both runs to which the model answered the same request differently."""
     return [
         episode
         for episode in sorted(first.keys() & second.keys())
@@ -75,7 +75,7 @@ def _difference(a: Told, b: Told) -> str:
 
 
 def _first_of_its_own(these: Sequence[str], others: Sequence[str]) -> int | None:
-    """Return the index of the first text that is missing, or occurs less often, among the others; None without one."""
+    """Return the index of the first text that the others lack, or have less often; None if they have all."""
     left = Counter(others)
     for place, asked in enumerate(these):
         if not left[asked]:

@@ -26,7 +26,8 @@ PARTS = ("episode", "model", "agent code", "tools", "reward", "blocked")
 - agent code: computing, up to the model's last answer
 - tools: waiting for anything else, up to the model's last answer
 - reward: from the model's last answer to the end
-- blocked: the model has answered, or a tool may have, but another episode holds the event loop; in no other part
+- blocked: another episode holds the event loop, although the model or perhaps a tool has answered. This time counts in
+  no other part.
 """
 
 
@@ -47,13 +48,14 @@ class Failure:
     """Error of the first of these episodes."""
     count: int
     episodes: list[str]
+    """IDs of the first eight."""
     at: str
-    """The user's line that raised the error or let it pass."""
+    """Innermost line of the user's code in the error's traceback, or where the episode waited when it was stopped."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WaveReport:
-    """One wave of episodes, all started at once."""
+    """One wave of episodes, of which `width` run at a time."""
 
     name: str
     width: int
@@ -181,7 +183,7 @@ def wave_report(wave: Wave, alone_s: float | None) -> WaveReport:
 def failures(episodes: Iterable[Episode]) -> list[Failure]:
     """Return the failures by cause, most common first.
 
-    Errors that differ only in numbers and IDs (words that contain digits) count as one.
+    Errors at one line count as one failure if their first lines differ only in words that contain digits, such as IDs.
     """
     kinds: dict[tuple[str, str], list[Episode]] = {}
     for episode in episodes:

@@ -55,7 +55,9 @@ class Requests:
             self.moved = time.monotonic()
 
     def with_the_model(self) -> dict[str, float]:
-        """Return the seconds for which the model had requests of each episode.
+        """Return the sum of the seconds that the model had each request of an episode, by episode ID.
+
+        Two requests side by side count twice.
 
         Requests in progress count, as do those that ended since the last `take`. Episodes without either are left out.
         """

@@ -7,10 +7,10 @@
     narrow      width / 4 at once    ─┐ throughput: does it grow with the width?
     crowd       width at once        ─┤ what blocks the loop; do answers cross over?
     again       the same             ─┘ the same seeds: the same results?
-    confirm     the same, when episodes seem to wait for one another (a busy machine may seem so once, not always), or
-                when the process's memory grows (caches and the allocator warm up, and then it stops)
-    watched     a few at once: after each step, which of the objects that outlive an episode has changed
-    read        the same, when several changed one: does an episode read what another has left there?
+    confirm     the same, if episodes seem to wait for one another (a busy machine may cause that once, but not always),
+                or if the process's memory grows (which ends once caches and the allocator are warm)
+    watched     a few at once: after each step, which of the objects that outlive an episode has changed?
+    read        the same, if several episodes changed one object: does one read what another has left there?
     traced      a few at once, three times: what memory the user's code holds
     elsewhere   a few, in two other processes with another PYTHONHASHSEED: the same results?
 
@@ -49,10 +49,13 @@ WATCHED = 8
 """Number of episodes at once in the wave that is examined after each step."""
 
 TRACED = 4
-"""Number of episodes at once in the waves whose memory is traced, which slows them down several times."""
+"""Number of episodes at once in the waves whose memory is traced, except those that confirm growth.
+
+Tracing slows episodes down several times.
+"""
 
 CONFIRMING = 2
-"""Largest number of further crowds that confirm a finding."""
+"""Maximum number of further waves that confirm a finding."""
 
 
 def stressed(
@@ -79,7 +82,7 @@ def stressed(
         group: Number of episodes per prompt.
         dp: Number of rollout processes that share the batch.
         timeout_s: Maximum seconds of an episode, not counting the model and a busy processor.
-        stuck_s: Seconds for which the loop may stand still, or nothing may move.
+        stuck_s: Maximum seconds for which the event loop may stand still, or nothing may move in a wave.
         source: Recipe to create the agent in another process. None: no other process is tried.
         say: Called with lines of progress.
     """
@@ -135,7 +138,7 @@ class Stress:
         self._sampler = growth.Sampler(stage.code, stage.origins, sessions)
         self._leftovers = growth.Complaints(stage.code)
         self._waves: list[Wave] = []
-        """Waves in the order above, without `confirm`."""
+        """Waves in the order of the module's docstring, without `confirm`."""
         self._confirming: list[Wave] = []
         self._samples: list[growth.Sample] = []
 
@@ -215,7 +218,7 @@ class Stress:
             await self._wave("traced", self._jobs[:TRACED], TRACED)
             await self._sample()
         for _ in range(CONFIRMING):
-            # a bounded cache replaces what was there before the trace, which looks like growth
+            # May be no growth: a bounded cache replaces old entries, which were not traced, with new ones, which are.
             if growth.grows(self._samples, "memory") is not None:
                 await self._wave("traced", self._jobs, len(self._jobs))
                 await self._sample()

@@ -55,7 +55,7 @@ class Crowd:
     mean_s: float
     """Mean seconds per episode."""
     model_s: float
-    """Mean seconds per episode in which the model had a request of it."""
+    """Mean seconds per episode during which the model had at least one of its requests."""
     waits: dict[Place, float]
     """Mean seconds per episode spent waiting at each place."""
     busy_s: float
@@ -89,8 +89,8 @@ def slows(narrow: Crowd, wide: Crowd) -> bool:
 def saturates(alone: Crowd, narrow: Crowd, wide: Crowd) -> bool:
     """Return whether throughput stops growing between two widths for reasons other than the processor.
 
-    The time in which the processor is busy is left out. The same episodes must also take longer in the wider crowd,
-    because some may take long for reasons of their own.
+    The time in which the processor is busy is left out. The episodes that ran in both must also take longer in the
+    wider crowd, because a crowd may be slow only through episodes that are long by themselves.
     """
     asked = wide.width / narrow.width
     gained = (wide.episodes / wide.idle_s) / (narrow.episodes / narrow.idle_s)
@@ -109,7 +109,7 @@ def waited_most(alone: Crowd, wide: Crowd) -> Place | None:
     """Return the place whose additional waiting best explains why episodes take longer in the crowd.
 
     Returns:
-        None if no place explains enough of it. Places where the model is waited for are left out.
+        None if no place explains enough of the additional time. Places where episodes wait for the model are left out.
     """
     longer = {
         place: seconds - alone.waits.get(place, 0.0)
@@ -191,7 +191,7 @@ class Waits(Watcher):
 
 def waits_at(episode: Episode, code: Code) -> Place | None:
     """Return the place where a running episode waits now."""
-    thread, coroutine = episode.thread_id, episode.coroutine  # it may end meanwhile, in another thread
+    thread, coroutine = episode.thread_id, episode.coroutine  # read once: it may end in another thread
     if thread is not None:
         return code.place(stack_of_thread(thread))
     return code.place(stack_of_coroutine(coroutine))

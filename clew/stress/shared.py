@@ -29,7 +29,7 @@ DEPTH = 3
 """Maximum depth to which objects within objects are examined."""
 
 WIDTH = 256
-"""Maximum number of entries that are examined in each object."""
+"""Maximum number of entries of each object that are examined in turn. The entries themselves are all compared."""
 
 MANY = 4096
 """Maximum number of entries in a dictionary; a larger one is a table, and is left alone."""
@@ -156,7 +156,10 @@ class State:
             note("", "added", None)
 
     def _held(self) -> dict[str, Any]:
-        """Return what each object holds, by name, shallow: a dictionary; a list as (length, last elements); a set."""
+        """Return what each object holds, by the object's name, as a shallow copy.
+
+        Attributes are a dictionary, a list is a tuple (length, last elements), a set is a frozenset of `id`s.
+        """
         held: dict[str, Any] = {}
         looked: set[int] = set()
         for name, values in self._roots:
@@ -172,7 +175,7 @@ class State:
         if depth > DEPTH or id(value) in looked:
             return
         looked.add(id(value))
-        if isinstance(value, ContextVar):  # what it is where nobody has set it: one object for all
+        if isinstance(value, ContextVar):  # its default is one object for all
             try:
                 value = Context().run(value.get)
             except LookupError:
@@ -320,7 +323,7 @@ def _several_rows(changes: Sequence[Change]) -> bool:
 
 
 def _overlapping(made: Sequence[Change]) -> tuple[Change, Change] | None:
-    """Return two successive changes by different episodes, the first of which still ran at the second."""
+    """Return two successive changes by different episodes of which the second began before the first had ended."""
     for a, b in itertools.pairwise(made):
         if a.episode is not b.episode and b.episode.started < a.episode.finished:
             return a, b

@@ -50,7 +50,7 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
 
 
 class Names:
-    """Image processing of a stand-in without a particular model: reads only the names of images, as in TEMPLATE."""
+    """Image processing of a stand-in without a particular model: the text stays as in TEMPLATE, with images' names."""
 
     def expanded(self, text: str, images: Sequence[bytes]) -> str:
         return text
@@ -76,7 +76,7 @@ class StandIn:
         """Create a stand-in.
 
         Args:
-            latency_s: Minimum seconds before the first token. It takes up to SPREAD of them longer.
+            latency_s: Minimum seconds before the first token; SPREAD sets how much longer it may take.
             token_s: Seconds per token of a streamed answer.
             tokens: Maximum length of a synthetic answer; the minimum is half of it.
             texts: Recorded answers to choose from; if empty, answers are synthetic.
@@ -114,7 +114,7 @@ class StandIn:
 
     def _answer(self, input_ids: list[int], episode: str = "", number: str = "0") -> list[int]:
         if number == "0":
-            self._asked[episode] = Counter()  # an episode that is run again is told the same again
+            self._asked[episode] = Counter()  # an episode that runs again gets the same answers
         asked = hashlib.sha256(f"{SEED}/{episode}/{input_ids}".encode()).hexdigest()
         before = self._asked.setdefault(episode, Counter())
         draw = random.Random(f"{asked}/{before[asked]}")

@@ -40,7 +40,7 @@ class Episode:
     """time.monotonic()"""
     finished: float = 0.0
     code_s: float = 0.0
-    """Seconds spent in the agent's own code and its libraries', without waiting."""
+    """Seconds of its steps, calls that block included; for a plain `run`, processor seconds of its thread."""
     holds: list[tuple[float, float]] = field(default_factory=list)
     """Beginning and end (time.monotonic()) of each of its steps that took `HOLD_S` or more."""
     reward: Any = None
@@ -94,7 +94,7 @@ async def run_episode(
                 returned: Any = agent.run(data, **given)
             else:
                 returned = await _in_thread(lambda: agent.run(data, **given), episode, stepped, code.is_user)
-            if inspect.iscoroutine(returned):  # of a plain function, too: a decorator around an asynchronous one
+            if inspect.iscoroutine(returned):  # also of a plain `run`: a decorator may hide an async one
                 token = current_episode.set(episode)
                 try:
                     episode.coroutine = returned
@@ -146,7 +146,8 @@ def driven(clew_drives: Coroutine, episode: Episode, stepped: Stepped | None) ->
 def task_factory(stepped: Stepped | None, made: Callable[[asyncio.Task], None]) -> Callable[..., asyncio.Task]:
     """Return a factory for loop.set_task_factory that assigns the tasks an episode starts to that episode.
 
-    `stepped` is called after each step of such a task, and `made` with the task, in the call that creates it.
+    `stepped` is called after each step of such a task. `made` is called with the task while the line that creates it is
+    still on the stack.
     """
 
     def make(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task:
@@ -158,7 +159,7 @@ def task_factory(stepped: Stepped | None, made: Callable[[asyncio.Task], None]) 
             return await driven(inner, episode, stepped)
 
         task = asyncio.Task(of_episode(coroutine), loop=loop, **options)
-        task.add_done_callback(lambda _: coroutine.close())  # one that was cancelled before it began
+        task.add_done_callback(lambda _: coroutine.close())  # if cancelled before it began, it would warn
         made(task)
         return task
 

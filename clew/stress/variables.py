@@ -1,7 +1,7 @@
 """Shared variables in the user's code: the lines that change them, and which episodes read what others wrote.
 
-Episodes may share an attribute and still not see one another's values, because they take turns: each sets it, uses it
-and is done with it before it lets go of a lock. What is changed cannot show this, but what is read does.
+Episodes may share an attribute and still not see one another's values, because they take turns: each holds a lock while
+it sets and uses the attribute. The changes cannot show this, but the reads do.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Uses:
     """Traces, while entered, where episodes read and write attributes and globals of some names.
 
     Only functions of the user's code that mention such a name are traced. Names are not objects: another object's
-    attribute of the same name counts, too. Threads that exist already are not traced. Nothing is traced beside a
-    debugger.
+    attribute of the same name counts, too. Threads that exist already are not traced. Under a debugger, nothing is
+    traced.
     """
 
     def __init__(self, names: Collection[str], code: Code) -> None:
@@ -72,8 +72,8 @@ class Uses:
     def take_turns(self, name: str, *, matters: bool) -> bool:
         """Return whether episodes were seen to write this variable, and none to read another's value after its own.
 
-        If it `matters`, because episodes were seen to depend on one another, a variable that nobody was seen to read is
-        not excused: it may have been read in a way that is not traced.
+        With `matters` (episodes were seen to depend on one another), a variable that no episode was seen to read is not
+        excused: it may have been read in a way that is not traced.
         """
         return name in self._writers and name not in self.crossed and (name in self._read or not matters)
 
@@ -121,16 +121,16 @@ class Sources:
     def lines_that_change(self, name: str) -> list[str]:
         """Return the lines within functions that change an object of this name, as `file:line function`.
 
-        They assign to an attribute, a global or an entry of this name, or call a method on it that changes it. They are
-        found in the source code, so another object with the same name may be meant.
+        They assign to an attribute, a global or an entry of this name, or call a method that changes it. Lines of
+        `__init__` are left out if there are others. The search is by name, so another object of this name may be meant.
         """
         lines = [(file, *each) for file in self.files for each in _changes(name, file)]
         return self._shown([line for line in lines if not line[2].endswith("__init__")] or lines)
 
     def lines_with_sets(self) -> list[str]:
-        """Return the lines that make a set, use a set of their module, or call `hash`.
+        """Return the lines that make a set, use a set defined in their module, or call `hash`.
 
-        They stand within the agent's classes, or in functions that these call by their name.
+        Only the agent's classes are searched, and the functions that these classes call by name.
         """
         statements = [(file, *each) for file in self.files for each in _statements(file)]
         called = {
@@ -174,7 +174,7 @@ def _targets(node: ast.AST) -> Sequence[ast.expr]:
 
 
 def _assigns(target: ast.expr, name: str, file: str) -> bool:
-    if isinstance(target, ast.Name):  # otherwise it is a local variable
+    if isinstance(target, ast.Name):  # local, unless declared global
         return target.id == name and name in _global_names(file)
     return _names(target, name)
 
@@ -192,7 +192,7 @@ def _sets_of(file: str) -> frozenset[str]:
     return frozenset(
         target.id
         for node in _tree(file).body
-        if isinstance(node, ast.Assign) and _is_unordered(node.value, "")
+        if isinstance(node, ast.Assign) and _is_unordered(node.value, "")  # no file: it would come back here
         for target in node.targets
         if isinstance(target, ast.Name)
     )
@@ -207,7 +207,7 @@ def _names(tree: ast.AST, name: str) -> bool:
 
 @cache
 def _global_names(file: str) -> frozenset[str]:
-    """Return the names that a function declares global."""
+    """Return the names that any function of a file declares global or nonlocal."""
     return frozenset(
         name for node in ast.walk(_tree(file)) if isinstance(node, (ast.Global, ast.Nonlocal)) for name in node.names
     )

@@ -27,7 +27,7 @@ from clew.stress.verdict import Verdict, grouped
 ASYNCIO = str(Path(asyncio.__file__).parent)
 
 BEAT_S = 0.005
-"""Seconds between two signs of life asked of the loop, and between two looks at its stack while it gives none."""
+"""Seconds between two requests to the loop for a sign of life, and between two looks at its stack until it answers."""
 
 COMPUTES_S = 0.05
 """Seconds of computing without an await above which a single task is at fault.
@@ -46,10 +46,10 @@ STUCK_S = 30.0
 """Seconds after which a loop that stands still without computing is taken to never move again."""
 
 INTERRUPT_S = 0.05
-"""Seconds after which each further such call is interrupted, once one has been seen."""
+"""Seconds after which each further stuck call is interrupted, once one has been seen; also the pause between checks."""
 
 MOVES = 0.1
-"""Share of the time above which a thread that computes, or waits for a processor, does not stand still."""
+"""Share of the time for which a thread computes or waits for a processor, above which it does not stand still."""
 
 SIGNAL = signal.SIGUSR2
 """Signal that interrupts the call. Python handles signals in the main thread only."""
@@ -57,7 +57,7 @@ SIGNAL = signal.SIGUSR2
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """One task's hold on the loop."""
+    """Finding that one task blocked the loop."""
 
     place: Place
     seconds: float
@@ -76,7 +76,7 @@ class Watched:
 
 @dataclass
 class Hold:
-    """One task's hold on the loop, as it is sampled."""
+    """Samples taken while one task held the loop; `block` judges them."""
 
     task: object
     places: Counter[Place]
@@ -84,7 +84,7 @@ class Hold:
     slept_s: float = 0.0
     """Seconds for which the loop's thread slept in a system call, not counting the interpreter's lock."""
     waited_s: float = 0.0
-    """Other seconds that passed while this process had a processor, and no other thread computed.
+    """Remaining seconds, including `cpu_s`, in which this process had a processor and no other thread computed.
 
     Another thread that computes may hold the interpreter, and the loop's thread then waits for it.
     """
@@ -94,8 +94,8 @@ class Hold:
     def block(self, slept: float) -> Block | None:
         """Return the block that this hold amounts to; None if it is harmless.
 
-        A task that waits in a call makes the loop's thread sleep. `slept` is the share of the time without computing
-        in which no thread that may hold the interpreter waited for a processor.
+        `slept` is the share of the time without computing (`waited_s - cpu_s`) that counts as sleep in a blocking
+        call, because no thread that may hold the interpreter waited for a processor.
         """
         if not self.places:
             return None
@@ -109,7 +109,7 @@ class Hold:
 
 
 class LoopWatch(Watcher):
-    """Watches the event loop in which it is entered."""
+    """Measures, while entered, how long calls and computations block the event loop it is entered in."""
 
     def __init__(self, code: Code) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class LoopWatch(Watcher):
                     holds.append(Hold(task, Counter()))
                 hold = holds[-1]
                 hold.places[place] += 1
-                # This thread may have lost the interpreter in between, and the loop's may have gone on to idle.
+                # Check the stack again: while this thread was without the interpreter, the loop may have gone on.
                 if sleeps_in_a_call(self._native_id, stack) and stack_of_thread(self._thread_id)[:1] == stack[:1]:
                     hold.slept_s += max(0.0, now - sent - (wanted - ran))
                 else:
@@ -181,7 +181,7 @@ class LoopWatch(Watcher):
             if answered.wait(BEAT_S) or self.stop.is_set():
                 break
         idle = sum(hold.waited_s - hold.cpu_s for hold in holds)
-        # the kernel tells a thread's wait once the thread runs again, as the loop's now does
+        # only now: the kernel counts a thread's wait once the thread runs again, as the loop's thread now does
         denied = sum(scheduled(thread)[1] for thread in threads) - denied
         slept = max(0.0, 1 - denied / idle) if idle > 0 else 0.0
         return [block for hold in holds if (block := hold.block(slept)) is not None]
@@ -194,8 +194,8 @@ class LoopWatch(Watcher):
     def _asyncios(self, stack: Sequence[Line]) -> bool:
         """Return whether asyncio's own code is running.
 
-        This is an idle loop's select, or the start of a process or a thread for a user who does use the asynchronous
-        form.
+        It is no fault of the user's code: the loop is idle, or starts a process or a thread for code that calls
+        asyncio's own functions.
         """
         called = list(itertools.takewhile(lambda line: not self._code.is_user(line[0].co_filename), stack))
         idle = len(called) == len(stack) and stack[0][0].co_filename.endswith("selectors.py")
@@ -232,7 +232,10 @@ class Stuck(Exception):
 
 
 class StuckWatch(Watcher):
-    """Watches the event loop in which it is entered. This must be the main thread's."""
+    """Interrupts calls in which the event loop would stand still for ever.
+
+    It must be entered in the main thread's event loop; in another thread it does nothing.
+    """
 
     def __init__(self, code: Code, running: Collection[Episode], stuck_s: float) -> None:
         """Create a watch, which lets the loop stand still for `stuck_s`. The caller keeps `running` up to date."""

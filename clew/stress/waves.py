@@ -20,7 +20,7 @@ from clew.stress.steps import Episode, OpenEpisode, Stepped, run_episode, task_f
 from clew.stress.watch import MOVES, LoopWatch, StuckWatch, Watched
 
 CANCEL_S = 10.0
-"""Seconds that stopped episodes may take to end."""
+"""Seconds that the remaining episodes may take to end when they are cancelled, after the event loop stood still."""
 
 TIMEOUT_S = 120.0
 """Default seconds that an episode may take, not counting the model and a busy processor."""
@@ -31,8 +31,8 @@ IN_ALL = 5
 PATIENT = 5
 """Time that a wave may stand still, as a multiple of the slowest episode's time alone.
 
-A wave is stuck when, for that long and for `stuck_s`, no episode has ended, no request has come, and nothing has
-computed.
+A wave is stuck when, for that long and for at least `stuck_s`, no episode has ended, no request has come or is with the
+model, and nothing has computed.
 """
 
 AGAIN_S = 3.0
@@ -152,7 +152,7 @@ class Stage:
     ) -> Wave:
         """Run an episode for each ID and row, `at_once` at a time, and return when the last has ended.
 
-        `stepped` is called after each step of an episode.
+        `stepped` is called after each step of an episode. An episode without a request to the model counts as failed.
 
         Raises:
             StoodStill: If the event loop stood still, or no episode ended by itself.
@@ -193,7 +193,7 @@ class Stage:
         raise StoodStill(wave)
 
     async def _until_ended(self, name: str, tasks: Mapping[asyncio.Task[None], Episode]) -> None:
-        """Stop episodes that do not end. When all have ended, or the event loop stood still, cancel what still runs."""
+        """Wait for all episodes, and stop those that do not end. If the event loop stood still, cancel all that run."""
         still = asyncio.ensure_future(self.stuck.happened.wait())
         left: set[asyncio.Task[Any]] = set(tasks)
         began = reported = time.monotonic()
@@ -223,7 +223,7 @@ class Stage:
             await asyncio.wait(left, timeout=CANCEL_S)
         for task in tasks:
             if task.done() and not task.cancelled():
-                task.result()
+                task.result()  # raises what is not the agent's fault; the agent's errors are kept in its episode
 
     def _stop_endless(self, tasks: Mapping[Episode, asyncio.Task[Any]], quiet_s: float) -> None:
         """Stop episodes that ran too long, or all running episodes if nothing has moved for too long."""
