@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any
@@ -64,8 +64,9 @@ LIBRARY = (
     (r"concurrent/futures/\w+\.py$", "result|wait|exception", "future"),
     (r"urllib3/connectionpool\.py$|httpcore/_sync/connection_pool\.py$",
      "_get_conn|wait_for_connection", "connections"),
-    (r"(urllib|http/client|http|requests|urllib3|httpx\w*|httpcore\w*|aiohttp|socket|ssl)(/\w+)*\.py$",
+    (r"(urllib|http/client|http|requests|urllib3|httpx\w*|httpcore\w*|aiohttp)(/\w+)*\.py$",
      "readinto|_read_status|begin|getresponse|urlopen|request|create_connection|read|connect|send", "http"),
+    (r"/(socket|ssl)\.py$", "readinto|create_connection|read|connect|send", "network"),
     (r"multiprocessing/connection\.py$", r"_?send\w*", "queue_full"),
     (r"multiprocessing/connection\.py$", "", "pipe"),
     (r"/selectors\.py$", "select", "select"),
@@ -497,15 +498,36 @@ def _work(base: Activity, call: ast.Call, place: Place) -> Activity | None:
     if passed is not None and not source.dotted(passed).endswith("group.WORLD"):
         group = source.dotted(passed).rpartition(".")[2]
         members = place.members_of(group)
+    if op == "batch_isend_irecv":
+        messages = _messages_of(one, place)
+        received = [each for each in messages if each.args and source.dotted(each.args[0]).endswith("irecv")]
+        peers = [_peer(source.keyword(each, "peer", 2), place) for each in received or messages]
+        known = tuple(sorted({each for each in peers if each is not None})) if None not in peers else ()
+        return replace(base, kind="recv" if received else "send", op=op, group=group, peers=known)
     if op in POINT_TO_POINT:
         way = "send" if "send" in op else "recv"
-        peer = source.keyword(one, "dst" if way == "send" else "src", 1)
-        try:
-            value = source.evaluate(peer, place.names) if peer is not None else None
-        except (source.Unknown, TypeError, ValueError):
-            value = None
-        return replace(base, kind=way, op=op, group=group, peers=(value,) if isinstance(value, int) else ())
+        peer = _peer(source.keyword(one, "dst" if way == "send" else "src", 1), place)
+        return replace(base, kind=way, op=op, group=group, peers=() if peer is None else (peer,))
     return replace(base, kind="collective", op=op, group=group, members=members)
+
+
+def _peer(node: ast.expr | None, place: Place) -> int | None:
+    """Return the rank that an argument names, or None if its value is not known."""
+    try:
+        value = source.evaluate(node, place.names) if node is not None else None
+    except (source.Unknown, TypeError, ValueError):
+        return None
+    return value if isinstance(value, int) else None
+
+
+def _messages_of(call: ast.Call, place: Place) -> list[ast.Call]:
+    """Return the P2POp(...) of a call of batch_isend_irecv: in it, in its function, or on the line of the caller."""
+    around = enclosing_function(place.text, place.user.line)
+    outer = [frame for frame in place.frames[place.frames.index(place.user) + 1 :] if not installed(frame.file)]
+    lines = [each for f in outer[:1] for each in source.calls_at(place.sources.get(f.file, ""), f.line)]
+    nodes: list[Iterable[ast.AST]] = [ast.walk(call), ast.walk(around) if around is not None else [], lines]
+    made = ([n for n in each if isinstance(n, ast.Call) and source.dotted(n.func).endswith("P2POp")] for each in nodes)
+    return next((found for found in made if found), [])
 
 
 def _calls_that_made(name: str, waiting: ast.Call, text: str) -> list[ast.Call]:

@@ -43,7 +43,7 @@ APART = (
 """Patterns in which ranks are in different operations."""
 AGAINST = {
     "same collective everywhere": "missing rank: all ranks are in the operation",
-    "dead": "same collective everywhere (network or device): a process that should take part is gone",
+    "dead": "same collective everywhere (network or device): what should end the wait is gone",
     "stopped": "lock or I/O: the kernel reports the process as stopped (state T or t), so it does not run at all",
     "initialisation": "same collective everywhere (network or device): not every rank has called it",
 }
@@ -95,15 +95,16 @@ def _next(verdict: Verdict, actors: Sequence[Actor]) -> str:
     pids = " ".join(map(str, verdict.pids))
     first = verdict.pids[0] if verdict.pids else 0
     if verdict.pattern in APART and (script := _script(actors)):
-        count = max(2, len(verdict.ranks))
-        how = f"TORCH_DISTRIBUTED_DEBUG=DETAIL torchrun --nproc-per-node {count} {script}"
-        return f"{how}  # fewer ranks; a mismatch raises"
+        count = max(2, *(rank + 1 for rank in verdict.ranks))  # so few that the ranks at fault still exist
+        return f"TORCH_DISTRIBUTED_DEBUG=DETAIL torchrun --nproc-per-node {count} {script}  # a mismatch raises"
     match verdict.pattern:
         case "stopped" if verdict.cause == "stopped":
             return f"kill -CONT {pids}"
         case "dead":
             return "Read the end of its log: it says why it ended."
-        case "external wait" | "rollout blocked" if verdict.cause in ("http", "network", "paused"):
+        case "external wait" | "rollout blocked" if verdict.cause == "network":
+            return f"ss -tnp | grep 'pid={first},' shows the other side; py-spy dump --pid PID, what it does"
+        case "external wait" | "rollout blocked" if verdict.cause in ("http", "paused"):
             return f"ss -tnp | grep 'pid={first},' shows the server; ask it: curl -s localhost:PORT/health"
         case "cpu" | "lock or I/O" | "data loading" | "event loop blocked" if first:
             return f"py-spy dump --native --pid {first}"

@@ -271,14 +271,15 @@ def cycle(culprits: list[Actor], waiters: list[Actor], sources: Mapping[str, str
     if len(kinds) == 2 and kinds == set(MESSAGES) and len(culprits) == 2 and (found := _other_shapes(culprits)):
         return found
     # Every rank receives before it sends, or the reverse.
-    if kinds == {"recv"} and (parted := _left_a_loop(culprits, sources)):
-        why = f"Every one of ranks {names(culprits)} receives, and none sends to it. {parted[1]} {told}"
-        return verdict_about("pipeline micro-batch mismatch", culprits, why, waiters, structural=True)
     if kinds <= set(MESSAGES):
         callers = _callers(culprits)
         told += "".join(f" Rank {rank} was called there by {f.function} at {_site(f)}." for rank, f in callers.items())
-        why = f"Ranks {names(culprits)} wait for one another in send and recv, so none of them proceeds. {told}"
-        found = verdict_about("send/receive cycle", culprits, why, waiters, structural=True)
+        pattern, why = "send/receive cycle", f"Ranks {names(culprits)} wait for one another in send and recv, so none "
+        why += f"of them proceeds. {told}"
+        if kinds == {"recv"} and (parted := _left_a_loop(culprits, sources)):
+            pattern = "pipeline micro-batch mismatch"
+            why = f"Every one of ranks {names(culprits)} receives, and none sends to it. {parted[1]} {told}"
+        found = verdict_about(pattern, culprits, why, waiters, structural=True)
         return found.at(*(_site(frame) for frame in callers.values()))
     # A stage of a pipeline has gone on to a collective while its neighbour still exchanges micro-batches.
     if kinds & set(MESSAGES):
@@ -301,7 +302,12 @@ def cycle(culprits: list[Actor], waiters: list[Actor], sources: Mapping[str, str
     # Two groups are used in opposite order.
     if len({key_of(a.activity) for a in culprits}) > 1 and not _one_deviates(culprits):
         why = f"The ranks call collectives of different groups in different order, and wait for one another. {told}"
-        return verdict_about("crossed groups", culprits, why, waiters, structural=True)
+        # Ranks that only wait count as well: if all but one are in the same call, that one left the common order.
+        beside = [a for a in waiters if a.rank is not None and a.activity.kind == "collective"]
+        sides = Counter((key_of(a.activity), a.activity.site) for a in [*culprits, *beside])
+        alone = [a for a in culprits if sides[key_of(a.activity), a.activity.site] == 1]
+        odd = alone if len(sides) == 2 and max(sides.values()) > 2 and alone else culprits
+        return verdict_about("crossed groups", odd, why, [*culprits, *waiters], structural=True)
     why = f"The ranks are in different collectives, which can never meet. {told}"
     odd = _deviating(culprits)
     if left := _left_a_loop(culprits, sources):

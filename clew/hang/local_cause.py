@@ -186,13 +186,20 @@ def _dead(sink: Sink) -> Verdict | None:
         return None
     dead = [a for a in sink.live if a.dead and a.role != "idle"]
     others = [*sink.culprits, *sink.waiters]
-    if dead and sink.act.kind not in ("http", "network"):
+    asks = sink.act.kind in ("http", "network") and not sink.act.op.endswith("accept")  # then a living server answers
+    if dead and not asks:
         why = f"{'. '.join(a.says for a in dead[:4])}. So nothing can end this wait: {sink.one.says}."
         return verdict_about("dead", dead, why, others, cause="dead", structural=True)
     said = ended_inside(sink.one) or next((text for a in sink.live if (text := ended_children(a))), "")
     if said and not sink.one.process.waits and sink.act.kind not in ("http", "network", "process"):
         why = f"What has ended: {said}. So nothing can end this wait: {sink.one.says}."
         return verdict_about("dead", sink.culprits, why, others, cause="dead", structural=True)
+    by = next((a for a in sink.waiters if a.process.inside.ended_threads and not a.moving), None)
+    if by is not None and sink.act.kind == "sleep":  # it asks for something that a thread of another process may make
+        threads = ", ".join(by.process.inside.ended_threads[:4])
+        why = f"A thread of {by.process.label} has ended: {threads}. It may have made what is awaited here: "
+        why += f"{sink.one.says}."
+        return verdict_about("dead", [by], why, [*sink.culprits, *sink.waiters], cause="dead", confidence="medium")
     return None
 
 
@@ -551,7 +558,8 @@ def _lost_task(sink: Sink) -> Verdict | None:
 
 def _waiting(sink: Sink) -> str:
     ranked = sink.blocked_ranks
-    return f" Ranks {names(ranked)} wait for it in {ranked[0].activity.op}." if ranked else ""
+    who = f"Rank {names(ranked)} waits" if len(ranked) == 1 else f"Ranks {names(ranked)} wait"
+    return f" {who} for it in {ranked[0].activity.op}." if ranked else ""
 
 
 def _blocked(sink: Sink) -> Verdict | None:
@@ -565,7 +573,7 @@ def _blocked(sink: Sink) -> Verdict | None:
         pattern = "rollout blocked" if circle and inside else "external wait"
     others = sink.culprits[1:]
     more = f" Meanwhile {others[0].says}. They wait for one another." if others else ""
-    more += f" So do others, {len(others) - 1} in number." if len(others) > 1 else ""
+    more += f" So do {len(others) - 1} more." if len(others) > 2 else " So does one more." if len(others) > 1 else ""
     why = f"{sink.one.says}.{more}{_waiting(sink)}"
     if sink.act.kind == "sleep":
         why += _condition(sink) + (circle if pattern == "rollout blocked" else "")

@@ -302,8 +302,8 @@ def evaluate(node: ast.AST, names: Mapping[str, Any]) -> Any:
     """Return the value of an expression of integers, lists and ranges. Raises Unknown for anything else."""
     if isinstance(node, ast.Constant) and type(node.value) in (int, bool):
         return node.value
-    if isinstance(node, ast.Name) and node.id in names:
-        return names[node.id]
+    if isinstance(node, (ast.Name, ast.Attribute)) and dotted(node) in names:
+        return names[dotted(node)]
     if isinstance(node, (ast.List, ast.Tuple, ast.Set)):
         return [evaluate(each, names) for each in node.elts]
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):

@@ -59,7 +59,8 @@ def _members(one: Activity, ranks: Sequence[Actor]) -> set[int]:
 
 def application_edges(live: Sequence[Actor]) -> Edges:
     """Return which processes could end each process's application wait, as pids."""
-    listening = {port: a for a in live for port in a.process.listens}
+    # A forked client has its parent's listening sockets, too, but it does not serve the port that it is connected to.
+    listening = {port: a for a in live for port in a.process.listens if port not in a.process.peers}
     return {actor.pid: _could_end(actor, live, listening) - {actor.pid} for actor in live}
 
 
