@@ -58,7 +58,8 @@ def main() -> None:
     if options.unless_complete and is_complete(folder / "grpo"):
         print(f"{folder / 'grpo'} is there and complete; `make demo` trains it anew")
         return
-    shutil.rmtree(folder, ignore_errors=True)  # a demo begins at the beginning; `clew train` would resume
+    for name in ("material", "sft", "grpo"):  # a demo begins at the beginning; `clew train` would resume
+        shutil.rmtree(folder / name, ignore_errors=True)  # no other run there: it is the user's own
 
     began = time.monotonic()
     right, parameters = make(folder / "material", seed)

@@ -27,6 +27,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder in which the demo was run, and what it printed."""
     folder = tmp_path_factory.mktemp("demo")
     (folder / "examples").symlink_to(ROOT / "examples")
+    (folder / "runs" / "addition" / "mine").mkdir(parents=True)
     return folder, run("examples.addition.demo", folder)
 
 
@@ -37,6 +38,7 @@ def test_the_demo_learns(demo: tuple[Path, str]) -> None:
     folder, shown = demo
     assert "after 80 steps of GRPO" in shown and "next, try:" in shown
     assert "is there and complete" in run("examples.addition.demo", folder, "--unless-complete")
+    assert (folder / "runs" / "addition" / "mine").is_dir(), "a run of the user's own must stay"
 
 
 @pytest.mark.slow
