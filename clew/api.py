@@ -67,7 +67,8 @@ def train_as_configured(config: Config, arguments: Sequence[str], *, live: bool)
 
     run = RunDirectory(config.run_path)
     in_this_process = config.debug.replay_rollout_data or config.launch.mode == "inline"
-    with Progress(run, config.training.steps, live=live and not in_this_process) as progress:
+    live = live and not in_this_process
+    with Progress(run, config.training.steps, live=live, warnings=not in_this_process) as progress:
         if config.debug.replay_rollout_data:
             from clew.loop.trainer_process import learn_from_record
 
@@ -187,20 +188,21 @@ def rollout_batch(
     Raises:
         ClewError: The options contradict one another, or the data or the model cannot be loaded.
     """
-    prompts = load_rows(data) if isinstance(data, str) else [dict(row) for row in data]
-    config = Config.model_validate(
-        {
-            "experiment": "batch",
-            "seed": seed,
-            "model": {"path": model},
-            "data": {"path": data if isinstance(data, str) else "given"},
-            "rollout": {"n_samples": n_samples, **rollout},
-            "algorithm": {"advantages": "none"},  # nothing is compared
-            "sampling": dict(sampling or {}),
-            "inference": {"max_running": max(1, min(256, len(prompts) * n_samples))},
-        }
-    )
     with explain_missing():
+        prompts = load_rows(data) if isinstance(data, str) else [dict(row) for row in data]
+        config = configuration.checked(
+            {
+                "experiment": "batch",
+                "seed": seed,
+                "model": {"path": model},
+                "data": {"path": data if isinstance(data, str) else "given"},
+                "rollout": {"n_samples": n_samples, **rollout},
+                "algorithm": {"advantages": "none"},  # nothing is compared
+                "sampling": dict(sampling or {}),
+                "inference": {"max_running": max(1, min(256, len(prompts) * n_samples))},
+            },
+            Path("clew.rollout_batch"),
+        )
         from clew.inference.client import HTTPEngine
         from clew.inference.local import load_engine
         from clew.rollout.given_rows import run_rows

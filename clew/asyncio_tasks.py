@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from clew.printing import print
+from clew.printing import visible
 
 ASKING = signal.SIGRTMIN + 11 if hasattr(signal, "SIGRTMIN") else None
 """Signal with which `clew hang` asks. Nothing else is known to use it; None where real-time signals do not exist."""
@@ -52,7 +52,8 @@ def arm(path: Path, waits: Callable[[], list[dict[str, Any]]]) -> None:
             beside.write_text(json.dumps(said))
             beside.replace(path)
         except Exception as error:  # otherwise it would be raised in whatever the main thread is doing
-            print(f"cannot write {path}: {error}", file=sys.stderr)
+            with suppress(OSError):  # `print` would take locks, which the main thread may hold
+                os.write(2, visible(f"Cannot write {path}: {error}\n").encode())
 
     signal.signal(ASKING, write)
     signal.siginterrupt(ASKING, False)  # system calls in C code go on afterwards

@@ -313,7 +313,10 @@ class Config(Section):
     @property
     def rank_threads(self) -> int:
         """Return the number of torch's threads in each trainer rank: launch.threads, or else its share of `threads`."""
-        return self.launch.threads or max(1, self.threads // self.launch.ranks)
+        training = self.devices.training
+        # With launch.devices, `threads` is already the share of one group of ranks.
+        ranks = training.t if self.launch.devices is not None and training is not None else self.launch.ranks
+        return self.launch.threads or max(1, self.threads // ranks)
 
 
 def check_critic_fields(config: Config, *, with_critic: bool) -> None:
@@ -373,6 +376,11 @@ def parse(text: str, path: Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"{path}: {' '.join(str(error).split())[:500]}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected sections such as model: and data:, found {type(values).__name__}.")
+    return checked(values, path, text, overrides)
+
+
+def checked(values: Any, path: Path, text: str = "", overrides: Sequence[str] = ()) -> Config:
+    """Return the configuration with these values. Raises ConfigError. The other arguments say where they are from."""
     try:
         return Config.model_validate(values)
     except ValidationError as error:

@@ -362,8 +362,8 @@ class Algorithm(Section):
     )
     bootstrap_truncated: bool = Field(
         default=False,
-        description="With a critic: end an episode that was cut off at a limit with the critic's value of its last "
-        "state, not with 0, as AReaL does.",
+        description="With a critic: bootstrap episodes that were cut off at a limit: add the critic's value of the "
+        "last state, as AReaL does; false: 0.",
     )
     overlong_penalty: int | None = Field(
         default=None,

@@ -72,7 +72,7 @@ _EXAMPLES = "Expected for example sglang.d4t1 (inference alone), d4t1 (training 
 def _part(text: str, part: str) -> Part:
     found = _PART.fullmatch(part.strip())
     if found is None:
-        raise ValueError(f"launch.devices is {text!r}, and {part!r} is no part of it that can be read. {_EXAMPLES}")
+        raise ValueError(f"Cannot read {part!r} in launch.devices={text!r}. {_EXAMPLES}")
     name = found["name"] or TRAINING
     if name not in (*INFERENCE, TRAINING):
         raise ValueError(
@@ -98,7 +98,8 @@ def _part(text: str, part: str) -> Part:
 
 def gpus(environment: Mapping[str, str] = os.environ, nodes: Path = Path("/dev")) -> list[str]:
     """Return the GPUs that processes may use, as CUDA_VISIBLE_DEVICES names them; empty on a machine without any."""
-    present = sorted((path.name.removeprefix("nvidia") for path in nodes.glob("nvidia[0-9]*")), key=int)
+    # CUDA counts from 0 the GPUs that a container was given; the names of the nodes keep the numbers of the machine.
+    present = [str(number) for number, _ in enumerate(nodes.glob("nvidia[0-9]*"))]
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is None or not present:
         return present

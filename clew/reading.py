@@ -125,7 +125,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r:.60} stands there twice")
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r:.60} occurs twice in one object")
     return found
 
 
@@ -192,7 +192,9 @@ def check_yaml(text: str) -> None:
         elif isinstance(event, yaml.CollectionEndEvent):
             anchored.pop()
         elif isinstance(event, yaml.AliasEvent) and any(anchored):
-            raise ValueError(f"*{event.anchor} stands within what can be repeated itself")
+            raise ValueError(
+                f"alias *{event.anchor} is inside a block with an anchor (&…): it could expand without limit"
+            )
         if len(anchored) > DEEPEST:
             raise ValueError(f"more than {DEEPEST} mappings and lists within one another")
 

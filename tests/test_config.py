@@ -352,6 +352,22 @@ def test_devices_in_areals_notation_set_engine_ranks_and_tensor_parallelism(good
     assert resolved("vllm.d4p1t1+fsdp:d2p1t2") == ("vllm", 4, 2, {})
 
 
+@pytest.mark.parametrize(
+    ("overrides", "threads"),
+    [
+        (["launch.ranks=4"], 4),
+        (["launch.devices=d4t1"], 4),
+        (["launch.devices=d2t2"], 4),
+        (["launch.devices=embedded.d1+d3"], 4),
+        (["launch.devices=embedded.d4"], 4),
+        (["launch.devices=d4t1", "launch.threads=3"], 3),
+    ],
+)
+def test_ranks_share_all_cores(good: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], threads: int) -> None:
+    monkeypatch.setattr(config, "cores", lambda: 16)
+    assert config.load(good, overrides).rank_threads == threads
+
+
 def test_devices_are_dealt_out_and_more_than_there_are_is_refused_with_the_numbers(tmp_path: Path) -> None:
     dealt = shared_out(parse_devices("sglang.d2t2+d2"), list("01234567"))
     assert dealt == {"server": "0,1", "server-1": "2,3", "trainer": "4,5"}
@@ -360,7 +376,7 @@ def test_devices_are_dealt_out_and_more_than_there_are_is_refused_with_the_numbe
         shared_out(parse_devices("sglang.d4t2+d4"), list("012"))
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia10"):
         (tmp_path / name).touch()
-    assert gpus({}, tmp_path) == ["0", "1", "10"]
+    assert gpus({}, tmp_path) == ["0", "1", "2"], "CUDA's numbers, not those of the nodes"
     assert gpus({"CUDA_VISIBLE_DEVICES": "1"}, tmp_path) == ["1"] and gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == []
 
 

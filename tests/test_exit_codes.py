@@ -61,6 +61,13 @@ def test_bad_input_and_bad_usage_are_2(tmp_path: Path) -> None:
         assert ended.returncode == 2, said
 
 
+def test_an_argument_of_an_agent_that_cannot_be_read_is_bad_usage(tmp_path: Path) -> None:
+    for arg, why in (("wide=[1", "not YAML"), ("day=2026-02-30", "not YAML"), ("verbose", "expected KEY=VALUE")):
+        with clew("agent", "stress", "mine.Agent", "--data", "none.jsonl", "--arg", arg, cwd=tmp_path) as ended:
+            said = ended.communicate(60)[1]
+        assert ended.returncode == 2 and f"--arg {arg}: {why}" in said, said
+
+
 RANK = """
 import os
 from pathlib import Path
@@ -121,10 +128,64 @@ def test_the_last_lines_of_a_rank_that_was_killed_are_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keeps_logs: bool
 ) -> None:
     stand_in(tmp_path, monkeypatch, ABORTS)
+    (tmp_path / "trainer-1.log").write_text("written by an earlier run\n")
     with pytest.raises(LaunchError) as ended:
         place(2, ["replay"], tmp_path if keeps_logs else None)
-    where = f" (all of them: {tmp_path / 'trainer-1.log'})" if keeps_logs else ""
+    where = f" (full log: {tmp_path / 'trainer-1.log'})" if keeps_logs else ""
     assert str(ended.value) == (
         f"trainer rank 1 of 2 was killed by signal 6. Its last lines{where}:\n"
         "terminate called without an active exception"
     )
+
+
+ONE_AFTER_THE_OTHER = """
+import os, signal, time
+from pathlib import Path
+from clew.errors import ConfigError
+from clew.launch import ranks
+if os.environ["RANK"] == "1":
+    ranks.tell(ConfigError("a field"))
+    raise SystemExit(2)
+while not Path(os.environ[ranks.ERROR_VARIABLE]).with_name("rank-1.json").exists():
+    time.sleep(0.01)
+time.sleep(0.2)
+os.kill(os.getpid(), signal.{signal})
+"""
+
+
+@pytest.mark.parametrize(
+    ("signal", "cause"),
+    [
+        ("SIGABRT", "trainer rank 1 of 2: a field"),  # its peer was gone
+        ("SIGKILL", "trainer rank 0 of 2 was killed by signal 9."),  # which no peer does: this one was gone first
+    ],
+)
+def test_an_error_that_came_before_a_crash_is_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signal: str, cause: str
+) -> None:
+    stand_in(tmp_path, monkeypatch, ONE_AFTER_THE_OTHER.replace("{signal}", signal))
+    with pytest.raises(LaunchError) as ended:
+        place(2, ["replay"])
+    assert str(ended.value) == cause
+
+
+ENDS_BEFORE_THE_OTHER = """
+import os, signal, time
+from pathlib import Path
+import psutil
+if os.environ["RANK"] == "0":
+    Path({done!r}).write_text(str(os.getpid()))
+    raise SystemExit(0)
+while not Path({done!r}).exists() or psutil.pid_exists(int(Path({done!r}).read_text() or os.getpid())):
+    time.sleep(0.01)
+os.kill(os.getppid(), signal.SIGTERM)
+time.sleep(10)
+"""
+
+
+def test_a_signal_reaches_a_rank_that_does_not_end_when_rank_0_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(tmp_path, monkeypatch, ENDS_BEFORE_THE_OTHER.format(done=str(tmp_path / "done")))
+    with pytest.raises(LaunchError, match="trainer rank 1 of 2 was killed by signal 15"):
+        place(2, ["replay"])

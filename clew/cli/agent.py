@@ -194,5 +194,13 @@ def agent_replay(
 def _arguments(given: list[str] | None) -> dict[str, object]:
     import yaml
 
-    pairs = [argument.partition("=") for argument in given or ()]
-    return {name: yaml.safe_load(value) for name, _, value in pairs}
+    arguments = dict[str, object]()
+    for argument in given or ():
+        name, equals, value = argument.partition("=")
+        if not name or not equals:
+            raise typer.BadParameter(f"--arg {argument}: expected KEY=VALUE, such as verbose=true")
+        try:
+            arguments[name] = yaml.safe_load(value)
+        except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
+            raise typer.BadParameter(f"--arg {argument}: not YAML: {' '.join(str(error).split())}") from None
+    return arguments

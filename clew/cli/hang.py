@@ -28,7 +28,7 @@ def hang(
         ),
     ] = None,
     torchrun: Annotated[
-        int | None, typer.Option("--torchrun", metavar="PID", help="The launcher, of which all workers are examined.")
+        int | None, typer.Option("--torchrun", metavar="PID", help="PID of torchrun; all its workers are examined.")
     ] = None,
     job: Annotated[
         str | None,
@@ -53,7 +53,7 @@ def hang(
         typer.Option("--native", help="Also read C and C++ frames of one process per stack, which pauses it shortly."),
     ] = False,
     stacks: Annotated[
-        bool, typer.Option("--stacks", help="Take one look, and print the stacks, equal ones together.")
+        bool, typer.Option("--stacks", help="Only print all stacks, taken once, with equal stacks merged; no verdict.")
     ] = False,
 ) -> None:
     """Say why a distributed job has stopped: who waits for whom, and whose fault it is.
@@ -72,11 +72,15 @@ def hang(
         raise ConfigError("Cannot look at several jobs at once: give one of RUN, --pid, --torchrun, --job and --from.")
     if ssh and (pid or torchrun or dumps):
         raise ConfigError("Cannot combine --ssh with --pid, --torchrun or --from: give RUN, --job, or nothing.")
+    if stacks and (json_file or html_file):
+        raise ConfigError("Cannot write a report with --stacks, which only prints: leave out --stacks, or the files.")
+    if native and dumps:
+        raise ConfigError("Cannot read C frames with --from, which reads reports: give --native where they are made.")
     if ssh:
         seen = _on_hosts(ssh, run, job, native)
     elif dumps is not None:
         seen = read_dumps(dumps)
-    elif any(given) or str(json_file) == "-":
+    elif any(given) or json_file or html_file or native or stacks:
         seen = _here(run, pid or ([torchrun] if torchrun is not None else None), job, once=stacks)
         seen = with_native(seen) if native else seen
     else:
@@ -86,14 +90,12 @@ def hang(
     if stacks:
         print(report.stacks_in_text())
         return
-    if str(json_file) != "-":
+    if str(json_file) == "-":
+        print(json.dumps(report.as_json(), indent=1))
+    else:
         print(report.in_text())  # first: a file that cannot be written must not cost the verdict
-    if json_file is not None:
-        text = json.dumps(report.as_json(), indent=1)
-        if str(json_file) == "-":
-            print(text)
-        else:
-            _write_text(json_file, text)
+        if json_file is not None:
+            _write_text(json_file, json.dumps(report.as_json(), indent=1))
     if html_file is not None:
         from clew.hang.html_report import as_html
 

@@ -22,7 +22,7 @@ from clew.printing import VisibleRecord, break_silence, print
 app = typer.Typer(
     name="clew",
     help="Reinforcement learning for LLM agents in which every training step leaves a thread back to its cause.",
-    epilog="The examples of each command's --help use what `make demo`, and the examples of those above, make. "
+    epilog="The examples in --help need the output of `make demo` and of the examples of the commands listed before. "
     "Exit codes: 0 sound; 1 something was found (a difference, an unfit agent); 2 could not run (bad input, or a run "
     "that ended before its last step); 3 not judged; 70 a defect of Clew; 130 interrupted.",
     no_args_is_help=True,
@@ -111,7 +111,8 @@ def _main() -> None:
     except (KeyboardInterrupt, SystemExit) as ended:
         # Typer turns a KeyboardInterrupt into SystemExit(130).
         if isinstance(ended, KeyboardInterrupt) or ended.code == INTERRUPTED:
-            _exit_with(Interrupted("interrupted; nothing recorded is lost. Run the same command again to continue."))
+            again = "train, sft, serve, rollout and learn continue when started again"
+            _exit_with(Interrupted(f"interrupted; nothing recorded is lost. {again}."))
         if ended.code:
             tell(ended)
         raise

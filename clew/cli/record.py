@@ -192,7 +192,8 @@ def bundle(
     print(f"{path} ({path.stat().st_size / 1e6:.2f} MB). {usage}")
     for field in summary.get("code", {}):
         section, name = field.split(".")
-        if section not in summary["config"]:  # code of the rollout, which a replay does not need
+        # A replay needs neither code of the rollout nor a preset, whose fields the record's configuration spells out.
+        if section not in summary["config"] or name == "preset":
             continue
         code = summary["config"][section][name]
         print(f"It holds no code: {field}={code} must be importable there.")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def train(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Train by reinforcement: starts and supervises server, rollout and trainer; resumes where a run was killed.
+    """Train with reinforcement learning: starts and supervises server, rollout and trainer; resumes a killed run.
 
     Example: clew train examples/addition/grpo.yaml training.steps=5 trial=try
     """
@@ -222,13 +222,13 @@ def evaluate(
     from clew.errors import ConfigError
     from clew.view.evaluation import show_failed, show_missed, show_models
 
-    names = [each for each in models if "=" not in each]
+    names = [each for each in models if "=" not in each or Path(each).exists()]
     if not names:
         raise typer.BadParameter("name a model, a checkpoint or a run before the fields to override")
     if to is not None and not os.access(to.absolute().parent, os.W_OK):
         raise ConfigError(f"Cannot write {to}: {to.absolute().parent} is no folder that can be written to.")
     console = EscapingConsole(wide=200)
-    overrides = [each for each in models if "=" in each]
+    overrides = [each for each in models if each not in names]
     evaluations = evaluate_models(names, data=data, reward=reward, overrides=overrides)
     best = best_of(evaluations)
     differences = [behind(each, best) for each in evaluations]

@@ -66,15 +66,27 @@ def show_episode(console: Console, run: RunDirectory, found: Found, name: Name, 
 
 
 def _show_tokens(console: Console, run: RunDirectory, found: Found, sequences: list[Sequence]) -> None:
-    stages: dict[str, dict[str, np.ndarray]] = {}
-    if found.step is not None and found.committed:
-        stages = run.steps.read_stages(found.step).arrays
+    stages = read_stages(console, run, found.step if found.committed else None)
     tokenizer = load_tokenizer(run, console)
     for sequence in sequences:
         console.print()
         console.print(Text(f"{sequence.id}: {_lengths(sequence)}", style="bold"))
         own = {name: arrays[sequence.id] for name, arrays in stages.items() if sequence.id in arrays}
         show_tokens(console, sequence, own, tokenizer)
+
+
+def read_stages(console: Console, run: RunDirectory, step: int | None) -> dict[str, dict[str, np.ndarray]]:
+    """Return the recorded stages of a step by name and sequence ID, [T] each; empty if there are none on record.
+
+    Prints why if they cannot be read, because the rest is still worth showing.
+    """
+    if step is None or not run.steps.stage_path(step, 0).exists():
+        return {}
+    try:
+        return run.steps.read_stages(step).arrays
+    except RecordError as error:
+        console.print(Text(f"no advantages: {visible(str(error))}", style="red"))
+        return {}
 
 
 def _show_interactions(console: Console, interactions: list[dict[str, Any]]) -> None:
@@ -102,7 +114,8 @@ def _show_prompt(console: Console, prompt: Any, before: dict[str, Any]) -> None:
     if prompt is None:
         console.print(
             Text(
-                "the workflow did not name the prompt (engine.generate(ids, prompt=...)); --tokens shows it",
+                "the text of the prompt is not on record, because the workflow passed no prompt=... to "
+                "engine.generate; --tokens shows its tokens",
                 style="dim",
             )
         )

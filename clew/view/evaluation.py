@@ -74,7 +74,7 @@ def show_failed(console: Console, name: str, episodes: Sequence[dict[str, Any]])
     kinds = Counter(named_kinds([each["error"] for each in episodes if each["error"] is not None]))
     if not kinds:
         return
-    console.print(f"\n{counted(kinds.total(), 'episode')} of {name} failed, and count nowhere else:")
+    console.print(f"\n{counted(kinds.total(), 'episode')} of {name} failed and are left out of all other numbers:")
     for kind, count in kinds.most_common(ERRORS_SHOWN):
         console.print(Text(f"  {count} x {kind}"))
     if len(kinds) > ERRORS_SHOWN:

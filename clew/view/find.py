@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 from clew.errors import RecordError
-from clew.reading import flat, read_yaml
+from clew.reading import FileMissing, flat, read_yaml
 from clew.record import rows
 from clew.record.rows import Sequence, by_episode
 from clew.record.run import RunDirectory
@@ -38,8 +39,8 @@ class Name:
         found = _ID.fullmatch(text)
         if found is None:
             raise RecordError(
-                f"{text!r} is no step and no ID. Expected a step such as 137, a group such as g000123, "
-                f"an episode such as g000123.e2, or a sequence such as g000123.e2.s0."
+                f"Cannot find {text!r}: it is neither a step nor an ID. Expected a step such as 137, a group such as "
+                f"g000123, an episode such as g000123.e2, or a sequence such as g000123.e2.s0."
             )
         group, version, episode, part = found.groups()
         return cls(group, episode and group + episode, text if part else None, int(version) if version else None)
@@ -77,7 +78,9 @@ def find_group(run: RunDirectory, name: Name) -> Found:
         return _of_evaluation(run, group, name.version)
     # Look in the order in which a group moves through the record, so that one that moves meanwhile is not missed.
     admitted = run.inbox.running().get(group)
-    waiting = rows.from_table(run.inbox.read(group)) if run.inbox.path(group).exists() else []
+    waiting = list[Sequence]()
+    with suppress(FileMissing):  # never there, or removed by the trainer, which has committed its step by then
+        waiting = rows.from_table(run.inbox.read(group))
     rejected = _rows(run.rejected / f"{group}.parquet")
     failed = [row for path in sorted(run.rejected.glob(f"{group}.e*.parquet")) for row in _rows(path)]
     index = run.steps.index()

@@ -220,7 +220,7 @@ def clipping(history: History, ratio: str) -> Concern | None:
     """Return the concern that many tokens are clipped, and so have no gradient."""
     limit = CLIPPED.get(ratio, CLIPPED["token"])
     clipped = history.metrics["clip_share"] > limit
-    what = f"the clip holds more than {_percent(limit)} of the tokens, which then have no gradient"
+    what = f"more than {_percent(limit)} of the tokens are clipped, and so have no gradient"
     return _above(history, "clipping", "clip_share", clipped, what, "blame RUN --step {}")
 
 

@@ -29,7 +29,7 @@ PARTS = {
     "record": "record",
     "evaluation": "evaluation",
 }
-"""Timings that are drawn of a step, and their names in the picture. Others, such as logprobs, are left out."""
+"""Timings that are drawn of a step, and their names in the picture. The sum of all others is drawn above them."""
 
 
 def draw_learning_curve(run: RunDirectory) -> None:
@@ -75,8 +75,12 @@ def draw_curves(run: RunDirectory, path: Path) -> None:
 
 def _draw_seconds(axis: Any, steps: list[dict[str, Any]]) -> None:
     bottom = [0.0] * len(steps)
-    for part, label in PARTS.items():
-        top = [low + spent(step.get("timings", {}), part) for low, step in zip(bottom, steps, strict=True)]
+    for part, label in {**PARTS, None: "other"}.items():
+        timings = [step.get("timings", {}) for step in steps]
+        top = [
+            low + spent(of_step, part) if part else sum(of_step.values())
+            for low, of_step in zip(bottom, timings, strict=True)
+        ]
         axis.fill_between([step["step"] for step in steps], bottom, top, label=label, step="mid")
         bottom = top
     axis.legend(fontsize=8, loc="upper right")

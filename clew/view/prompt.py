@@ -73,7 +73,7 @@ def show_prompt(console: Console, run: RunDirectory, wanted: str) -> None:
         more = f"; and {len(prompts) - CANDIDATES} more" if len(prompts) > CANDIDATES else ""
         raise RecordError(
             f"--prompt {wanted!r} is in {len(prompts)} prompts of this run: {listed}{more}. Give more of its text, or "
-            f"the number of its row in the data file."
+            f"the number of its row in the data file. {no_row}".rstrip()
         )
     [(content, found)] = attempts.items()
     trained = sum(attempt.step is not None for attempt in found)

@@ -24,7 +24,7 @@ from clew.record.run import RunDirectory, changes_in_words, open_run
 from clew.record.steps import parse_steps
 from clew.record.warned import Warned, in_words, read_warnings
 from clew.view.checkup import judge, print_health
-from clew.view.episode import lag, rejected_of, rewards_by_name, show_episode, versions
+from clew.view.episode import lag, read_stages, rejected_of, rewards_by_name, show_episode, versions
 from clew.view.find import Found, Name, committed_steps, find_group, read_batch, settings_of
 from clew.view.health import Collector
 from clew.view.off_policy import show_off_policy
@@ -82,6 +82,8 @@ def show(
             show_off_policy(console, run, parse_steps(steps or ":", run.steps.count()), path)
         return
     if what is None and path.is_dir() and not (path / "status").is_dir():
+        if steps is not None:
+            raise RecordError(f"--steps chooses among the steps of a run, and {path} is a folder of runs: name a run.")
         _show_runs(console, path)
         return
     with opened(path) as (run, bundle):
@@ -139,21 +141,31 @@ def _show_runs(console: Console, folder: Path) -> None:
         words=("model",),
         spare=("made", "checkpoint", "model", "evaluation"),
     )
+    unreadable = list[str]()
     for path in paths:
-        run = open_run(path)
-        config = settings_of(run)
-        count = run.steps.count()
-        evaluation = run.newest_eval()
-        rows.add_row(
-            visible(str(path.relative_to(folder))),
-            f"{count or max(run.checkpointed(), default=0)}/{config.get('training.steps', MISSING)}",
-            _reward_range(run, count),
-            number(evaluation.get("pass@1")) if evaluation else MISSING,
-            as_text(max(run.checkpointed(), default=MISSING)),
-            moment(run.facts().get("created")),
-            one_line(as_text(config.get("model.path", MISSING))),
-        )
+        name = visible(str(path.relative_to(folder)))
+        try:
+            rows.add_row(name, *_cells_of_run(open_run(path)))
+        except RecordError as error:  # the other runs are still worth showing
+            rows.add_row(name)
+            unreadable.append(f"{name}: {visible(str(error))}")
     console.print(rows)
+    for line in unreadable:
+        console.print(Text(line, style="red"))
+
+
+def _cells_of_run(run: RunDirectory) -> tuple[str | Text, ...]:
+    config = settings_of(run)
+    count = run.steps.count()
+    evaluation = run.newest_eval()
+    return (
+        f"{count or max(run.checkpointed(), default=0)}/{config.get('training.steps', MISSING)}",
+        _reward_range(run, count),
+        number(evaluation.get("pass@1")) if evaluation else MISSING,
+        as_text(max(run.checkpointed(), default=MISSING)),
+        moment(run.facts().get("created")),
+        one_line(as_text(config.get("model.path", MISSING))),
+    )
 
 
 def _show_run(
@@ -350,7 +362,7 @@ def _show_groups(console: Console, run: RunDirectory, step: int) -> None:
     for sequence in read_batch(run, step):
         groups.setdefault(sequence.group_id, []).append(sequence)
     column = settings_of(run).get("data.prompt", "prompt")
-    stages = _stages(console, run, step)
+    stages = read_stages(console, run, step)
     rejected, advantages = stages.get("rejected"), stages.get("advantages", {})
     rows = Rows(
         *("group", "sequences", "lag", *["rejected"] * (rejected is not None)),
@@ -373,20 +385,6 @@ def _show_groups(console: Console, run: RunDirectory, step: int) -> None:
             one_line(prompt_text(sequences[0].data.get(column, sequences[0].data))),
         )
     console.print(rows)
-
-
-def _stages(console: Console, run: RunDirectory, step: int | None) -> dict[str, dict[str, np.ndarray]]:
-    """Return the recorded stages of a step by name and sequence ID, [T] each; empty if there are none on record.
-
-    Prints why if they cannot be read, because the rest of the step is still worth showing.
-    """
-    if step is None or not run.steps.stage_path(step, 0).exists():
-        return {}
-    try:
-        return run.steps.read_stages(step).arrays
-    except RecordError as error:
-        console.print(Text(f"no advantages: {visible(str(error))}", style="red"))
-        return {}
 
 
 def _mean_advantage(episode: list[Sequence], advantages: dict[str, np.ndarray]) -> float:
@@ -425,7 +423,7 @@ def _show_group(console: Console, run: RunDirectory, found: Found) -> None:
         )
     )
     console.print()
-    stages = _stages(console, run, found.step if found.committed else None)
+    stages = read_stages(console, run, found.step if found.committed else None)
     rejected, advantages = stages.get("rejected"), stages.get("advantages", {})
     rows = Rows(
         *("episode", "sequences", "tokens", *["rejected"] * (rejected is not None)),

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NotRequired
 
 from pydantic import with_config
@@ -136,7 +138,9 @@ def step_cells(summary: dict[str, Any]) -> tuple[str, ...]:
         ("publishing", "publish"),
         ("recording", "record"),
     ]
-    times = "  ".join(f"{name} {took:.2f}" for name, key in parts if (took := spent(seconds, key)) >= 0.005)
+    spans = [(name, spent(seconds, key)) for name, key in parts]
+    spans.append(("other", sum(seconds.values()) - sum(took for _, took in spans)))
+    times = "  ".join(f"{name} {took:.2f}" for name, took in spans if took >= 0.005)
     whole = max(sum(seconds.values()), 1e-9)
     training = max(seconds.get("forward_backward", 0.0) + seconds.get("logprobs", 0.0), 1e-9)
     return (
@@ -159,13 +163,21 @@ class Progress:
     LINES = 12
 
     def __init__(
-        self, run: RunDirectory, total_steps: int, *, live: bool = True, console: Console | None = None
+        self,
+        run: RunDirectory,
+        total_steps: int,
+        *,
+        live: bool = True,
+        warnings: bool = True,
+        console: Console | None = None,
     ) -> None:
         """Prepare to show what the run commits from now on.
 
         Args:
-            live: Draw a live picture, if this is a terminal, and show the warnings of the run's other processes. Turn
-                it off if user code runs in this process: its debugger needs the terminal.
+            live: Draw a live picture, if this is a terminal. Turn it off if user code runs in this process: its
+                debugger needs the terminal.
+            warnings: Show the warnings of the run's processes. Turn it off if this process is the only one: its log
+                shows them.
         """
         self._run = run
         self._total = total_steps
@@ -175,8 +187,7 @@ class Progress:
         self._evaluated: set[int] = {entry["version"] for entry in run.read_evals()}
         self._live = Live(console=self._console, refresh_per_second=4) if live and self._console.is_terminal else None
         self._shown = 0.0
-        self._elsewhere = live
-        """True if the processes write their warnings elsewhere, so that they have to be shown here."""
+        self._shows_warnings = warnings
         self._warned_to = run.warnings_path.stat().st_size if run.warnings_path.exists() else 0
         self._told: dict[tuple[str, float], float] = {}
 
@@ -189,9 +200,11 @@ class Progress:
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        self.refresh(final=True)
-        if self._live:
-            self._live.__exit__(*exc)
+        try:
+            self.refresh(final=True)
+        finally:  # otherwise the terminal's cursor stays hidden
+            if self._live:
+                self._live.__exit__(*exc)
 
     def refresh(self, *_: Any, final: bool = False) -> None:
         """Show what is new in the run directory; at most five times a second."""
@@ -199,26 +212,34 @@ class Progress:
             return
         self._shown = time.monotonic()
         while self._run.steps.json_path(self._next).exists():
-            summary = self._run.steps.read(self._next)
             self._next += 1
-            cells = step_cells(summary)
-            self._recent = [*self._recent[1 - self.LINES :], cells]
-            if self._live is None:
-                named = zip(COLUMNS[1:-1], cells[1:-1], strict=True)
-                words = "  ".join(f"{name} {cell}" for name, cell in named if cell != MISSING)
-                self._console.print(f"step {cells[0]}/{self._total}  {words}  [{cells[-1]}]", markup=False)
+            with self._told_if_unreadable():
+                cells = step_cells(self._run.steps.read(self._next - 1))
+                self._recent = [*self._recent[1 - self.LINES :], cells]
+                if self._live is None:
+                    named = zip(COLUMNS[1:-1], cells[1:-1], strict=True)
+                    words = "  ".join(f"{name} {cell}" for name, cell in named if cell != MISSING)
+                    self._console.print(f"step {cells[0]}/{self._total}  {words}  [{cells[-1]}]", markup=False)
         for path in self._run.evals.glob("version-*.json"):
             version = int(path.stem.removeprefix("version-"))
             if version not in self._evaluated:
                 self._evaluated.add(version)
-                line = _evaluation_line(read_evaluation(path))
-                (self._live.console if self._live else self._console).print(line, markup=False)
-        if self._elsewhere:
+                with self._told_if_unreadable():
+                    self._console.print(_evaluation_line(read_evaluation(path)), markup=False)
+        if self._shows_warnings:
             self._tell_warnings()
         if self._live:
             self._live.update(self._picture())
         else:
             self._tell_old_waits()
+
+    @contextmanager
+    def _told_if_unreadable(self) -> Iterator[None]:
+        """Print the block's RecordError: a training run does not end because of what only people read."""
+        try:
+            yield
+        except RecordError as error:
+            self._console.print(str(error), markup=False, style="red")
 
     def _tell_warnings(self) -> None:
         """Write new warnings to stderr, or above the live picture if both are the same terminal."""
@@ -239,7 +260,7 @@ class Progress:
         """
         try:
             statuses = read_statuses(self._run)
-        except RecordError:  # a training run does not end because of what only people read
+        except RecordError:
             return
         patience = OLD_S if self._next > self._first else SOON_S
         for status in statuses:

@@ -116,7 +116,8 @@ class Rows:
             made.add_row(*(row[place] for place in places))
         yield made
         if out:
-            yield Text(f"no place for {', '.join(out)}: widen the terminal, or redirect the output", style="dim")
+            advice = f"columns left out: {', '.join(out)}. Widen the terminal, or redirect the output to a file."
+            yield Text(advice, style="dim", overflow="fold", no_wrap=False)
 
 
 def pairs(facts: Iterable[tuple[str, Any]]) -> Table:

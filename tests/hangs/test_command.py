@@ -149,3 +149,14 @@ def test_the_command_needs_no_torch_and_little_time() -> None:
         "assert not {'torch', 'transformers', 'numpy', 'pyarrow'} & set(sys.modules), sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=20)
+
+
+def test_options_that_would_be_ignored_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "rank0.json").write_text(dump())
+    page = tmp_path / "report.html"
+    ended = clew_hang("--from", str(tmp_path), "--stacks", "--html", str(page))
+    assert ended.returncode == 2 and "leave out --stacks, or the files" in ended.stderr
+    ended = clew_hang("--from", str(tmp_path), "--native")
+    assert ended.returncode == 2 and "Cannot read C frames" in ended.stderr
+    ended = clew_hang("--html", str(page))  # the only job, if there is one
+    assert (ended.returncode == 2 and "Cannot choose a job" in ended.stderr) or page.exists()

@@ -108,3 +108,26 @@ def test_a_task_of_a_loop_in_another_thread_is_written_too(tmp_path: Path) -> No
     thread.join()
     loop.close()
     assert "of_the_gateway (test_task_dumps.py:" in text and '"what": "a thing"' in text
+
+
+LOCKED = """
+import os, shutil, sys
+from pathlib import Path
+from clew import printing
+from clew.asyncio_tasks import ASKING
+from clew.waits import Reporter
+
+with Reporter(Path(sys.argv[1]), "rollout"):
+    shutil.rmtree(sys.argv[1])
+    with printing.shown._cond:  # as amid the `shown.set()` of every print
+        os.kill(os.getpid(), ASKING)
+    print("went on", flush=True)
+    os._exit(0)
+"""
+
+
+@pytest.mark.skipif(ASKING is None, reason="no such signals here")
+def test_what_cannot_be_written_is_said_without_a_lock(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", LOCKED, str(tmp_path / "status")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.stdout == "went on\n" and f"Cannot write {tmp_path}/status/rollout.tasks: " in ended.stderr

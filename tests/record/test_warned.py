@@ -60,3 +60,14 @@ def test_the_supervisor_shows_new_warnings_on_stderr_also_in_a_pipe(
             log.warning("the reward said \x1b[2J [/foo]")
     said = capsys.readouterr()
     assert said.err == "warning (trainer): the reward said \\x1b[2J [/foo]\n" and "warning" not in said.out
+
+
+def test_warnings_of_other_processes_are_shown_without_a_live_picture_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`clew.train` has none. If this process is the only one, its log shows them."""
+    run = RunDirectory(tmp_path / "run")
+    for warnings, shown in ((True, "warning (trainer): a tool was slow\n"), (False, "")):
+        with run.report("trainer"), Progress(run, 5, live=False, warnings=warnings):
+            log.warning("a tool was slow")
+        assert capsys.readouterr().err == shown

@@ -98,7 +98,7 @@ CAUSES = {
     ),
     "clipping": (
         of_steps(range(36, 40), clip_share=0.25),
-        "in 4 of 40 steps, from 36 to 39, the clip holds more than 20 % of the tokens, which then have no gradient; "
+        "in 4 of 40 steps, from 36 to 39, more than 20 % of the tokens are clipped, and so have no gradient; "
         "most: 25 % at step 36. → clew blame {run} --step 36",
     ),
     "rejected tokens": (

@@ -22,6 +22,7 @@ from clew.record import rows
 from clew.record.bundle import write_bundle
 from clew.record.digest import digest_rows
 from clew.record.files import write_json
+from clew.record.inbox import Inbox
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
 from clew.view.show import show
@@ -185,6 +186,13 @@ def test_a_folder_of_runs(run: RunDirectory, tmp_path: Path) -> None:
         shown(tmp_path / "runs" / "test" / "material")
     with pytest.raises(RecordError, match="is no run directory"):
         shown(tmp_path / "runs", "3")
+    with pytest.raises(RecordError, match="--steps chooses among the steps of a run"):
+        shown(tmp_path / "runs", steps="0:3")
+    altered = RunDirectory(tmp_path / "runs" / "test" / "altered")
+    altered.config_path.write_text("model: [")
+    text = shown(tmp_path / "runs")
+    assert line(text, "test/0")[1] == "3/20" and line(text, "test/altered") == ["test/altered"]
+    assert f"test/altered: Cannot read {altered.config_path}" in text
 
 
 def test_numbers_are_whole_however_narrow_the_terminal_is(run: RunDirectory) -> None:
@@ -197,7 +205,7 @@ def test_numbers_are_whole_however_narrow_the_terminal_is(run: RunDirectory) -> 
         assert max(map(len, text.splitlines())) <= width
         found = line(text, "3")
         assert found == [cell for cell in cells if cell in found] and {"3", "0.250"} <= {*found}
-        assert ("no place for sequences, groups" in " ".join(text.split())) == (width < 80)
+        assert ("columns left out: sequences, groups" in " ".join(text.split())) == (width < 80)
         assert line(text, "version")[:3] == ["version", "0", "0.125"]
     assert line(shown(run, "2", width=40), "g000004")[:2] == ["g000004", "1.00/1"]
     assert line(shown(run, "g000004", width=40), "g000004.e1")[:3] == ["g000004.e1", "4", "1"]
@@ -307,6 +315,9 @@ def test_a_number_without_a_row_is_a_text(asked: RunDirectory, tmp_path: Path) -
     assert line(shown(asked, prompt="1"), "data.answer")[1:] == ["6"]
     (tmp_path / "prompts.jsonl").unlink()
     assert line(shown(asked, prompt="3"), "data.answer")[1:] == ["6"]
+    commit(asked, 4, [dataclasses.replace(row, data={"prompt": "33"}) for row in group("g000013")])
+    with pytest.raises(RecordError, match=r"'3' is in 2 prompts .*prompts\.jsonl.* it does not exist"):
+        shown(asked, prompt="3")
 
 
 # The most off-policy sequences ----------------------------------------------------------------------------------------
@@ -383,6 +394,7 @@ def test_pruned_steps_keep_what_was_committed(run: RunDirectory) -> None:
     with pytest.raises(RecordError, match=r"the sequences of step 0 are gone: .*: `clew show .* 0`"):
         shown(run, "g000000")
     assert "ValueError: odd" in shown(run, "g000000.e2")
+    assert "ValueError: odd" in shown(run, "g000000.e2", tokens=True)
 
 
 def test_only_what_is_shown_is_read(run: RunDirectory) -> None:
@@ -452,6 +464,19 @@ def test_a_group_elsewhere(run: RunDirectory) -> None:
     assert "filtered: all equal" in shown(run, "g000012.e0")
 
 
+def test_a_group_that_is_committed_while_it_is_looked_for(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.inbox.put("g000010", group("g000010"))
+    read = Inbox.read
+
+    def read_late(inbox: Inbox, name: str) -> Any:
+        commit(run, 3, group(name))
+        inbox.remove([name])
+        return read(inbox, name)
+
+    monkeypatch.setattr(Inbox, "read", read_late)
+    assert " ".join(line(shown(run, "g000010"), "fate")[1:]) == "consumed by step 3"
+
+
 def test_no_such_group(run: RunDirectory) -> None:
     with pytest.raises(RecordError, match=r"no group g000099: steps 0 to 2 are committed, with groups from g000000 to"):
         shown(run, "g000099")
@@ -460,7 +485,9 @@ def test_no_such_group(run: RunDirectory) -> None:
             shown(run, name)
     with pytest.raises(RecordError, match=r"no v000002\.g000001: versions none are evaluated"):
         shown(run, "v000002.g000001")
-    with pytest.raises(RecordError, match=r"is no step and no ID\. Expected a step such as 137"):
+    with pytest.raises(
+        RecordError, match=r"Cannot find '/etc/\*': it is neither a step nor an ID\. Expected a step such as 137"
+    ):
         shown(run, "/etc/*")
 
 
@@ -579,7 +606,7 @@ def test_tokens_without_a_tokenizer_or_a_step(run: RunDirectory) -> None:
     run.inbox.put("g000050", group("g000050"))
     text = shown(run, "g000050.e0", tokens=True)
     token = str(make_sequence("g000050.e0.s0").input_ids[3])
-    assert "Tokens are shown by their ids: no" in text and "no step's record has advantages" in text
+    assert "Tokens are shown by their ids: no" in text and "no advantages on record (no committed step" in text
     assert line(text, "3") == ["3", token, "-3.0000", "-", "1", "-", "-", f"⟨{token}⟩"]
     folder = run.checkpoints / "step-000001"
     folder.mkdir()
@@ -667,6 +694,8 @@ def test_a_damaged_file_of_stages_hides_only_the_advantages(run: RunDirectory) -
     path.write_bytes(path.read_bytes()[:-40])
     damaged = shown(run, "1")
     assert "no advantages: " in damaged and path.name in damaged and "g000002" in whole and "g000002" in damaged
+    tokens = shown(run, "g000002.e0", tokens=True)
+    assert "no advantages: " in tokens and line(tokens, "3")[2:6] == ["-3.0000", "-", "1", "-"]
 
 
 def test_the_curves_as_a_picture(run: RunDirectory, tmp_path: Path) -> None:

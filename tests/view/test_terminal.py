@@ -9,11 +9,13 @@ import time
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from clew import console
 from clew.record.run import RunDirectory
-from clew.view.terminal import Progress, show_status
+from clew.view.learning_curve import _draw_seconds
+from clew.view.terminal import Progress, show_status, step_cells
 from tests.view.test_show import METRICS, commit, group
 
 ADVICE = "nothing to learn for 8 steps: " + " ".join(f"word{number}" for number in range(40)) + " the end of it"
@@ -74,3 +76,31 @@ def test_a_long_command_says_what_it_does_after_two_seconds(
     for _ in console.tracked([1], "adding", total=1, unit="numbers"):
         time.sleep(0.5)
     assert capsys.readouterr() == ("", "adding: 1 numbers\n")
+
+
+def test_what_cannot_be_read_is_said_once_and_ends_neither_the_run_nor_the_live_picture(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=True, soft_wrap=True, width=200, highlight=False)
+    progress = Progress(run, 3, console=console)
+    with pytest.raises(KeyError, match="of the block"), progress:
+        run.steps.json_path(0).write_text("garbage")
+        (run.evals / "version-000000.json").write_text("garbage")
+        progress.refresh(final=True)
+        commit(run, 1, group("g000001"), metrics=METRICS | {"tokens_trained": 16.0})
+        raise KeyError("of the block")
+    said = output.getvalue()
+    assert said.count("step-000000.json: expected JSON") == said.count("version-000000.json: expected JSON") == 1
+    assert progress._recent[-1][0] == "1"
+    assert said.rindex("\x1b[?25h") > said.rindex("\x1b[?25l"), "the cursor is shown again"
+
+
+def test_the_seconds_of_a_step_are_complete() -> None:
+    timings = {"rollout": 1.0, "critic": 2.0, "publish": 0.25, "publish/load": 0.25}
+    metrics = METRICS | {"tokens_trained": 16.0}
+    assert step_cells({"step": 0, "metrics": metrics, "timings": timings})[-1] == (
+        "waiting 1.00  publishing 0.50  other 2.00"
+    )
+    axis = Figure().subplots()
+    _draw_seconds(axis, [{"step": step, "timings": timings} for step in range(3)])
+    assert axis.dataLim.ymax == pytest.approx(3.5)
