@@ -109,7 +109,7 @@ class Activity:
     text: str = ""
     """Source line."""
     branch: str = ""
-    """Branch of a rank that the line is in; see `source.branch_of_rank`."""
+    """Value alone or side if the line is in a branch that only some ranks run; see `source.branch_of_rank`."""
     cleanup: str = ""
     """Cleanup that the line belongs to, see `source.in_cleanup`, or "destroy" for destroy_process_group; else empty."""
     in_loop: bool = False
@@ -123,7 +123,7 @@ class Activity:
     task: bool = False
     """True for a coroutine of asyncio that waits."""
     is_job: bool = False
-    """True for a function that a pool of threads runs, or a rank for another (RPC)."""
+    """True for a function that a thread pool runs, or that a rank runs for another rank (RPC)."""
     dispatches: bool = False
     """True in a function that hands results to those who wait for them in other tasks or threads."""
     heartbeat: bool = False
@@ -239,7 +239,7 @@ COROUTINES = (
     (r"asyncio/queues\.py$", "put|join", "queue_full"),
     (r"aiohttp/connector\.py$|httpcore/_async/connection_pool\.py$",
      "_wait_for_available_connection|wait_for_connection", "connections"),
-    (r"/(aiohttp|httpx\w*|httpcore\w*|grpc|websockets)/", "", "http"),  # their clients wait by an event of asyncio
+    (r"/(aiohttp|httpx\w*|httpcore\w*|grpc|websockets)/", "", "http"),  # their clients wait for an asyncio event
     (r"asyncio/(locks|mixins)\.py$", "", "condition"),
     (r"asyncio/subprocess\.py$|asyncio/base_subprocess\.py$", "", "process"),
     (r"asyncio/threads\.py$", "", "future"),
@@ -330,7 +330,7 @@ def shape_in(frame: Frame) -> tuple[int, ...]:
 
 
 def group_in_memory(frame: Frame, process: Process) -> tuple[str, tuple[int, ...] | None] | None:
-    """Return the name and ranks of the group that a call of torch got, as the process's memory has them."""
+    """Return name and ranks of the group passed to a call of torch, read from memory; None if memory does not tell."""
     address = frame.addresses.get("group", 0)
     group = next((group for group in process.inside.groups if group.at == address), None)
     if group is not None:
@@ -424,14 +424,14 @@ def receiver(text: str, line: int) -> str:
 
 
 def entered_at(text: str, line: int) -> str:
-    """Return what a `with` enters that begins at this line, as text; "" if there is none."""
+    """Return the object that a `with` at this line enters, as text; "" if no `with` begins there."""
     blocks = [each for each in source.enclosing(text, line) if isinstance(each, (ast.With, ast.AsyncWith))]
     around = [each for each in blocks if each.lineno == line]
     return ast.unparse(around[-1].items[0].context_expr) if around else ""
 
 
 def _native(base: Activity, place: Place) -> Activity:
-    """Return what a thread does whose innermost frame is the user's own: it computes, or is in a native call."""
+    """Return what a thread does that no library frame explains: it computes, or is in a native call."""
     process, thread, frames, user, text = place.process, place.thread, place.frames, place.user, place.text
     calls = source.calls_at(text, user.line)
     called = [(source.dotted(call.func), call) for call in calls]
@@ -521,7 +521,7 @@ def _peer(node: ast.expr | None, place: Place) -> int | None:
 
 
 def _messages_of(call: ast.Call, place: Place) -> list[ast.Call]:
-    """Return the P2POp(...) of a call of batch_isend_irecv: in it, in its function, or on the line of the caller."""
+    """Return the P2POp(...) calls of a batch_isend_irecv, in the call, else in its function or the caller's line."""
     around = enclosing_function(place.text, place.user.line)
     outer = [frame for frame in place.frames[place.frames.index(place.user) + 1 :] if not installed(frame.file)]
     lines = [each for f in outer[:1] for each in source.calls_at(place.sources.get(f.file, ""), f.line)]

@@ -27,7 +27,7 @@ def missing_ranks(ranks: list[Actor], missing: list[int], gone: str) -> Verdict 
 
     Args:
         ranks: The ranks that were found.
-        missing: Numbers that nobody has.
+        missing: Rank numbers that no living process has.
         gone: Words about processes of the job that have ended.
     """
     dead = [a for a in ranks if a.dead]
@@ -62,7 +62,7 @@ def _other_address(ranks: list[Actor]) -> Verdict | None:
 
 
 def deviating(ranks: list[Actor], values: Mapping[int, object]) -> tuple[list[Actor], str]:
-    """Return the ranks whose value (by pid) differs from that of more than half, else all ranks; and the values."""
+    """Return the ranks without the value of the majority (all ranks if there is none), and all values in words."""
     common, count = Counter(values.values()).most_common(1)[0]
     odd = [a for a in ranks if values[a.pid] != common] if count > len(ranks) / 2 else ranks
     return odd, ", ".join(f"{values[a.pid]} on rank {a.rank}" for a in ranks[:6])
@@ -121,7 +121,7 @@ def initialisation(ranks: list[Actor]) -> Verdict | None:
         outside = [a for a in ranks if a.activity.kind != kind and not a.dead]
         if inside and outside and not any(a.moving for a in outside):
             made = [_new_ranks(a) for a in inside]
-            if kind == "new_group" and all(made):  # those that the others wait for
+            if kind == "new_group" and all(made):  # blame only members of the new group
                 outside = [a for a in outside if a.rank in {rank for ranks in made for rank in ranks}] or outside
             why = (
                 f"Ranks {names(inside)} are in {words}, which every rank has to call. Rank {names(outside)} is "
@@ -223,7 +223,7 @@ def _other_shapes(ranks: list[Actor]) -> Verdict | None:
 
 
 def _other_works(ranks: list[Actor]) -> Verdict | None:
-    """Judge ranks in one call that keep different numbers of asynchronous operations that have not ended."""
+    """Judge ranks in one call whose lists of unfinished asynchronous operations differ in length."""
     shared = set.intersection(*(set(a.activity.counters) for a in ranks))
     for name in sorted(name for name in shared if WORKS.search(name)):
         numbers = {a.pid: a.activity.counters[name] for a in ranks}
@@ -242,7 +242,7 @@ def _other_works(ranks: list[Actor]) -> Verdict | None:
 
 
 def _drifted(ranks: list[Actor]) -> tuple[str, list[Actor], str] | None:
-    """Return the loop counter whose values differ between ranks, and the ranks of the rarer value."""
+    """Return a loop counter that differs between ranks, the ranks without its most common value, and all values."""
     shared = set.intersection(*(set(a.activity.counters) for a in ranks)) if ranks else set()
     for name in sorted(shared):
         values = Counter(a.activity.counters[name] for a in ranks)
@@ -259,7 +259,7 @@ def cycle(culprits: list[Actor], waiters: list[Actor], sources: Mapping[str, str
     kinds = {a.activity.kind for a in culprits}
     told = " ".join(f"{a.says}." for a in culprits[:4])
     cleaning = [a for a in culprits if a.activity.cleanup or a.activity.kind == "destroy"]
-    # An exception is hidden in `finally` or `__exit__`, whose collective waits for ranks that train.
+    # The `finally` or `__exit__` may hide an exception: its collective waits for ranks that still train.
     if cleaning and len(cleaning) < len(culprits):
         hidden = next((f"{a.hidden_exception} is" for a in cleaning if a.hidden_exception), "An exception may be")
         why = (
@@ -287,7 +287,7 @@ def cycle(culprits: list[Actor], waiters: list[Actor], sources: Mapping[str, str
             "One side expects a message that the other does not send (or the reverse): the other side has gone on to "
             f"another operation. The numbers of micro-batches may differ. {told}"
         )
-        # `gone`: ranks in another operation. At fault are they, and those whose peer is one of them or is not known.
+        # `gone`: ranks in another operation. They are at fault, and so are ranks whose peer is one of them or unknown.
         gone = {a.rank for a in culprits if a.activity.kind not in MESSAGES}
         waiting = [a for a in culprits if a.activity.kind in MESSAGES and gone & set(a.activity.peers)]
         if len(gone) == 1 and len(waiting) > 1:  # several await a message of one rank: it left them
@@ -337,7 +337,7 @@ def _site(frame: Frame) -> str:
 
 
 def _left_a_loop(ranks: Sequence[Actor], sources: Mapping[str, str]) -> tuple[list[Actor], str] | None:
-    """Return the fewer ranks, of those behind a loop of the user's and those still in it, and words about them."""
+    """Return the smaller side if some ranks have left a loop of the user's and the rest are still in it; and words."""
     # From the outermost frame inwards, to the first in which some ranks are in a loop and the others are past it.
     for level in zip(*(reversed(own_frames(a)) for a in ranks), strict=False):
         if len({(frame.file, frame.function) for frame in level}) > 1:

@@ -48,7 +48,7 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def by_value(texts: Iterable[tuple[int, str]]) -> str:
-    """Return texts, each after the numbers of the ranks that share it."""
+    """Return each distinct text once, after the ranks that share it, such as `rank 0-3: in call 7`."""
     shared: dict[str, list[int]] = {}
     for rank, text in texts:
         shared.setdefault(text, []).append(rank)

@@ -131,7 +131,7 @@ def look_at(pid: int, program: str) -> Look:
                 inner = proc.pid_within(pid)  # in a container, py-spy names the main thread by its number inside
                 threads = tuple(replace(each, os_id=pid) if each.os_id == inner else each for each in threads)
                 files = (frame.file for thread in threads for frame in thread.frames)
-                # The loop's thread of Ray's actors may keep a stack that it has long left. Its name remains.
+                # The event loop's thread of a Ray actor may show a stack that it left long ago. Its name still tells.
                 loops = any("asyncio" in each for each in (*files, *(thread.name.lower() for thread in threads)))
                 return replace(look, threads=with_numbers(pid, threads + (tasks_of(pid) if loops else ())))
         else:
@@ -185,7 +185,7 @@ def watch(
 
 
 def outside(process: Process, job: Sequence[Process], locks: Locks) -> tuple[str, ...]:
-    """Return the processes outside of the job that hold what one waits for: a file's lock, or the pipe of a dead child.
+    """Return outside processes that hold what a process of the job waits for: a file's lock, or a dead child's pipe.
 
     What a dead child has started may live on, and keep the pipe open from which its parent reads.
     """

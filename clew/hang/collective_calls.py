@@ -1,6 +1,6 @@
 """Compares the calls of collectives that ranks have on record, in torch's flight recorder or in NCCL's RAS.
 
-A stack shows a line, but not which call of it a rank is in, nor by which calls it came there.
+A stack shows a line, but neither how many times a rank has called it nor which calls came before.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ def parting(ranks: Sequence[Actor]) -> tuple[list[Actor], str] | None:
 
 
 def other_numbers(ranks: Sequence[Actor]) -> tuple[list[Actor], str] | None:
-    """Return the ranks that have launched another number of collectives in a communicator of NCCL than most have."""
+    """Return the ranks whose number of launched collectives in a communicator of NCCL differs from most, and words.
+
+    If several communicators differ, return the ranks that are behind.
+    """
     unequal = _unequal(ranks)
     if len(unequal) != 1:
         return behind(ranks)
@@ -67,7 +70,7 @@ def _unequal(ranks: Sequence[Actor]) -> list[tuple[list[Actor], dict[int, tuple[
     """Return the communicators of NCCL of which all ranks were seen, and whose counts differ.
 
     Returns:
-        Of each its ranks, their counts by pid, and both as text.
+        For each communicator: its ranks, their counts by pid, and both as text.
     """
     every = [(a, each) for a in ranks for each in a.process.launched]
     found = []

@@ -50,7 +50,7 @@ def read_dumps(folder: Path) -> Snapshot:
 
 
 class Merge:
-    """One snapshot of several, such as those of several nodes. Only representatives of each state stay in memory."""
+    """Merge of several snapshots, such as those of several nodes. Only representatives of each state stay in memory."""
 
     def __init__(self) -> None:
         self._sources: dict[str, str] = {}

@@ -23,7 +23,7 @@ def answers(process: Process, ports: tuple[int, ...], source: str) -> dict[str, 
     """Return what an HTTP server answers; empty for any other process, which is not asked.
 
     A server written with http.server may count requests, or answer any path with a file. It is asked only if its own
-    source mentions one of these paths.
+    source mentions one of the paths that are asked for here.
     """
     files = [frame.file for thread in process.threads for frame in thread.frames]
     if not ports or process.rank is not None or not any(SERVERS.search(file) for file in files):

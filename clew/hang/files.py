@@ -40,7 +40,7 @@ def with_files(snapshot: Snapshot, run: Path | None = None) -> Snapshot:
 
 
 def _collect(lines: list[str], processes: Sequence[Process], run: Path | None) -> None:
-    # One line after the other: what was found before a file system stands still is kept.
+    # Append line by line: the caller stops waiting after LIMIT_S, and keeps what was found before a file system hung.
     for line in chain(in_run(run) if run else (), folders(processes), logs(processes, run)):
         lines.append(line)
 
@@ -86,7 +86,7 @@ def _newest(words: str, paths: Iterator[Path]) -> str:
 
 
 def logs(processes: Sequence[Process], run: Path | None) -> Iterator[str]:
-    """Yield how the files end to which the processes print, and the logs of a run's processes that have ended."""
+    """Yield the last line of each file that processes print to, and of the logs of a run's ended processes."""
     found = dict[Path, str]()
     for process in processes:
         if run is not None and process.name and (process.exit or process.last.state in "ZX"):

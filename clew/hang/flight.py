@@ -3,8 +3,8 @@
 It keeps the newest 2,000 calls of collectives of a process: group, number within the group, operation and sizes.
 
 A rank serves it on a unix socket if it runs within `torch.distributed.elastic.control_plane.worker_main`, and the
-variable TORCH_WORKER_SERVER_SOCKET names that socket. The ranks that Clew starts do. A thread of C++ answers, also
-while Python is blocked or holds its lock.
+variable TORCH_WORKER_SERVER_SOCKET names that socket. The ranks that Clew starts do. A C++ thread answers, even while
+Python code is blocked or holds the GIL.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LONGEST = 16_000_000
 KEPT = 200
 """Number of calls of each group that are kept, the newest."""
 RECORDS = ("fr_trace_json", "dump_nccl_trace_json")
-"""Names of the records: that of all backends, and that of NCCL. A torch without NCCL has the first alone."""
+"""Names of the handlers that dump the records of all backends, and of NCCL. A torch without NCCL has only the first."""
 
 
 class _Connection(http.client.HTTPConnection):

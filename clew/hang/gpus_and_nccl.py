@@ -47,9 +47,9 @@ def gpus() -> tuple[str, ...]:
 
 
 def with_ras(snapshot: Snapshot) -> Snapshot:
-    """Return a snapshot with what NCCL's RAS says about its communicators, wherever the processes have it listen.
+    """Return a snapshot with what NCCL's RAS says about its communicators, at each address that the processes use.
 
-    The answer covers the whole job, and names processes by pid. A pid that occurs on two nodes is left out.
+    The answer covers the whole job, and names processes by pid. A pid that occurs twice in a communicator is left out.
     """
     environments = [proc.environment_of(each.pid) for each in snapshot.processes]
     lines, launched = list[str](), dict[int, dict[str, Launched]]()
@@ -71,7 +71,7 @@ def with_ras(snapshot: Snapshot) -> Snapshot:
 
 
 def _ask(address: str, request: bytes) -> str:
-    """Return what RAS answers at host:port; "" if nothing listens, or it answers too slowly."""
+    """Return what RAS answers at host:port within the time limit; "" if nothing listens."""
     host, _, port = address.rpartition(":")
     text, until = b"", time.monotonic() + LIMIT_S
     with (

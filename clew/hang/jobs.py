@@ -26,7 +26,7 @@ def job_key(pid: int) -> tuple[str, str] | None:
 
 
 def with_peers(pids: Sequence[int]) -> list[int]:
-    """Return the processes of the jobs of these: their descendants, the other ranks, and local servers they talk to.
+    """Return all processes of the jobs that these belong to: descendants, other ranks, and local servers they talk to.
 
     Raises:
         LaunchError: One of them does not exist.

@@ -22,7 +22,7 @@ from clew.hang.waits_for import application_edges, collective_edges
 SUPERVISING = ("process", "thread", "pool", "future", "tasks", "ray")
 """Kinds of waits of a main process that only waits for its children to end."""
 REAPED_S = 1.0
-"""Seconds after its end in which a program's parent takes note of it."""
+"""Seconds that a parent may take to notice that its program has ended."""
 
 
 def judge(snapshot: Snapshot) -> Verdict:
@@ -89,7 +89,7 @@ def _hedged(verdict: Verdict, snapshot: Snapshot, live: list[Actor]) -> Verdict:
 
 
 def _stopped(live: list[Actor]) -> Verdict | None:
-    """Judge SIGSTOP and debuggers, before everything else."""
+    """Judge processes that a signal (SIGSTOP) or a debugger has stopped, unless a rank still moves."""
     stopped = [actor for actor in live if actor.stopped]
     if not stopped or any(a.moving and a.rank is not None for a in live):
         return None
@@ -144,7 +144,7 @@ def _unasked(live: list[Actor], sources: Mapping[str, str]) -> Verdict | None:
 
 
 def _progress(live: list[Actor], ranks: list[Actor], snapshot: Snapshot) -> Verdict | None:
-    """Return healthy or slow if those that the job is about move; None if they do not."""
+    """Return a verdict if the job's main processes (see `_mains`) move, or if that cannot be seen; otherwise None."""
     mains = _mains(live, ranks)
     moving = [a for a in mains if a.moving]
     if ranks and any(a.dead for a in mains):
@@ -168,7 +168,7 @@ def _progress(live: list[Actor], ranks: list[Actor], snapshot: Snapshot) -> Verd
 
 
 def _blind_loops(mains: list[Actor]) -> Verdict | None:
-    """Judge event loops whose coroutines could not be read: only whether they are woken up is known then."""
+    """Judge event loops that are woken up, but whose coroutines could not be read: only CPU time and output help."""
     loops = [a for a in mains if _wakes(a) and not any(t.task for t in a.process.threads)]
     if not loops or len(loops) < len(mains):
         return None
@@ -205,16 +205,16 @@ def _by_graph(live: list[Actor], ranks: list[Actor], snapshot: Snapshot) -> Verd
 
 
 def _unless_ready(verdict: Verdict, ranks: list[Actor]) -> Verdict:
-    """Return the verdict, not structural if a rank could run but got no core: it may be about to leave the collective.
+    """Return the verdict, but not as structural if a rank is ready to run: it may be about to leave the collective.
 
-    Then the ranks are watched for longer.
+    The ranks are then watched for longer.
     """
     ready = any(a.process.last.state == "R" for a in ranks)
     return replace(verdict, structural=verdict.structural and not ready)
 
 
 def _with_those_alike(verdict: Verdict, culprit: Actor, ranks: list[Actor]) -> Verdict:
-    """Blame the ranks that wait for the same thing at the same place too: none of them is more at fault."""
+    """Also blame the other ranks that wait for the same thing at the same place: none of them is more at fault."""
     one = culprit.activity
     if verdict.ranks != (culprit.rank,) or culprit.dead or one.kind in (*DISTRIBUTED, "device", "compute", "unknown"):
         return verdict

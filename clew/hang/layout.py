@@ -26,7 +26,7 @@ def words(address: int, size: int) -> list[int]:
 
 
 def pointed(address: int) -> list[int]:
-    """Return five words at an address that may not exist."""
+    """Return the five words at an address; none if it is not mapped."""
     try:
         return words(address, 40)
     except (OSError, OverflowError, ValueError):
@@ -34,7 +34,7 @@ def pointed(address: int) -> list[int]:
 
 
 def find(address: int, size: int, value: int, what: str) -> int:
-    """Return the offset of a word in memory."""
+    """Return the offset of the first word with this value. Raises LookupError with `what` if there is none."""
     for place, word in enumerate(words(address, size)):
         if word == value:
             return place * WORD
@@ -42,7 +42,7 @@ def find(address: int, size: int, value: int, what: str) -> int:
 
 
 def runtime() -> dict:
-    """Return the file that holds _PyRuntime, where it is in there, and the way from it to sys.modules."""
+    """Return the file that holds _PyRuntime, its place there, and the offsets that lead from it to sys.modules."""
     address = ctypes.addressof(ctypes.c_char.in_dll(ctypes.pythonapi, "_PyRuntime"))
     first: dict[str, int] = {}
     holder = ""
@@ -66,7 +66,7 @@ def runtime() -> dict:
 
 
 def frames(loop: asyncio.AbstractEventLoop) -> dict:
-    """Return where a suspended coroutine keeps its code, place, stack and awaited object, and code its names."""
+    """Return where a suspended coroutine keeps its code, place, stack and awaited object, and code keeps its names."""
     space: dict = {}
     text = "\n" * (LINE - 1) + "async def probe(first, second):\n    await first\n"
     exec(compile(text, "/probe/file.py", "exec"), space)
@@ -110,7 +110,7 @@ def frames(loop: asyncio.AbstractEventLoop) -> dict:
 
 
 def tasks() -> dict:
-    """Return where a task keeps its coroutine and the future that it waits for, and a future its outcome."""
+    """Return where a task keeps its coroutine and the future it waits for, and where a future keeps its outcome."""
     found: dict = {}
 
     async def main() -> None:

@@ -85,7 +85,7 @@ def local_cause(sink: Sink) -> Verdict:
 
 
 def _own_waits(sink: Sink) -> Verdict | None:
-    """Give the wait that a process of Clew has reported itself."""
+    """Judge by the wait that a process of Clew reports itself, in its status file."""
     if not sink.one.process.waits or sink.one.dead:
         return None
     wait = sink.one.process.waits[0]
@@ -112,7 +112,7 @@ def _blocked_loop(sink: Sink) -> Verdict | None:
 
 
 def refuses(live: list[Actor], snapshot: Snapshot) -> tuple[Actor, str] | None:
-    """Return the process that rejects everything, and its counter; None if any work of the job is finished."""
+    """Return the process that rejects everything, and its counter; None if nobody waits, or a process accepts work."""
     # Rejecting everything is a fault only if somebody waits for what is accepted.
     asks = len(live) == 1 or any(not a.moving and a.activity.kind in (*TO_OTHERS, "sleep", *DISTRIBUTED) for a in live)
     if not asks or any(accepts(a.process, snapshot.sources) for a in live):
@@ -131,7 +131,7 @@ def _refusing(sink: Sink) -> Verdict | None:
 
 
 def _locked_outside(sink: Sink) -> Verdict | None:
-    """Find a process outside of the job that has locked the file that one waits for."""
+    """Find a process outside of the job that has locked the file that a process of the job waits for."""
     one = next((a for a in [sink.one, *sink.waiters] if a.activity.kind == "file" and a.process.outside), None)
     if one is None or one.moving:
         return None
@@ -140,7 +140,7 @@ def _locked_outside(sink: Sink) -> Verdict | None:
 
 
 def _pipe_kept_open(sink: Sink) -> Verdict | None:
-    """Find what a program that has ended has started: it may keep open the pipe that the program's parent reads."""
+    """Find a process that an ended program started, and that may keep open the pipe that the program's parent reads."""
     reading = [
         a
         for a in (sink.waiters if sink.one.dead else [sink.one])
@@ -186,7 +186,7 @@ def _dead(sink: Sink) -> Verdict | None:
         return None
     dead = [a for a in sink.live if a.dead and a.role != "idle"]
     others = [*sink.culprits, *sink.waiters]
-    asks = sink.act.kind in ("http", "network") and not sink.act.op.endswith("accept")  # then a living server answers
+    asks = sink.act.kind in ("http", "network") and not sink.act.op.endswith("accept")  # these await a server
     if dead and not asks:
         why = f"{'. '.join(a.says for a in dead[:4])}. So nothing can end this wait: {sink.one.says}."
         return verdict_about("dead", dead, why, others, cause="dead", structural=True)
@@ -276,7 +276,7 @@ def _paused(sink: Sink) -> Verdict | None:
 
 
 def _slow(sink: Sink) -> Verdict | None:
-    """Do not call a process hung that makes progress."""
+    """Judge a process that makes progress as slow, not as hung."""
     generates = sink.one.process.answers.get("metrics") == "moving"
     if not sink.one.moving and not generates:
         return None
@@ -338,7 +338,7 @@ def _retrying(sink: Sink) -> Verdict | None:
 
 
 def _polls(sink: Sink, actor: Actor) -> bool:
-    """Return whether a process sleeps in a loop, and asks a server that says that it is not well."""
+    """Return whether a process sleeps in a loop while the culprit, an idle server, answers /health with status 5xx."""
     unwell = sink.one.process.answers.get("health", "").startswith("5") and sink.act.kind == "select"
     text = sink.sources.get(actor.activity.file, "")
     return unwell and actor.activity.kind == "sleep" and loop_at(text, actor.activity.line) is not None
@@ -368,7 +368,7 @@ def _silent_server(sink: Sink) -> Verdict | None:
 def _outside(sink: Sink) -> Verdict | None:
     """Judge a program that a process started, and that does not end."""
     by = sink.parent
-    no_source = not sink.act.site or sink.act.site.startswith("<")  # as of `python -c`
+    no_source = not sink.act.site or sink.act.site.startswith("<")  # such as a program given to `python -c`
     if by is None or sink.one.rank is not None or sink.act.kind == "data_loader" or sink.one.moving:
         return None
     if by.rank is None and not (by.activity.kind == "process" and no_source):
@@ -629,7 +629,7 @@ def lock_holders(actor: Actor, sink: Sink) -> dict[str, str]:
     """Return sentences about threads of a process that are inside `with` of the lock for which the culprit waits.
 
     Returns:
-        The place where the thread is now, by sentence; "" for the thread that waits itself.
+        The call site of the thread by its sentence; "" if the waiting thread itself has locked it.
     """
     found: dict[str, str] = {}
     for thread in actor.process.threads:
@@ -646,14 +646,14 @@ def lock_holders(actor: Actor, sink: Sink) -> dict[str, str]:
                     found[f"It has locked {place} itself"] = ""
                 else:
                     words = f"{words_of(does)} at {does.site}: {does.text}"
-                    who = "The" if thread.task else "Thread"  # "task Task-3" is the name of a coroutine's
+                    who = "The" if thread.task else "Thread"  # a coroutine is named "task Task-3"
                     found[f"{who} {thread.name} has locked {place}, and {words}"] = does.site
     return found
 
 
 def _left_locked(sink: Sink) -> str:
-    """Return words about a lock of `threading` that no thread holds by a `with`: it was left locked."""
-    if sink.act.op == "__enter__" and sink.act.target:  # of multiprocessing, which other processes can hold
+    """Return words about a lock that nothing that was seen holds by a `with`: it was left locked."""
+    if sink.act.op == "__enter__" and sink.act.target:  # a lock of multiprocessing: another process can hold it
         if any(lock_holders(a, sink) for a in sink.live):
             return ""
         return (

@@ -18,7 +18,7 @@ from clew.hang import proc
 
 PAGE = 4096
 MOST = 100_000
-"""Entries from which a container is not believed: it is torn."""
+"""Number of entries above which a container is taken for torn."""
 MANAGED = 1 << 4
 """Flag of classes whose instances have attributes (Py_TPFLAGS_MANAGED_DICT)."""
 CALIBRATE_S = 20.0
@@ -47,7 +47,7 @@ def layout_of(program: str) -> dict[str, Any] | None:
 
 
 class Memory:
-    """Memory of one process at one moment: each page is read once."""
+    """Memory of one process. Each page is read only once, so all reads of it see the same bytes."""
 
     def __init__(self, pid: int) -> None:
         layout = layout_of(proc.link_of(proc.PROC / str(pid) / "exe"))
@@ -111,7 +111,7 @@ class Memory:
         return name.partition(b"\0")[0].decode(errors="replace")
 
     def text(self, address: int) -> str:
-        """Return an ASCII string; of another one its kind only."""
+        """Return an ASCII string, or "<text>" for any other string. Raises Unreadable if it is no string."""
         if self.type_name(address) != "str":
             raise Unreadable("no string")
         if not self.bytes_at(address + 32, 1)[0] & 0x40:
@@ -165,11 +165,11 @@ class Memory:
                 yield key, value
 
     def named(self, address: int) -> dict[str, int]:
-        """Return the addresses of a dict's values by its keys, of those that are strings."""
+        """Return the addresses of a dict's values by key, for keys that are strings."""
         return {self.text(key): value for key, value in self.entries(address) if self.type_name(key) == "str"}
 
     def attributes(self, address: int) -> dict[str, int]:
-        """Return the addresses of an instance's attributes by name; of a class without them, none."""
+        """Return the addresses of an instance's attributes by name; empty if its class gives it none."""
         if not self.word(self.word(address + 8) + 168) & MANAGED:
             return {}
         # 3.12 has one word before the object: the values if it is odd, else a dict. 3.11 has a word for each.
@@ -202,7 +202,7 @@ class Memory:
         return self._modules
 
     def show(self, address: int) -> str:
-        """Return an object as text, in the way of py-spy."""
+        """Return an object as text, as py-spy shows it."""
         kind = self.type_name(address)
         if kind == "NoneType":
             return "None"

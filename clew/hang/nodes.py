@@ -1,7 +1,7 @@
 """Examines the nodes of a job at the same time: runs a command for each, which prints the report of that node.
 
-A launcher plugs in here: it names each node and the command whose output is the node's `clew hang --json -`, such as
-`srun --overlap` for Slurm. `over_ssh` is the one for ssh.
+A launcher plugs in here: for each node, it gives a command that runs `clew hang --json -` there, such as one with
+`srun --overlap` for Slurm. `over_ssh` does so for ssh.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ANSWERS = (0, 1, 3)
 
 
 def over_ssh(hosts: Sequence[str], arguments: Sequence[str]) -> dict[str, list[str]]:
-    """Return the command for each host: Clew at the same path as here if it is there, else the one on the PATH.
+    """Return the command for each host. It runs Clew with Python at the path it has here, or else `clew` on the PATH.
 
     Args:
         arguments: Arguments of `clew hang` on the hosts, such as --job.
@@ -71,7 +71,7 @@ def gather(commands: Mapping[str, Sequence[str]], limit_s: float = ANSWER_S) -> 
 
 
 def _answer(command: Sequence[str], limit_s: float) -> tuple[str, str]:
-    """Return the output of a node's command, and why there is none."""
+    """Return the output of a node's command, and the reason if it failed, else ""."""
     try:
         ended = subprocess.run(
             list(command), capture_output=True, text=True, timeout=limit_s, errors="replace", stdin=subprocess.DEVNULL

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 APART = 10_000_000
-"""Distance between the pids of two nodes, of which each may have a process with the same pid."""
+"""Offset between the pids of merged nodes, because two nodes may use the same pid."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class Group:
     """"world" for the default group."""
     members: tuple[int, ...]
     rank: int | None = None
-    """Global rank of this process, read in this group; None if it was not found."""
+    """Global rank of this process, from its place in this group; None if that was not found."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +76,9 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class Launched:
-    """Numbers of collectives that a rank has launched in one communicator of NCCL, as NCCL's RAS has them.
+    """Counts of the collectives that a rank has launched in one communicator of NCCL, as NCCL's RAS reports them.
 
-    They count when the host has launched them, whether or not the GPU has run them.
+    A collective counts once the host has launched it, whether or not the GPU has run it.
     """
 
     communicator: str
@@ -86,7 +86,7 @@ class Launched:
     size: int
     """Number of its ranks."""
     counts: tuple[tuple[str, int], ...]
-    """Numbers by collective, such as AllReduce. Messages between two ranks are not counted."""
+    """Count of each collective, such as AllReduce. Messages between two ranks are not counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +117,7 @@ class Look:
     """Reason why the stack could not be read."""
 
     def main(self, pid: int) -> Thread | None:
-        """Return the main thread of the process with this pid; another one if that was not read."""
+        """Return the main thread of the process with this pid; another thread if the main one was not read."""
         first = self.threads[0] if self.threads else None
         return next((thread for thread in self.threads if thread.os_id == pid), first)
 
@@ -186,7 +186,7 @@ class Process:
 
     @property
     def main(self) -> Thread | None:
-        """Return the main thread as it was seen last; another one if that was not read."""
+        """Return the main thread as it was seen last; another thread if the main one was not read."""
         return replace(self.last, threads=self.threads).main(self.pid)
 
     @property
@@ -225,7 +225,7 @@ class Snapshot:
 
     @property
     def alike(self) -> set[int]:
-        """Return the ranks that other ranks stand for."""
+        """Return the ranks that are only represented by another one; see `Process.alike`."""
         return {rank for process in self.processes for rank, _, _ in process.alike}
 
     def as_dict(self) -> dict[str, Any]:
@@ -234,7 +234,7 @@ class Snapshot:
 
 
 def snapshot_from(value: dict[str, Any]) -> Snapshot:
-    """Return the snapshot that `Snapshot.as_dict` wrote. Raises KeyError, TypeError or ValueError if it is another."""
+    """Return the snapshot that `Snapshot.as_dict` wrote. Raises KeyError, TypeError or ValueError for anything else."""
     processes = tuple(_process_from(each) for each in value["processes"])
     lists = {name: tuple(value.get(name, ())) for name in ("notes", "unseen", "absent", "machine")}
     return Snapshot(**{**value, **lists, "processes": processes})

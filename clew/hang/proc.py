@@ -44,7 +44,7 @@ def stat_of(pid: int) -> tuple[str, int, float] | None:
 
 
 def exit_of(pid: int) -> str:
-    """Return how a process that its parent has not waited for has ended; empty if it lives or is gone."""
+    """Return how a zombie has ended, such as "by signal 9"; empty if the process lives or is gone."""
     with suppress(OSError, ValueError):
         fields = (PROC / str(pid) / "stat").read_text().rpartition(") ")[2].split()
         status = int(fields[49])  # field 52 of proc(5), in the form of wait(2): `fields` begins with field 3

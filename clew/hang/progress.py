@@ -23,7 +23,7 @@ WAITING_NAMES = re.compile(
 """Names of counters that a loop advances while it waits."""
 CLOCK = re.compile(r"(^|\.)(time|monotonic|perf_counter)$")
 DEADLINE = "its deadline"
-"""Begin of the name under which a deadline counts."""
+"""Beginning of the name of a deadline that is used as a counter."""
 REFUSING_NAMES = re.compile(r"reject|drop|skip|filter|discard|stale|refus|invalid|bad", re.I)
 SPINNING = 0.3
 """Share of one core from which a `while` without counters that advance is taken for endless."""
@@ -85,8 +85,8 @@ def moved_counters(process: Process, sources: Mapping[str, str]) -> dict[str, tu
 def _counters(look: Look, process: Process, sources: Mapping[str, str]) -> dict[str, int]:
     """Return the integers in the user's frames by names such as main~:0:train.step.
 
-    A name has the thread ("main", or its number), the address of a list after @, the mark ~ (see below), the depth of
-    the frame, the function and the variable. Several functions take it apart.
+    A name has the thread ("main", "main" and its address for a task, or its number), the address of a list after @, the
+    mark ~ (see below), the depth of the frame, the function and the variable. Several functions take it apart.
     """
     found: dict[str, int] = {}
     works = busy(process)
@@ -173,7 +173,7 @@ def in_polling_loop(process: Process, sources: Mapping[str, str]) -> bool:
 
 
 def _tries_for_ever(loop: ast.AST) -> bool:
-    """Return whether a loop is left only when an attempt succeeds; a `for` counts its attempts, and most succeed."""
+    """Return whether a `while` ends only when an attempt succeeds. A `for` limits its attempts, and most succeed."""
     return isinstance(loop, ast.While) and source.retries(loop)
 
 
@@ -234,7 +234,7 @@ def moves(process: Process, sources: Mapping[str, str], world: int | None) -> bo
 
 
 def _advances(process: Process) -> bool:
-    """Return whether a number only rises or falls while it computes, or coroutines end one by one and log something."""
+    """Return whether a busy process has a number that only rises or falls, or output and fewer and fewer coroutines."""
     looks = recent(process).looks
     return (busy(process) and _goes_steadily(process)) or (looks[-1].written > looks[0].written and _tasks_end(process))
 
@@ -242,14 +242,14 @@ def _advances(process: Process) -> bool:
 def _threads_advance(process: Process, newest: Sequence[Activity], sources: Mapping[str, str]) -> bool:
     """Return whether threads whose counters advance work for the main thread.
 
-    All that a thread does counts if the main thread only joins it, otherwise what it finishes.
+    If the main thread only joins them, everything they do counts; otherwise only what they finish.
     """
     kind = newest[0].kind if newest else ""
     return kind == "thread" or (kind in ("pool", "future", "queue", "condition") and accepts(process, sources))
 
 
 def _goes_through_collectives(process: Process, every: Sequence[Activity], woken: int) -> bool:
-    """Return whether a rank that is in a collective in each look was in several."""
+    """Return whether a rank that every look found in a collective went through several of them."""
     if len({(each.op, each.group, each.line) for each in every}) > 1:
         return True
     # Another address is another work, but a new work can get the address of the last one. For messages being woken up
@@ -260,7 +260,7 @@ def _goes_through_collectives(process: Process, every: Sequence[Activity], woken
 
 
 def _waits_in_loop(process: Process, every: Sequence[Activity], sources: Mapping[str, str]) -> bool:
-    """Return whether a loop waits, and does not poll: it passes through its call each time that it is woken up."""
+    """Return whether the main thread waits in a loop that does not poll: each wake-up means that its call returned."""
     # Ray itself wakes up a thread in ray.get every second.
     if not every or every[-1].idle_loop or any(each.kind in ("compute", "unknown", "ray") for each in every):
         return False
@@ -447,7 +447,7 @@ def busy(process: Process) -> bool:
 
 def own_code_only(process: Process, name: str = "MainThread") -> bool:
     """Return whether no look found a thread in an installed package: it computes in the user's own Python."""
-    if name != "MainThread":  # a library runs what it does
+    if name != "MainThread":  # its outer frames belong to a library, so look at its innermost frame only
         others = [t for look in process.looks for t in look.threads if t.name == name and t.frames]
         return len(others) > 2 and not any(installed(thread.frames[0].file) for thread in others)
     stacks = [[installed(frame.file) for frame in thread.frames] for thread in _mains_of(process)]
@@ -511,7 +511,7 @@ def _keeps_none(process: Process, sources: Mapping[str, str], moved: Mapping[str
 
 
 def _frame_and_name(counter: str) -> tuple[str, str]:
-    """Return the frame of a counter of `_counters`, wherever a list lies whose length it is, and its name there."""
+    """Return the frame and the variable in a name from `_counters`, without the address of a list."""
     frame, _, name = re.sub(r"@[0-9a-f]+", "", counter).partition(".")
     return frame, name
 

@@ -17,9 +17,9 @@ from clew.hang.observed import Process, Snapshot
 KEPT = 2
 """Number of ranks of one state that are kept as they were seen."""
 JUDGED = 256
-"""Number of ranks up to which every one is judged. Of more, each state has its share."""
+"""Number of processes up to which all are judged. Above it, only a share of each state is judged."""
 COUNTERS = re.compile(r"(\w*step\w*|it|iter\w*|n|epoch|batch\w*|micro\w*|idx|index|(group_)?(src|dst))$")
-"""Local integers in which ranks of one state must be equal: they show its call, and for whom it waits."""
+"""Local integers that must be equal for ranks of one state: they show which call a rank is in and whom it awaits."""
 
 
 class Reducer:
@@ -145,7 +145,7 @@ def _as(process: Process, rank: int, pid: int, host: str) -> Process:
         )
         for look in process.looks
     )
-    # Each process has its own number in its groups, which the roles go by.
+    # `roles` reads a rank from these groups, so each process needs its own rank there.
     groups = tuple(each if each.rank is None else replace(each, rank=rank) for each in process.inside.groups)
     inside = replace(process.inside, groups=groups)
     return replace(process, rank=rank, pid=pid, host=host, looks=looks, inside=inside, alike=())

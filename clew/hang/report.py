@@ -1,4 +1,4 @@
-"""Shows a verdict: in the terminal and as JSON. `page` shows it as HTML."""
+"""Shows a verdict: in the terminal and as JSON. `html_report` shows it as HTML."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Report:
         return len(self.seen.processes) + sum(len(process.alike) for process in self.seen.processes)
 
     def source(self) -> list[tuple[str, list[tuple[int, str, bool]]]]:
-        """Return each call site at fault with the lines around it: number, text, and whether it is the one."""
+        """Return each call site at fault with the lines around it: number, text, and whether it is that line."""
         found: dict[str, list[tuple[int, str, bool]]] = {}
         for actor in self.actors:
             one = actor.activity

@@ -48,7 +48,7 @@ def with_tasks(snapshot: Snapshot, status: Path) -> Snapshot:
 
 
 def catches(pid: int) -> bool:
-    """Return whether a process handles the signal, which would end it otherwise."""
+    """Return whether a process has a handler for the signal. Without one, the signal would end the process."""
     if ASKING is None:
         return False
     with suppress(OSError):

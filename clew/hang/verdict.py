@@ -63,6 +63,7 @@ class Verdict:
     sites: tuple[str, ...] = ()
     """Call sites, as file:line, of the processes at fault."""
     cause: str = ""
+    """Kind of wait of the process at fault, or a word such as dead, slow or paused."""
     explanation: str = ""
     evidence: tuple[str, ...] = ()
     runner_up: str = ""
@@ -141,7 +142,7 @@ class Actor:
 def verdict_about(pattern: str, culprits: Sequence[Actor], why: str, others: Sequence[Actor] = (), **more) -> Verdict:
     """Return a verdict that blames some processes, with what they and the others do as evidence.
 
-    The call site is that of the culprits; if they have none, because they have ended, that of who waits for them.
+    The call site is that of the culprits. If they have none, because they have ended, it is that of a waiting process.
     """
     sites = {a.activity.site for a in culprits if a.activity.site and not a.activity.site.startswith("<")}
     if culprits and not sites:  # one that waits for a process to end is less telling than others

@@ -17,7 +17,7 @@ TO_OTHERS = (
 
 
 def key_of(one: Activity) -> tuple[str, tuple[int, ...] | None]:
-    """Return what is equal for operations of one process group."""
+    """Return a key that is equal for all operations of one process group."""
     return one.group, one.members
 
 
@@ -65,15 +65,15 @@ def application_edges(live: Sequence[Actor]) -> Edges:
 
 
 def _could_end(actor: Actor, live: Sequence[Actor], listening: Mapping[int, Actor]) -> set[int]:
-    """Return the pids of the processes that could end what one waits for; `listening`: processes by TCP port."""
+    """Return the pids of the processes that could end the wait of `actor`; `listening`: processes by TCP port."""
     kind, process = actor.activity.kind, actor.process
     children = {a.pid for a in live if a.process.parent == actor.pid and a.rank is None}
     ranks = {a.pid for a in live if a.rank is not None}
-    awaited = {wait["unblocks"].partition(" ")[0] for wait in process.waits}  # a process of Clew says it itself
+    awaited = {wait["unblocks"].partition(" ")[0] for wait in process.waits}  # a process of Clew reports this itself
     named = {a.pid for a in live if a.process.name.partition("-")[0] in awaited}
     match kind:
         case "pipe" if process.waits_in.endswith("pipe_write") and actor.rank is None:
-            # Its parent reads what a program writes. A parent that only waits for the program's end never does.
+            # A program's parent should read what it writes. One that only waits for the program to end never does.
             waiting = ("process", "tasks")
             named |= {a.pid for a in live if a.pid == process.parent and a.activity.kind in waiting}
             return named | (children or _piped(actor, live))
@@ -91,6 +91,8 @@ def _could_end(actor: Actor, live: Sequence[Actor], listening: Mapping[int, Acto
             # A connection from a rank, or from its fork, to another rank is for their collectives: it is no request.
             kin = actor.pid in ranks or process.parent in ranks
             servers = [listening[port] for port in process.peers if port in listening]
+            # A parent whose main thread joins this process serves it from another thread, which may be fine.
+            servers = [a for a in servers if not (a.activity.kind == "process" and process.parent == a.pid)]
             return named | {a.pid for a in servers if not (kin and a.rank is not None)}
         case "data_loader":
             return named | {a.pid for a in live if a.role == "loader" and a.process.parent == actor.pid}
