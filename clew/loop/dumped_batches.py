@@ -100,7 +100,8 @@ def _read(folder: Path, step: int) -> list[Sequence]:
             f"debug.path={folder} has no batch of step {step} ({there}). Set training.steps to what is there, or name "
             f"another folder."
         )
-    return rows.from_table(rows.read_table(path.with_suffix(".parquet")))
+    path = path.with_suffix(".parquet")
+    return rows.checked(path, rows.read_table(path))
 
 
 def _digest(batch: list[Sequence]) -> str:

@@ -81,7 +81,8 @@ def check_chain(run: RunDirectory) -> None:
             raise RecordError(
                 f"Cannot go on with {run.path}: {found} Or start another trial=NAME; nothing was changed here."
             )
-        log.warning("%s: %s (It is made again now.)", run.path, found)
+        what = f"step {found.step}: {found.file} {found.why}"
+        log.warning("%s: %s. It is rebuilt now; nothing to do.", run.path, what)
 
 
 def _refuse_changes(config: Config, run: RunDirectory, version: int, committed: int) -> None:

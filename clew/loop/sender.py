@@ -191,4 +191,4 @@ def host_for(address: str) -> str:
 
 
 def _reasons(failed: dict[Server, str]) -> str:
-    return "; ".join(f"server {server.name} ({server.address}): {reason}" for server, reason in failed.items())
+    return "; ".join(f"{server}: {reason}" for server, reason in failed.items())

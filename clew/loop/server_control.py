@@ -35,6 +35,8 @@ WANTED_S = 1.0
 LEASE_S = 60.0
 """Seconds without a word from the trainer after which a server that released its memory takes it back and serves."""
 
+TAKEN_OUT = "%s did not %s, and is taken out until it has loaded the newest weights: %s"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
@@ -110,9 +112,8 @@ class ServerControl:
 
         async def ask(server: Server) -> None:
             try:
-                if reason := await self._ask_one(server, lambda engine: engine.receive_weights(sent[server])):
-                    log.warning("server %s (%s) is taken out: %s", server.name, server.address, reason)
-                else:
+                what = "receive the weights"
+                if await self._ask_one(server, what, lambda engine: engine.receive_weights(sent[server])):
                     outcome.received.append(server)
             except EngineError as error:
                 outcome.failed[server] = str(error)
@@ -130,12 +131,11 @@ class ServerControl:
 
     def take_out(self, server: Server, what: str, reason: object) -> None:
         """Take out a server until it has loaded the newest weights; give up one that was already waiting for them."""
-        named = f"server {server.name} ({server.address})"
         if server.wants_weights:
-            log.error("%s did not %s, and is given up: %s", named, what, reason)
+            log.error("%s did not %s, and is given up: %s", server, what, reason)
             self._run.register_server(replace(server, ready=False, wants_weights=False, given_up=str(reason)))
         else:
-            log.error("%s did not %s, and is taken out: %s", named, what, reason)
+            log.error(TAKEN_OUT, server, what, reason)
             self._run.remove_server(server.name)
 
     @contextmanager
@@ -172,7 +172,10 @@ class ServerControl:
                 await asyncio.wait_for(over.wait(), self._lease_s / 3)
                 return
             except TimeoutError:
-                await self._ask_everywhere("pause", lambda engine: engine.pause(self._lease_s))
+                try:
+                    await self._ask_everywhere("pause", lambda engine: engine.pause(self._lease_s))
+                except EngineError as error:
+                    log.warning("Cannot keep the servers paused: %s Trying again in %g s.", error, self._lease_s / 3)
 
     async def _ask_everywhere(self, what: str, ask: Ask, servers: list[Server] | None = None) -> None:
         """Ask these servers, or every one that is ready.
@@ -181,22 +184,18 @@ class ServerControl:
         it serves it registers as ready and then looks for the newest weights, which are announced by now.
         """
         servers = self.ready() if servers is None else servers
-        outcomes = await asyncio.gather(*(self._ask_one(server, ask) for server in servers), return_exceptions=True)
+        asked = (self._ask_one(server, what, ask) for server in servers)
+        outcomes = await asyncio.gather(*asked, return_exceptions=True)
         refused = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         goes_on = len(refused) < len(servers) or self.serves_without(servers)
         for server, outcome in zip(servers, outcomes, strict=True):
-            named = f"server {server.name} ({server.address})"
             if isinstance(outcome, EngineError) and goes_on:
                 self.take_out(server, what, outcome)
             elif isinstance(outcome, BaseException):
                 raise outcome
-            elif outcome:
-                log.warning(
-                    "%s did not %s, and is taken out until it has loaded the newest weights: %s", named, what, outcome
-                )
 
-    async def _ask_one(self, server: Server, ask: Ask) -> str:
-        """Ask a server, and return why it was taken out; "" if it did what was asked.
+    async def _ask_one(self, server: Server, what: str, ask: Ask) -> bool:
+        """Ask a server, and return whether it did what was asked. One that died or froze is taken out.
 
         Raises:
             EngineError: It refused.
@@ -210,15 +209,17 @@ class ServerControl:
             await asyncio.wait({asking, freezing}, timeout=self._limit_s, return_when=asyncio.FIRST_COMPLETED)
             if asking.done():
                 asking.result()
-                return ""
+                return True
             late = self._frozen_s if freezing.done() else ANSWER_TIMEOUT_S
             how = "it has not answered for" if freezing.done() else "it did not finish within"
             self._run.register_server(replace(server, ready=False))
-            return f"{how} {late:.0f} s"
+            reason = f"{how} {late:.0f} s"
         except EngineUnreachable as error:
             self._run.remove_server(server.name)
-            return str(error)
+            reason = str(error)
         finally:
             asking.cancel()
             freezing.cancel()
             await asyncio.gather(asking, freezing, return_exceptions=True)
+        log.warning(TAKEN_OUT, server, what, reason)
+        return False

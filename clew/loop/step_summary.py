@@ -87,10 +87,10 @@ def facts_of(batch: list[Sequence], version: int) -> dict[str, Any]:
     Both versions are -1 if no policy generated the tokens.
 
     Args:
-        version: Version to report as the oldest if the batch has no trained token; the newest is then 0.
+        version: Version to report as both if the batch has no trained token.
     """
     generated = np.concatenate([row.versions[row.loss_mask] for row in batch])
-    newest = int(generated.max()) if generated.size else 0
+    newest = int(generated.max()) if generated.size else version
     return {
         "groups": sorted({row.group_id for row in batch}),
         "versions": [int(generated.min(initial=version)), newest],

@@ -232,7 +232,8 @@ def in_stage(
             continue
         tokens += int(differs.sum())
         names.append(name)
-        largest = max(largest, float(np.abs(np.subtract(then, now, dtype=np.float64))[differs].max()))
+        by = np.abs(np.subtract(then, now, dtype=np.float64))[differs]
+        largest = max(largest, float(np.nan_to_num(by, nan=np.inf).max()))  # max() ignores a NaN
         if first is None:
             at = int(differs.argmax())
             first = Difference(step=step, stage=stage, where=name, position=at, recorded=then[at], found=now[at])

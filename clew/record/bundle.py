@@ -158,8 +158,9 @@ def opened(path: Path, trust: Iterable[str] = ()) -> Iterator[tuple[RunDirectory
         return
     with tempfile.TemporaryDirectory(prefix="clew-bundle-") as name:
         folder = Path(name) / path.name
-        contents = _unpack(path, folder)
+        _unpack(path, folder)
         try:
+            contents = _contents(path, folder)
             with only_trusted(f"{path} is a bundle", trust):
                 yield RunDirectory(folder), contents
         except ClewError as error:
@@ -195,8 +196,8 @@ def _why_not_ours(path: Path, archive: zipfile.ZipFile) -> str:
     return ""
 
 
-def _unpack(path: Path, folder: Path) -> dict[str, Any]:
-    """Unpack a bundle into `folder` and return the content of its bundle.json. Raises RecordError."""
+def _unpack(path: Path, folder: Path) -> None:
+    """Unpack a bundle into `folder`. Raises RecordError."""
     try:
         with zipfile.ZipFile(path) as archive, explain_disk_errors(folder):
             if NAME not in archive.namelist():
@@ -206,10 +207,16 @@ def _unpack(path: Path, folder: Path) -> dict[str, Any]:
             archive.extractall(folder)  # zipfile reads no more bytes of a member than its declared size
     except FileNotFoundError:
         raise no_run(path) from None
+    except OSError as error:
+        raise RecordError(f"Cannot read {path}: {error.strerror}. Check its path and who may read it.") from None
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
         raise RecordError(
             f"Cannot open {path}: it is neither a run directory nor a bundle ({error}). It may be truncated."
         ) from None
+
+
+def _contents(path: Path, folder: Path) -> dict[str, Any]:
+    """Return the content of bundle.json, and write what stands for the steps before the first. Raises RecordError."""
     contents = read_json(folder / NAME, Bundle)
     rows.check_format(path, contents["clew_format"])
     steps = RunDirectory(folder).steps

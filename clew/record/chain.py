@@ -145,7 +145,7 @@ def unlooked(run: RunDirectory, steps: Iterable[int]) -> str:
     which = f"step {older[0]} has" if len(older) == 1 else f"steps {older[0]} to {older[-1]} have"
     return (
         f"{which} no chain, because an older Clew recorded them. Not looked at: whether a step was replaced as a "
-        f"whole, and admitted_version, error and times of its sequences."
+        f"whole, and the columns admitted_version, error, sampled_by, routed_experts and the times."
     )
 
 
@@ -209,11 +209,14 @@ class _Chain:
         """Yield the steps that were committed but whose JSON is gone."""
         indexed = (step for step, line in enumerate(self.lines) if line is not None and line.get("step") == step)
         last = max([*self.commits, *indexed], default=-1)
-        for step in range(last + 1):
-            if step not in self.commits:
-                later = next((number for number in range(step + 1, last + 1) if number in self.commits), None)
-                witness = "index.jsonl has its line" if later is None else f"step {later} was committed after it"
-                yield Break(step=step, file=_name(step), why=f"is missing, although {witness}")
+        missing: list[Break] = []
+        witness = "index.jsonl has its line"
+        for step in reversed(range(last + 1)):
+            if step in self.commits:
+                witness = f"step {step} was committed after it"
+            else:
+                missing.append(Break(step=step, file=_name(step), why=f"is missing, although {witness}"))
+        yield from reversed(missing)
 
     def _index(self) -> Iterator[Break]:
         """Yield the lines of the index that differ from the steps' JSON."""

@@ -37,7 +37,8 @@ def why_foreign(run: RunDirectory) -> str | None:
     if (run.path / NAME).exists():
         return f"{run.path} was unpacked from a bundle"
     us = os.geteuid()
-    steps = [entry.path for entry in os.scandir(run.steps.folder) if entry.name.endswith(".json")]
+    entries = os.scandir(run.steps.folder) if run.steps.folder.is_dir() else []
+    steps = [entry.path for entry in entries if entry.name.endswith(".json")]
     for path in (run.path, run.steps.folder, run.run_json, run.config_path, *steps):
         for owner in _owners(path):
             if owner != us:

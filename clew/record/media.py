@@ -92,5 +92,5 @@ class Media:
         old = [path for path in self.folder.glob("[!.]*") if path.stat().st_mtime < since]
         kept = referred() if old else set()
         for path in old:
-            if path.name not in kept:
+            if path.name not in kept and path.stat().st_mtime < since:  # `put` may have shown it again meanwhile
                 path.unlink(missing_ok=True)

@@ -255,9 +255,9 @@ def _wrong_rows(sequences: SequenceABC[Sequence]) -> str:
     for row in sequences:
         if row.loss_mask[:1].any():
             return f"the first token of {row.id} is in its loss_mask, but nothing predicts it"
-        kinds = (row.id, str), (row.group_id, str), (row.reward, float), (row.data, dict), (row.interactions, list)
-        if any(not isinstance(value, kind) for value, kind in kinds):
-            return f"{row.id} has an empty place"
+        kinds = {"id": str, "group_id": str, "reward": float, "data": dict, "interactions": list}
+        if wrong := [name for name, kind in kinds.items() if not isinstance(getattr(row, name), kind)]:
+            return f"{row.id} has an empty place in {wrong[0]}"
         named = row.rewards.values() if isinstance(row.rewards, dict) else [None]
         if any(not isinstance(each, (int, float)) for each in named):
             return f"rewards of {row.id} are no numbers by name: {row.rewards!r:.60}"
@@ -276,7 +276,8 @@ def wrong_mask(row: Sequence) -> str:
     token = np.repeat(np.arange(len(counts)), counts)
     itself = np.bincount(token[ids == row.input_ids[token]], minlength=len(counts))
     wrong = np.flatnonzero(itself != (counts > 0))
-    return f"a sampling mask of token {wrong[0]} in which the token itself is not just once" if len(wrong) else ""
+    why = "that does not contain the token itself exactly once"
+    return f"a sampling mask of token {wrong[0]} {why}" if len(wrong) else ""
 
 
 def _too_deep(table: pa.Table) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import importlib.metadata
 import logging
+import math
 import platform
 import subprocess
 import time
@@ -24,7 +25,7 @@ from typing_extensions import TypedDict
 from clew.errors import RecordError
 from clew.printing import few
 from clew.processes import PATIENCE_S, hold_lock
-from clew.reading import STRICT, Count, Flag, Moment, Number, check, flat, read_json
+from clew.reading import STRICT, Count, FileMissing, Flag, Moment, Number, check, flat, read_json
 from clew.record import chain, rows
 from clew.record.files import remove_strays, write_bytes, write_json
 from clew.record.inbox import Inbox
@@ -56,6 +57,9 @@ class Server:
     """Reason why the trainer has given this server up, which then ends; "" if it has not."""
     token: str = ""
     """Token that is needed for calls that change the server's state."""
+
+    def __str__(self) -> str:
+        return f"server {self.name} ({self.address})"
 
 
 def attached_servers() -> list[Server]:
@@ -248,7 +252,10 @@ class RunDirectory:
     def _shown(self) -> set[str]:
         """Return the names of the images that any recorded sequence refers to."""
         files = [path for folder in (self.steps.folder, self.rejected, self.evals) for path in folder.glob("*.parquet")]
-        tables = [*map(rows.read_table, files), *self.inbox.scan().values()]
+        tables = list(self.inbox.scan().values())
+        for path in files:
+            with suppress(FileMissing):  # a rollout process that starts removes failed episodes of lost groups
+                tables.append(rows.read_table(path))
         return {name for table in tables for row in rows.images_of(table) for name in row}
 
     # Groups ----------------------------------------------------------------------------------------------------------
@@ -267,15 +274,19 @@ class RunDirectory:
 
     # Evaluations -----------------------------------------------------------------------------------------------------
 
-    def write_eval(self, version: int, sequences: Sequence[rows.Sequence], summary: dict[str, Any]) -> None:
+    def write_eval(self, version: int, sequences: Sequence[rows.Sequence], summary: dict[str, Any] | None) -> None:
         """Write an evaluation. Its JSON is written last, which marks it as complete.
 
         `rows` in the JSON is the digest of the file with the sequences.
+
+        Args:
+            summary: Content of the JSON; None if too many episodes failed, so that the evaluation is not complete.
         """
         path = self.evals / f"version-{version:06d}.parquet"
         rows.write_table(path, rows.to_table(sequences))
-        said = {"version": version, **summary, "rows": chain.digest(path.read_bytes())}
-        write_bytes(path.with_suffix(".json"), chain.sealed(said))
+        if summary is not None:
+            said = {"version": version, **summary, "rows": chain.digest(path.read_bytes())}
+            write_bytes(path.with_suffix(".json"), chain.sealed(said))
 
     def read_eval(self, version: int) -> dict[str, Any] | None:
         """Return the summary of an evaluation; None until it is complete."""
@@ -297,8 +308,12 @@ class RunDirectory:
         version, whose weights have moved least from the first model.
         """
         evaluated = [each for each in self.read_evals() if each["version"] in versions]
-        scores = [
-            (each.get("pass@1") or 0.0, each.get("reward") or 0.0, -each.get("loss", 0.0), -each["version"])
+        scores = [  # None: all of its episodes failed
+            (
+                *(-math.inf if each.get(name) is None else each[name] for name in ("pass@1", "reward")),
+                -each.get("loss", 0.0),
+                -each["version"],
+            )
             for each in evaluated
         ]
         return -max(scores)[-1] if scores else None

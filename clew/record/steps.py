@@ -281,8 +281,8 @@ class Steps:
         for path in self.folder.glob("step-*.parquet"):
             step = int(path.stem.removeprefix("step-"))
             if step < before:
-                path.unlink(missing_ok=True)
                 shutil.rmtree(self.stage_path(step, 0).parent, ignore_errors=True)
+                path.unlink(missing_ok=True)  # last: after a kill, the step is found by it
 
 
 def _check_stages(path: Path, table: pa.Table, first: pa.Table) -> None:

@@ -165,7 +165,8 @@ def rounding_doubt(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     before, after = then.get("rounding", {}), now.get("rounding", {})
     if not before or not after:
         return (
-            "the record does not say which instruction sets it was computed with, and k3 was rounded differently then"
+            "the record does not say which CPU instruction sets it was computed with; an older Clew wrote it, whose k3 "
+            "divergence was rounded differently"
         )
     differing = [name for name in sorted({*before, *after}) if before.get(name) != after.get(name)]
     return "; ".join(

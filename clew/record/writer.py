@@ -63,11 +63,12 @@ class Writer:
             trainer: The name of the trainer, for run.json.
 
         Raises:
-            RecordError: The directory belongs to `clew train`, another process writes to it, or its record is damaged.
+            RecordError: Clew itself trained here, another process writes to the directory, or its record is damaged.
         """
         self.run = RunDirectory(Path(path))
-        if self.run.newest_weights() is not None:
-            raise RecordError(f"{path} is a run of `clew train`, not of another trainer. Choose another folder.")
+        described = self.run.run_json.exists() and self.run.facts().get("trainer") is None
+        if described or self.run.newest_weights() is not None:
+            raise RecordError(f"{path} is a run of Clew, not of another trainer. Choose another folder.")
         self._lock = self.run.hold("trainer")
         for found in chain.breaks(self.run):
             if not found.harmless:
@@ -221,7 +222,9 @@ def complete(sequences: Iterable[Mapping[str, Any] | rows.Sequence], *, version:
 
 def _complete(values: dict[str, Any], where: str, version: int) -> rows.Sequence:
     where = f"{where} ({values['id']})"
-    input_ids = _array(values["input_ids"], np.int32)
+    input_ids = _array(f"{where}: input_ids", values["input_ids"], np.int32)
+    if input_ids.ndim != 1:
+        raise RecordError(f"{where}: input_ids has the shape {list(input_ids.shape)}; expected one dimension.")
     mask = _aligned("loss_mask", values["loss_mask"], where, np.ones(len(input_ids), np.bool_))
     defaults = {"versions": version, "turn_ids": 0, "temperatures": 1.0}
     aligned = {
@@ -232,7 +235,13 @@ def _complete(values: dict[str, Any], where: str, version: int) -> rows.Sequence
     reward = _number(f"{where}: reward", values["reward"])
     rewards = values.get("rewards", {} if np.isnan(reward) else {"reward": reward})
     versions = aligned["versions"][mask]
-    masks = {name: _array(values[name], np.int32) for name in rows.MASKS if name in values}
+    masks = {name: _array(f"{where}: {name}", values[name], np.int32) for name in rows.MASKS if name in values}
+    counts, ids = (masks.get(name) for name in rows.MASKS)
+    if counts is not None and ids is not None and (counts.shape, counts.sum()) != (mask.shape, ids.size):
+        raise RecordError(
+            f"{where}: the numbers in sampling_mask_counts are not one per token, or do not add up to the length of "
+            f"sampling_mask_ids."
+        )
     row = rows.Sequence(
         **{
             "admitted_version": int(versions.min()) if versions.size else version,
@@ -253,13 +262,13 @@ def _complete(values: dict[str, Any], where: str, version: int) -> rows.Sequence
 
 def _aligned(name: str, value: Any, where: str, mask: np.ndarray) -> np.ndarray:
     """Return a column with one entry per token. A single number stands for all tokens in `mask`."""
-    array = _array(value, rows.ALIGNED.get(name, np.float32))
+    array = _array(f"{where}: {name}", value, rows.ALIGNED.get(name, np.float32))
     if array.ndim == 0:
         return np.where(mask, array, np.array(UNTRAINED.get(name, 0), array.dtype))
     if array.shape != mask.shape:
         raise RecordError(
-            f"{where}: {name} has the shape {list(array.shape)}, input_ids {len(mask)} tokens; expected an entry a "
-            f"token, 0 for those that are not trained on, or one number."
+            f"{where}: {name} has the shape {list(array.shape)}, input_ids {len(mask)} tokens; expected one "
+            f"entry per token (0 for tokens that are not trained on), or a single number."
         )
     return array
 
@@ -276,11 +285,24 @@ def _stage(name: str, values: SequenceABC[Any], batch: list[rows.Sequence]) -> l
     return [np.where(row.loss_mask, value, np.float32(0)) for value, row in zip(aligned, batch, strict=True)]
 
 
-def _array(value: Any, dtype: type) -> np.ndarray:
+_EXPECTED = {np.bool_: "0 or 1 for each token", np.int32: "whole numbers of 32 bits", np.float32: "numbers"}
+
+
+def _array(what: str, value: Any, dtype: type) -> np.ndarray:
+    """Return `value` as an array of a type in `_EXPECTED`. Raises RecordError if that alters more than rounding."""
     if hasattr(value, "detach"):  # a torch tensor; NumPy takes none with a gradient, on a GPU, or of bfloat16
         value = value.detach().cpu()
         value = value.float() if "bfloat16" in str(value.dtype) else value
-    return np.asarray(value).astype(dtype)
+    try:
+        given = np.asarray(value)
+        with np.errstate(invalid="ignore"):  # NaN as a whole number
+            array = given.astype(dtype)
+        fits = given.dtype.kind not in "SU" and (dtype is np.float32 or bool((array == given).all()))
+    except (OverflowError, TypeError, ValueError):
+        fits = False
+    if not fits:
+        raise RecordError(f"{what} is {value!r:.60}; expected {_EXPECTED[dtype]}.")
+    return array
 
 
 def _numbers(what: str, values: Mapping[str, Any] | None) -> dict[str, float]:

@@ -121,7 +121,7 @@ class AgentWorkflow:
     def __init__(self, agent: Any, gateway: GatewayThread) -> None:
         self.agent = agent
         self.gateway = gateway
-        self.name = f"{type(agent).__module__}.{type(agent).__qualname__}.run"
+        self.name_in_errors = f"{type(agent).__module__}.{type(agent).__qualname__}.run"
         self._warnings = WarningLog(log)
         self._client = SharedClient()
 
@@ -159,7 +159,7 @@ class AgentWorkflow:
             if not task.done():
                 log.warning(
                     "%s was still running %g s after it was cancelled, and was stopped. Do not swallow CancelledError.",
-                    self.name,
+                    self.name_in_errors,
                     CANCEL_S,
                 )
                 with contextlib.suppress(RuntimeError):  # raised if the agent ignores GeneratorExit, too
@@ -186,14 +186,14 @@ class AgentWorkflow:
             for id in returned:
                 if id not in known:
                     raise EpisodeError(
-                        f"{self.name} returned a reward for {id!r}, which is no interaction of this episode; it has "
-                        f"{', '.join(sorted(known)) or 'none'}. The id of a response names it."
+                        f"{self.name_in_errors} returned a reward for {id!r}, which is not the id of any response in "
+                        f"this episode (ids: {', '.join(sorted(known)) or 'none'}). Use a response's `id` as the key."
                     )
-            own.update(by_name(checked(returned, self.name)) if returned else {})
+            own.update(by_name(checked(returned, self.name_in_errors)) if returned else {})
             returned = None
         if returned is None and own:
             return 0.0
-        return checked(returned, self.name)
+        return checked(returned, self.name_in_errors)
 
 
 def agent_workflow(config: Config, gateway: GatewayThread) -> AgentWorkflow:

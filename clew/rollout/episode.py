@@ -16,6 +16,7 @@ from clew.errors import ClewError, ConfigError, EpisodeError
 from clew.gateway.episode_engine import EpisodeEngine, Resources
 from clew.gateway.interactions import TOKENS
 from clew.gateway.sequences import sequences_of
+from clew.printing import counted
 from clew.record.rows import ALIGNED, Sequence
 from clew.rollout.rewards import Reward, by_name, checked, total
 
@@ -114,7 +115,8 @@ async def run_episode(
 async def _reward_of(
     workflow: Workflow, session: EpisodeEngine, data: dict[str, Any], timeout_s: float | None
 ) -> Reward:
-    name = f"{type(workflow).__module__}.{type(workflow).__qualname__}.run_episode"
+    own = f"{type(workflow).__module__}.{type(workflow).__qualname__}.run_episode"
+    name = getattr(workflow, "name_in_errors", own)  # an agent's, which its workflow only calls
     limit = asyncio.timeout(timeout_s)
     try:
         async with limit:
@@ -123,8 +125,8 @@ async def _reward_of(
         if not limit.expired():
             raise  # the workflow's own
         raise EpisodeError(
-            f"{name} was cancelled after {timeout_s:g} s (rollout.episode_timeout_s), having had "
-            f"{len(session.interactions)} responses of the model."
+            f"{name} was cancelled after {timeout_s:g} s (rollout.episode_timeout_s). The model had given "
+            f"{counted(len(session.interactions), 'response')}."
         ) from None
     reward = checked(returned, name)
     if not session.interactions:

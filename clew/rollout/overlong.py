@@ -31,8 +31,10 @@ def leave_out_overlong(
     limit = config.data.max_prompt_tokens
     if limit is None:
         return rows
-    chat = bool(config.rollout.workflow_kwargs.get("chat"))
-    lengths = count_tokens([row[config.data.prompt] for row in rows], tokenizer, chat=chat)
+    options = config.rollout.workflow_kwargs
+    chat, enable_thinking = bool(options.get("chat")), options.get("enable_thinking")
+    prompts = [row[config.data.prompt] for row in rows]
+    lengths = count_tokens(prompts, tokenizer, chat=chat, enable_thinking=enable_thinking)
     kept = [row for row, length in zip(rows, lengths, strict=True) if length <= limit]
     if len(kept) < needed:
         raise DataError(
@@ -52,12 +54,19 @@ def leave_out_overlong(
     return kept
 
 
-def count_tokens(prompts: list[Any], tokenizer: PreTrainedTokenizerBase, *, chat: bool = False) -> list[int]:
+def count_tokens(
+    prompts: list[Any],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    chat: bool = False,
+    enable_thinking: bool | None = None,
+) -> list[int]:
     """Return the number of tokens of each prompt, as the built-in workflows send it to the model.
 
     Chat messages go through the chat template; with `chat`, so does a text, as a user's message. An image counts as its
-    placeholder, and what is neither text nor messages as its JSON.
+    placeholder, and what is neither text nor messages as its JSON. See `SingleTurn` for `enable_thinking`.
     """
+    options: dict[str, Any] = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
     lengths = [0] * len(prompts)
     texts: dict[bool, list[tuple[int, str]]] = {True: [], False: []}
     """Place in `prompts` and text of each prompt, by whether the tokenizer adds its special tokens."""
@@ -65,7 +74,9 @@ def count_tokens(prompts: list[Any], tokenizer: PreTrainedTokenizerBase, *, chat
         messages = [{"role": "user", "content": prompt}] if chat and isinstance(prompt, str) else prompt
         if isinstance(messages, list) and messages and tokenizer.chat_template is not None:
             try:
-                rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+                rendered = tokenizer.apply_chat_template(
+                    messages, add_generation_prompt=True, tokenize=False, **options
+                )
             except Exception:  # messages that the model's own template cannot take: the episode will say so
                 continue
             texts[False].append((place, str(rendered)))

@@ -147,12 +147,13 @@ class _Worker:
 
     def kill(self) -> None:
         """Kill the process and the function's own child processes with SIGKILL, and wait until the process is gone."""
-        if self._process.returncode is None:
-            try:
-                os.killpg(self.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                self._process.kill()
-            self._process.wait()
+        if self._pipe.closed:  # it was killed before, and its process ID may be another's by now
+            return
+        try:
+            os.killpg(self.pid, signal.SIGKILL)  # also if it died by itself: its child processes may not have
+        except ProcessLookupError:
+            self._process.kill()
+        self._process.wait()
         self._pipe.close()
 
     def how_it_ended(self) -> str:

@@ -192,15 +192,7 @@ class RolloutRunner:
             self._reporter.set(doing=self._waits_for()[0], **self.facts)
 
     def _admit(self, version: int) -> None:
-        rollout = self._config.rollout
-        new = may_start(
-            waiting=self._waiting,
-            running=len(self._running),
-            remaining=(self._config.training.steps - version) * rollout.batch_groups,
-            max_lag=rollout.max_lag,
-            batch_groups=rollout.batch_groups,
-        )
-        names = [self._next_name() for _ in range(new)]
+        names = [self._next_name() for _ in range(self._may_start(version))]
         self._running |= dict.fromkeys(names, version)
         while self._running != self._filed_running:  # see Inbox.set_running: the version may move while we write
             self._filed_running = dict(self._running)
@@ -210,6 +202,16 @@ class RolloutRunner:
             self._running |= dict.fromkeys(names, moved_to)
         for name in names:
             self._start(self._make_group(name, self._running[name]))
+
+    def _may_start(self, version: int) -> int:
+        rollout = self._config.rollout
+        return may_start(
+            waiting=self._waiting,
+            running=len(self._running),
+            remaining=(self._config.training.steps - version) * rollout.batch_groups,
+            max_lag=rollout.max_lag,
+            batch_groups=rollout.batch_groups,
+        )
 
     def _next_name(self) -> str:
         while (name := group_name(self._next)) in self._settled:
@@ -275,12 +277,11 @@ class RolloutRunner:
 
     def _warn_of_failure(self, episode_id: str, error: str) -> None:
         log.warning(
-            "episode %s failed: %s\nThis is shown once. The run goes on without failed episodes, keeps them in %s, "
-            "counts them at its end (`clew show RUN` does so now), and stops once it is sure that their share is above "
-            "rollout.max_failed_share=%g: after about a batch if all fail, later the nearer it is.",
+            "episode %s failed: %s\nFurther failures are not shown. Failed episodes are kept in %s, and "
+            "`clew show RUN` counts them. The run stops if more than rollout.max_failed_share=%g of the episodes fail.",
             episode_id,
             error.partition("\n")[0],
-            self._run.rejected,
+            self._run.evals if episode_id.startswith("v") else self._run.rejected,  # v: see `eval_group_id`
             self._config.rollout.max_failed_share,
         )
 
@@ -289,7 +290,8 @@ class RolloutRunner:
         scored = [episode for episode in episodes if episode.error is None]
         failed = [episode for episode in episodes if episode.error is not None]
         if len(scored) < min(2, len(episodes)):
-            reason = f"{len(failed)} of {len(episodes)} episodes failed; a group needs 2 with a reward"
+            needed = min(2, len(episodes))
+            reason = f"{len(failed)} of {len(episodes)} episodes failed; a group needs {needed} with a reward"
             self._reject(name, episodes, reason)
             return
         if self._config.rollout.drop_equal_rewards:
@@ -334,8 +336,12 @@ class RolloutRunner:
                     f"the evaluation of version {version} has tokens by version {min(others)} "
                     f"({sequence.id}): an inference server loaded other weights meanwhile."
                 )
-        for episodes in prompts:
-            watch.add([episode.error for episode in episodes])
+        try:
+            for episodes in prompts:
+                watch.add([episode.error for episode in episodes])
+        except RolloutError:  # its message says where they are; without a summary the evaluation is made again
+            self._run.write_eval(version, sequences, None)
+            raise
         seconds, pass_above = time.monotonic() - began, self._config.eval.pass_above
         summary = summarize(prompts, n_samples=n_samples, pass_above=pass_above, seconds=seconds)
         self._run.write_eval(version, sequences, summary)
@@ -359,14 +365,12 @@ class RolloutRunner:
         return "admission", "the trainer"
 
     def _numbers(self) -> str:
-        rollout = self._config.rollout
-        free = (rollout.max_lag + 1) * rollout.batch_groups - self._waiting - len(self._running)
-        admission = "closed" if free <= 0 else "open"
+        admission = "open" if self._version is not None and self._may_start(self._version) else "closed"
         advice = self._equal.rejects_everything
         warning = f"the filter rejects everything: {advice} " if advice else ""
         return (
             f"{warning}admission {admission}: {self._waiting} waiting, {len(self._running)} running, "
-            f"lag limit {rollout.max_lag} at version {self._version}; "
+            f"lag limit {self._config.rollout.max_lag} at version {self._version}; "
             f"{self._counts['groups_rejected']} rejected so far{self._where_episodes_are()}"
         )
 

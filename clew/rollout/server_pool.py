@@ -59,8 +59,8 @@ class ServerPool(HTTPEngine):
         """Clients by address and token: a server that is restarted at its address has another token."""
         self._places: OrderedDict[str, str] = OrderedDict()
         """Address of each episode's server; the most recently used episode is last."""
-        self._busy: defaultdict[str, set[asyncio.Task[Any]]] = defaultdict(set)
-        """Tasks whose request is under way, by the address of their server."""
+        self._busy: defaultdict[tuple[str, int], set[asyncio.Task[Any]]] = defaultdict(set)
+        """Tasks whose request is under way, by the address and pid of their server."""
         self._frozen: set[tuple[str, int]] = set()
         """Servers that do not answer, by address and pid."""
         self._frozen_s = frozen_s
@@ -94,8 +94,11 @@ class ServerPool(HTTPEngine):
             self._clients[place] = HTTPEngine(*place)
         task = asyncio.current_task()
         assert task is not None
-        self._busy[server.address].add(task)
+        self._busy[key].add(task)
         if key not in self._watches:
+            for former in self._watches.keys() - self._frozen:
+                if former[0] == server.address:  # that process is gone, and the new one answers at its address
+                    self._watches[former].cancel()
             self._watches[key] = asyncio.create_task(self._keep_watch(server))
         try:
             async with self._clients[place]._answered(method, path, body) as response:
@@ -117,7 +120,7 @@ class ServerPool(HTTPEngine):
                 log.warning("a request goes to another server: %s", error)
             raise
         finally:
-            self._busy[server.address].discard(task)
+            self._busy[key].discard(task)
 
     async def _keep_watch(self, server: Server) -> None:
         """End the requests at a server when it is frozen, and leave it out until it answers again."""
@@ -126,7 +129,7 @@ class ServerPool(HTTPEngine):
         try:
             await client.frozen(self._frozen_s)
             self._frozen.add(key)
-            for task in self._busy[server.address]:
+            for task in self._busy[key]:
                 task.cancel()
             while not await client.answers() and self._lists(key):  # noqa: ASYNC110 - other processes end this
                 await asyncio.sleep(LOOK_S)
@@ -151,7 +154,7 @@ class ServerPool(HTTPEngine):
                     ready = self._ready()
         episode = _episode.get()
         placed = next((server for server in ready if server.address == self._places.get(episode)), None)
-        server = placed or min(ready, key=lambda server: len(self._busy[server.address]))
+        server = placed or min(ready, key=lambda server: len(self._busy[server.address, server.pid]))
         if episode:
             self._places[episode] = server.address
             self._places.move_to_end(episode)

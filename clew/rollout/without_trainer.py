@@ -25,11 +25,12 @@ PATIENCE_S = 3.0
 def roll_out(config: Config, steps: int, out: Path) -> None:
     """Make batches until `out` has `steps` of them, on the servers of the run that the configuration names.
 
-    Nothing is trained, so there is no lag and no limit to it. Called again after a kill, it goes on where it was.
+    Nothing is trained: the weights stay as they are, and rollout.max_lag only limits how many groups are made at once,
+    because each has its time limit from its start. Called again after a kill, it goes on where it was.
     """
     config = config.model_copy(
         update={
-            "rollout": config.rollout.model_copy(update={"max_lag": steps}),
+            "rollout": config.rollout.model_copy(update={"max_lag": max(1, config.rollout.max_lag)}),
             "training": config.training.model_copy(update={"steps": steps}),
             "eval": Eval(),
         }

@@ -138,7 +138,7 @@ def test_a_server_that_dies_or_freezes_in_mid_broadcast_is_taken_out_and_the_oth
         publisher(engine)
         assert version_of(both[0]) == 1
         assert [server.name for server in run.servers() if server.ready] == ["server"]
-        assert f"server server-1 ({both[1].address}) is taken out" in caplog.text
+        assert f"server server-1 ({both[1].address}) did not receive the weights, and is taken out" in caplog.text
         if number == signal.SIGSTOP:
             both[1].process.send_signal(signal.SIGCONT)
             until(publisher.wanted)

@@ -225,6 +225,50 @@ def test_pruning_keeps_what_was_committed(run: RunDirectory) -> None:
     assert run.steps.read(0)["groups"] == ["g000000"] and run.steps.count() == 4
 
 
+def test_an_evaluation_without_a_result_is_never_the_best(run: RunDirectory) -> None:
+    run.write_eval(0, [], {"pass@1": None, "reward": None})
+    run.write_eval(1, [], {"pass@1": 0.0, "reward": -0.5})
+    assert run.best_eval([0, 1]) == 1
+    assert run.best_eval([0]) == 0
+
+
+def test_an_image_that_is_shown_while_unused_ones_are_searched_is_kept(run: RunDirectory) -> None:
+    shown, unused = run.media.put(b"\x89PNG shown"), run.media.put(b"\x89PNG unused")
+    for name in (shown, unused):
+        os.utime(run.media.path(name), (0, 0))
+
+    def referred() -> set[str]:
+        run.media.put(b"\x89PNG shown")  # by rollout, in another process
+        return set()
+
+    run.media.prune(referred)
+    assert run.media.path(shown).exists() and not run.media.path(unused).exists()
+
+
+def test_a_failed_episode_that_goes_while_images_are_searched_does_no_harm(run: RunDirectory) -> None:
+    os.utime(run.media.path(run.media.put(b"\x89PNG unused")), (0, 0))
+    (run.rejected / "g000007.e0.parquet").symlink_to("gone")
+    run.prune(0)
+    assert not list(run.media.folder.iterdir())
+
+
+def test_what_a_kill_left_of_a_pruned_step_is_removed_later(run: RunDirectory) -> None:
+    batch = [a_sequence("g000000.e0.s0")]
+    run.steps.write_stages(0, 0, digest_rows(batch), {})
+    commit(run, 0)
+    code = (
+        "import os, sys; from pathlib import Path; from clew.record.run import RunDirectory\n"
+        f"run, seen = RunDirectory(Path({str(run.path)!r})), []\n"
+        "def end(event, args):\n"
+        "    if event == 'shutil.rmtree' or event == 'os.remove' and 'step-000000.parquet' in str(args[0]):\n"
+        "        seen.append(event); len(seen) == 2 and os._exit(9)\n"
+        "sys.addaudithook(end); run.steps.prune(1)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 9
+    run.steps.prune(1)
+    assert not run.steps.has_data(0) and not run.steps.stage_path(0, 0).parent.exists()
+
+
 def test_one_trainer_a_run(run: RunDirectory) -> None:
     held = run.hold("trainer")
     code = f"from pathlib import Path; from clew.record.run import RunDirectory; RunDirectory(Path({str(run.path)!r}))"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import stat
 import zipfile
 from pathlib import Path
@@ -115,6 +116,30 @@ def test_a_bundle_follows_no_link_out_of_the_run(run: RunDirectory, tmp_path: Pa
     run.steps.stage_path(0, 0).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(RecordError, match=r"rank-0\.parquet is a link to .*elsewhere, which is not in the run"):
         write_bundle(run, 0, stages_only=True, to=tmp_path / "a.zip")
+
+
+def test_a_bundle_that_cannot_be_read_is_not_said_to_be_written(tmp_path: Path) -> None:
+    (tmp_path / "a.zip").symlink_to("a.zip")
+    said = r"Cannot read .*/a\.zip: Too many levels of symbolic links"
+    with pytest.raises(RecordError, match=said), opened(tmp_path / "a.zip"):
+        pass
+
+
+def test_an_altered_description_is_named_by_its_place_in_the_bundle(run: RunDirectory, tmp_path: Path) -> None:
+    path = write_bundle(run, 0, stages_only=True, to=tmp_path / "a.zip")
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in members.items():
+            archive.writestr(name, b"{}" if name == "bundle.json" else content)
+    with pytest.raises(RecordError, match=f"Cannot read {path}/bundle.json: "), opened(path):
+        pass
+
+
+def test_a_run_directory_without_steps_has_none(run: RunDirectory) -> None:
+    shutil.rmtree(run.steps.folder)
+    with opened(run.path) as (there, _):
+        assert there.steps.count() == 0
 
 
 @pytest.mark.parametrize("name", ["../../x", "a/b", "", "\0"])

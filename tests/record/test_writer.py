@@ -152,6 +152,17 @@ def test_readers_of_a_run_read_it(path: Path, capsys: pytest.CaptureFixture[str]
         ({"reward": "high"}, r"reward is 'high'; expected a number"),
         ({"rewards": {"exact": [1]}}, r"reward 'exact' is \[1\]; expected a number"),
         ({"id": "g000000.e0.s0"}, r"2 sequences of one step have the ID 'g000000\.e0\.s0'"),
+        ({"input_ids": ["a", 6, 7, 8]}, r"input_ids is \['a', 6, 7, 8\]; expected whole numbers of 32 bits"),
+        ({"input_ids": [1.7, 6, 7, 8]}, r"input_ids is \[1\.7, 6, 7, 8\]; expected whole numbers of 32 bits"),
+        ({"input_ids": [2**40, 6, 7, 8]}, r"input_ids is .*; expected whole numbers of 32 bits"),
+        ({"input_ids": [[5, 6, 7, 8]]}, r"input_ids has the shape \[1, 4\]; expected one dimension"),
+        ({"loss_mask": [0, 0, 1, 0.5]}, r"loss_mask is \[0, 0, 1, 0\.5\]; expected 0 or 1 for each token"),
+        ({"versions": 0.5}, r"versions is 0\.5; expected whole numbers of 32 bits"),
+        ({"logprobs": [[0], [0, 1], 0, 0]}, r"logprobs is .*; expected numbers"),
+        (
+            {"sampling_mask_counts": [0, 0, 1], "sampling_mask_ids": [7]},
+            r"sequence 1 \(g000000\.e1\.s0\): the numbers in sampling_mask_counts are not one per token",
+        ),
     ],
 )
 def test_a_sequence_that_cannot_be_meant_is_refused(path: Path, changes: dict[str, Any], message: str) -> None:
@@ -183,8 +194,17 @@ def test_one_writer_a_run_and_none_in_a_run_of_clew_train(path: Path, tmp_path: 
         assert "another trainer (pid" in second.stderr
     own = RunDirectory(tmp_path / "own")
     own.announce_weights(WeightRef(version=0, path="weights", digest="00"))
-    with pytest.raises(RecordError, match=r"own is a run of `clew train`, not of another trainer"):
+    with pytest.raises(RecordError, match=r"own is a run of Clew, not of another trainer"):
         Writer(own.path)
+
+
+def test_a_run_of_clew_sft_which_announces_no_weights_is_left_as_it_is(path: Path) -> None:
+    own = RunDirectory(path)
+    own.describe(make_config(path / "model"))
+    before = own.run_json.read_bytes(), own.config_path.read_bytes()
+    with pytest.raises(RecordError, match=r"is a run of Clew, not of another trainer"):
+        Writer(path, {"lr": 1}, trainer="mine")
+    assert (own.run_json.read_bytes(), own.config_path.read_bytes()) == before
 
 
 def test_it_needs_no_torch(path: Path) -> None:

@@ -69,7 +69,7 @@ def test_what_an_agent_may_return(tmp_path: Path, give: str, reward: float) -> N
         ("array", "ndarray"),
         ("nan", "nan"),
         ("raise", "RuntimeError: planted"),
-        ("by unknown id", "'i7', which is no interaction of this episode; it has g"),
+        ("by unknown id", "'i7', which is not the id of any response in this episode (ids: g"),
     ],
 )
 def test_what_an_agent_may_not_return_is_a_failed_episode_that_says_so(tmp_path: Path, give: str, said: str) -> None:
@@ -79,7 +79,8 @@ def test_what_an_agent_may_not_return_is_a_failed_episode_that_says_so(tmp_path:
 
 def test_an_agent_that_never_returns(tmp_path: Path) -> None:
     rows, _ = asyncio.run(rolled_out(tmp_path, "Once", workflow_kwargs={"give": "never"}, episode_timeout_s=0.5))
-    assert all("cancelled after 0.5 s" in (row.error or "") and "1 responses" in (row.error or "") for row in rows)
+    said = "EpisodeError: tests.rollout.user_agents.Once.run was cancelled after 0.5 s (rollout.episode_timeout_s)."
+    assert {row.error for row in rows} == {f"{said} The model had given 1 response."}
 
 
 def test_a_plain_function_that_never_returns_keeps_no_process_alive(tmp_path: Path) -> None:
@@ -143,7 +144,7 @@ def test_rewards_of_turns_become_returns(tmp_path: Path) -> None:
 
 def test_a_limit_of_turns_is_said_on_the_record(tmp_path: Path) -> None:
     rows, _ = asyncio.run(rolled_out(tmp_path, "Turns", max_turns=2))
-    assert all("it had its 2 requests" in (row.error or "") for row in rows)
+    assert all("it has used its 2 requests" in (row.error or "") for row in rows)
     assert all(len(row.interactions) == 2 for row in rows)
 
 

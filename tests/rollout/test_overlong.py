@@ -40,6 +40,13 @@ def test_messages_are_counted_as_the_template_writes_them(tmp_path: Path) -> Non
     tokenizer = tiny_tokenizer(tmp_path / "model", chat=True)
     rendered = str(tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=False))
     expected = len(tokenizer(rendered, add_special_tokens=False)["input_ids"])
+    tokenizer.chat_template = f"{tokenizer.chat_template}{{% if enable_thinking is false %}}1+1={{% endif %}}"
+    assert count_tokens([MESSAGES], tokenizer) == [expected]
+    assert count_tokens([MESSAGES], tokenizer, enable_thinking=False)[0] > expected
+    rows, options = [{"prompt": MESSAGES}], {"workflow_kwargs": {"enable_thinking": False}}
+    config = config_for(tmp_path, data={"max_prompt_tokens": expected}, rollout=options)
+    with pytest.raises(DataError, match="0 of the 1 rows"):
+        leave_out_overlong(rows, "rows.jsonl", config, tokenizer)
     wrong = [{"role": {}, "content": 1j}]
     assert count_tokens([MESSAGES, "1+1="], tokenizer, chat=True) == [expected, expected]
     assert count_tokens([MESSAGES], tokenizer) == [expected]

@@ -135,6 +135,14 @@ def test_a_worker_that_dies_is_replaced(name, how):
         assert isinstance(answer, EpisodeError) and how in str(answer)
 
 
+def test_what_a_worker_that_died_had_started_is_killed(tmp_path):
+    [answer] = asyncio.run(in_pool("leaves_a_child", [("", {"note_pid": str(tmp_path / "pid")})]))
+    assert isinstance(answer, EpisodeError) and "exit code 3" in str(answer)
+    gone = int((tmp_path / "pid").read_text())
+    _, alive = psutil.wait_procs([psutil.Process(gone)] if psutil.pid_exists(gone) else [], timeout=5)
+    assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
+
+
 def test_a_cancelled_caller_frees_its_place():
     async def cancel_first():
         pool = RewardPool(f"{CODE}.sleeps", "prompt", workers=1, timeout_s=60)

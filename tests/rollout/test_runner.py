@@ -351,6 +351,18 @@ def test_the_process_ends_by_itself_after_the_last_step_and_says_what_it_waits_f
     assert run.steps.consumed() == {f"g{number:06d}" for number in range(6)}
 
 
+def test_admission_is_closed_when_the_last_groups_of_the_run_are_made(tmp_path):
+    config = config_for(tmp_path, training={"steps": 1}, rollout={"max_lag": 1}, **LOCAL)
+    said = []
+
+    def waits(run):
+        said[:] = [wait.as_dict()["numbers"] for wait in current_waits() if wait.what == "admission"]
+        return said
+
+    assert in_process_mode(tmp_path, config, waits)[0]
+    assert said[0].startswith("admission closed: 3 waiting, 0 running, lag limit 1 at version 0")
+
+
 # What can never work -------------------------------------------------------------------------------------------------
 
 
@@ -497,6 +509,18 @@ def test_a_failed_episode_does_not_end_an_evaluation(tmp_path):
     drive(tmp_path, config, Scripted(), [0], eval_rows=ROWS[:8])
     summary = RunDirectory(config.run_path).read_eval(0)
     assert summary is not None and summary["failed"] == 2
+
+
+def test_an_evaluation_of_which_all_fails_is_on_record_and_not_complete(tmp_path, caplog):
+    config = config_for(tmp_path, eval={"path": "eval.jsonl"}, rollout={"reward": f"{CODE}.returns_column"})
+    run = RunDirectory(config.run_path)
+    rows, eval_rows = ([row | {"returns": value} for row in ROWS[:4]] for value in ("1", "None"))
+    with pytest.raises(RolloutError, match=f"on record in {run.evals}"):
+        drive(tmp_path, config, Scripted(), [0], rows=rows, eval_rows=eval_rows)
+    failed = record_rows.from_table(record_rows.read_table(run.evals / "version-000000.parquet"))
+    assert len(failed) == 4 and all("returned None" in (row.error or "") for row in failed)
+    assert run.read_eval(0) is None, "it is made again once the cause is repaired"
+    assert f"Failed episodes are kept in {run.evals}" in caplog.text
 
 
 def test_an_evaluation_by_two_versions_is_an_error(tmp_path):

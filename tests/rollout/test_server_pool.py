@@ -18,13 +18,14 @@ from typing import Any
 import pytest
 
 from clew.config import Config
+from clew.errors import EngineError
 from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, SamplingParams
 from clew.inference.resubmit import generate_through_aborts
 from clew.inference.serve import serve
 from clew.loop.server_control import ServerControl
 from clew.record.run import RunDirectory, Server
 from clew.record.weights import WeightRef
-from clew.rollout.server_pool import ServerPool
+from clew.rollout.server_pool import LOOK_S, ServerPool
 from tests.inference.test_server import ServerProcess, with_engine
 from tests.models import tiny_model, tiny_tokenizer
 
@@ -93,7 +94,7 @@ def test_a_server_that_dies_or_freezes_in_mid_generation_loses_no_request(two: A
 
     async def scenario(pool: ServerPool) -> list[Completion]:
         asking = asyncio.ensure_future(all_of(pool))
-        while not all(pool._busy[server.address] for server in servers):  # noqa: ASYNC110
+        while not all(pool._busy[server.address, server.process.pid] for server in servers):  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         servers[1].process.send_signal(number)
         return await asking
@@ -202,6 +203,73 @@ class Refuses(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
+
+
+class Freezes(Refuses):
+    """A server that refuses one request, then answers nothing to the next, and then nothing at all."""
+
+    frozen = threading.Event()
+    ended = threading.Event()
+    refused = False
+
+    def do_GET(self) -> None:
+        if self.frozen.is_set():
+            self.ended.wait()
+        else:
+            super().do_GET()
+
+    def do_POST(self) -> None:
+        if type(self).refused:
+            self.frozen.set()
+            self.ended.wait()
+        else:
+            type(self).refused = True
+            super().do_POST()
+
+
+def test_a_server_that_was_restarted_at_its_address_and_freezes_cancels_no_episode(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+
+    async def ask_before_and_after_a_restart(pool: ServerPool) -> None:
+        address = f"127.0.0.1:{freezing.server_port}"
+        run.register_server(Server(name="server", address=address, pid=1, ready=True))
+        with pytest.raises(EngineError, match="1 tensors differ"):
+            await pool.generate(request(0))
+        run.register_server(Server(name="server", address=address, pid=2, ready=True))
+        await asyncio.sleep(LOOK_S * 1.5)
+        with pytest.raises(EngineUnreachable, match="has not answered"):
+            await pool.generate(request(1))
+        assert [pid for _, pid in pool._watches] == [2], "nothing watches a process that is gone"
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Freezes) as freezing:
+        threading.Thread(target=freezing.serve_forever, daemon=True).start()
+        ask(run, ask_before_and_after_a_restart)
+        Freezes.ended.set()
+        freezing.shutdown()
+
+
+class FailsToPause(Refuses):
+    """A server that cannot be paused for a while."""
+
+    pauses = 0
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        type(self).pauses += self.path == "/pause_generation"
+        self.answer(500 if self.path == "/pause_generation" and self.pauses in (2, 3) else 200, b"{}")
+
+
+def test_a_lease_is_prolonged_again_after_the_only_server_failed_to(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = RunDirectory(tmp_path / "run")
+    with ThreadingHTTPServer(("127.0.0.1", 0), FailsToPause) as failing, caplog.at_level(logging.WARNING):
+        threading.Thread(target=failing.serve_forever, daemon=True).start()
+        run.register_server(Server(name="server", address=f"127.0.0.1:{failing.server_port}", pid=1, ready=True))
+        with closing(ServerControl(run, lease_s=0.3)) as control, control.released():
+            until(lambda: FailsToPause.pauses > 4, seconds=10)
+        failing.shutdown()
+    assert caplog.text.count("Cannot keep the servers paused") == 2
 
 
 class Starts(Refuses):

@@ -86,6 +86,8 @@ def test_rollout_alone_makes_a_record_that_trains(folder: Path) -> None:
     run = RunDirectory(out)
     assert run.steps.count() == 3 and not run.inbox.names()
     assert len(run.steps.read_data(0)) == 6
+    admitted = [row.admitted_version for step in range(3) for row in run.steps.read_data(step)]
+    assert admitted.count(0) == 12, "only the groups of two batches start before the first batch is written"
     replayed = config_for(
         folder,
         training={"steps": 3},

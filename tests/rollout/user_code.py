@@ -4,7 +4,10 @@ import asyncio
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -57,6 +60,12 @@ def stuck_in_c(completion, data):
 
 def dies(completion, data):
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leaves_a_child(completion, data):
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+    Path(data["note_pid"]).write_text(str(child.pid))
+    os._exit(3)
 
 
 def leaves(completion, data):

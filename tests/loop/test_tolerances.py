@@ -1,0 +1,18 @@
+"""What the comparison of two computations says about the values that differ."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from clew.loop.tolerances import EXACT, TOLERANCES, Tolerance, in_stage
+
+
+@pytest.mark.parametrize("tolerance", [EXACT, TOLERANCES["float32"]])
+@pytest.mark.parametrize("broken", [np.nan, np.inf])
+def test_a_value_that_is_no_number_is_not_taken_for_rounding(tolerance: Tolerance, broken: float) -> None:
+    ids = ["g0.e0", "g0.e1", "g1.e0"]
+    recorded = [np.zeros(3, np.float32) for _ in ids]
+    found = [*(np.array([0, broken, 0], np.float32) for _ in ids[:2]), recorded[2]]
+    difference = in_stage(3, "loss", ids, recorded, found, tolerance)
+    assert difference is not None and difference.suggests.startswith("exactly the sequences of the group g0 differ")
