@@ -135,6 +135,12 @@ class Activity:
         return f"{PurePath(self.file).name}:{self.line}" if self.file else ""
 
 
+WORKS = re.compile(r"\.len\([^)]*(pending|work|handle|future|req|flight|outstanding)", re.I)
+"""Lengths, in `Activity.counters`, of lists that keep asynchronous operations until they have ended."""
+LOOP_COUNTER = re.compile(r"\.(self\.)?(\w*step\w*|it|iter\w*|i|n|epoch|batch\w*|micro\w*|idx|index)$")
+"""Names, in `Activity.counters`, of what counts the rounds of a loop."""
+
+
 def counters_of(frames: tuple[Frame, ...]) -> dict[str, int]:
     """Return the integer locals of the user's frames, by frame and name: they show loops that advance."""
     found: dict[str, int] = {}
@@ -365,20 +371,13 @@ def group_of(frame: Frame, place: Place) -> tuple[str, tuple[int, ...] | None]:
     if call is not None and passed is None:
         return "world", None
     address = frame.addresses.get("group", 0)
-    if call is None and frame.locals.get("group") == "None":
-        return "world", None
     # The source may make the group under another name than the one that is passed. Variables of the callers that hold
     # the same object are its other names.
     aliases = [source.dotted(passed)] if passed is not None else []
     for each in callers:
         aliases += [name for name, at in each.addresses.items() if at == address and name not in aliases]
-    if (
-        frame.locals.get("group") == "None"
-        or "GroupMember.WORLD" in aliases
-        or any(alias.endswith("group.WORLD") for alias in aliases)
-    ):
-        return "world", None
-    if not aliases:
+    whole = ("group.WORLD", "GroupMember.WORLD")
+    if not aliases or frame.locals.get("group") == "None" or any(alias.endswith(whole) for alias in aliases):
         return "world", None
     for alias in aliases:
         if (members := place.members_of(alias)) is not None:

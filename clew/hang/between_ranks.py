@@ -9,17 +9,13 @@ from dataclasses import replace
 from math import prod
 from pathlib import PurePath
 
-from clew.hang.activity import DISTRIBUTED, Activity
+from clew.hang.activity import DISTRIBUTED, LOOP_COUNTER, WORKS, Activity
 from clew.hang.collective_calls import behind, other_numbers, parting
 from clew.hang.inside import installed
 from clew.hang.observed import Frame
 from clew.hang.source import follows, outermost_loop
 from clew.hang.verdict import MESSAGES, Actor, Verdict, names, verdict_about
 from clew.hang.waits_for import key_of
-
-WORKS = re.compile(r"\.len\([^)]*(pending|work|handle|future|req|flight|outstanding)", re.I)
-"""Names of lists that keep asynchronous operations until they have ended."""
-LOOP_COUNTER = re.compile(r"\.(self\.)?(\w*step\w*|it|iter\w*|i|n|epoch|batch\w*|micro\w*|idx|index)$")
 
 
 def missing_ranks(ranks: list[Actor], missing: list[int], gone: str) -> Verdict | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from clew.hang.observed import Process, Thread
+from clew.hang.observed import APART, Process, Thread
 
 Stack = tuple[str, ...]
 Classes = dict[Stack, tuple[tuple[int, int], ...]]
@@ -35,7 +35,7 @@ def as_ranges(numbers: Iterable[int]) -> tuple[tuple[int, int], ...]:
     """Return numbers as sorted ranges of first and last."""
     found: list[tuple[int, int]] = []
     for number in sorted(set(numbers)):
-        if found and number == found[-1][1] + 1:
+        if found and number == found[-1][1] + 1 and number != 0:  # -1 is pid 1, and 0 is rank 0
             found[-1] = (found[-1][0], number)
         else:
             found.append((number, number))
@@ -60,7 +60,7 @@ def in_words(pairs: Iterable[tuple[int, int]]) -> str:
     said = []
     for first, last in pairs:
         if first < 0:
-            said += [f"pid {-number}" for number in range(first, last + 1)]
+            said += [f"pid {-number % APART}" for number in range(first, last + 1)]
         else:
             said.append(str(first) if first == last else f"{first}-{last}")
     return ", ".join(said)

@@ -101,7 +101,6 @@ def _thread(value: dict) -> Thread:
         name=value.get("thread_name") or "",
         os_id=value.get("os_thread_id") or 0,
         active=bool(value.get("active")),
-        holds_gil=bool(value.get("owns_gil")),
         frames=frames,
     )
 
@@ -217,7 +216,6 @@ def _number(text: str | None) -> int | None:
 
 
 def _with_waits(process: Process, machine: dict[str, tuple[str, int, int]], locks: Locks) -> Process:
-    wchan, target = proc.blocked_in(process.pid)
     listens, peers = proc.sockets_of(process.pid, machine)
     links = sorted(set(proc.descriptors_of(process.pid)))
     of_others = {file for pid, file, has in locks if has and pid != process.pid}
@@ -229,8 +227,7 @@ def _with_waits(process: Process, machine: dict[str, tuple[str, int, int]], lock
     return replace(
         process,
         exit=process.exit or proc.exit_of(process.pid),
-        waits_in=wchan,
-        reads_from=target,
+        waits_in=proc.blocked_in(process.pid),
         listens=listens,
         peers=peers,
         pipes=tuple(link for link in links if link.startswith("pipe:")),

@@ -64,6 +64,7 @@ class Merge:
         self._world: int | None = None
         self._notes: list[str] = []
         self._machine: list[str] = []
+        self._absent: tuple[str, ...] = ()
 
     @property
     def empty(self) -> bool:
@@ -108,6 +109,7 @@ class Merge:
         self._world = self._world or snapshot.world
         self._notes += snapshot.notes
         self._machine += snapshot.machine
+        self._absent += snapshot.absent
 
     def _apart(self, processes: tuple[Process, ...]) -> tuple[Process, ...]:
         """Return a node's processes, with other pids if an earlier node has a process with the same pid."""
@@ -136,6 +138,7 @@ class Merge:
         return Snapshot(
             processes=processes,
             unseen=tuple(sorted(unseen)),
+            absent=self._absent,
             machine=tuple(self._machine),
             seconds=self._seconds,
             world=self._world,

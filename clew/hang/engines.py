@@ -7,6 +7,7 @@ import re
 import time
 import urllib.request
 from contextlib import suppress
+from http.client import HTTPException
 
 from clew.hang.observed import Process
 
@@ -34,9 +35,10 @@ def answers(process: Process, ports: tuple[int, ...], source: str) -> dict[str, 
     found: dict[str, str] = {}
     for port in ports[:2]:
         health = _get(port, "health")
-        found["health"] = "no answer" if health is None else str(health[0])
         if health is None:
-            continue
+            found["health"] = "no answer"
+            continue  # the other port may speak HTTP
+        found["health"] = str(health[0])
         paused = _get(port, "is_paused")
         if paused is not None and (said := _paused(paused[1])):
             found["is_paused"] = said
@@ -46,6 +48,7 @@ def answers(process: Process, ports: tuple[int, ...], source: str) -> dict[str, 
             after = _get(port, "metrics")
             moved = after is not None and COUNTERS.findall(before[1]) != COUNTERS.findall(after[1])
             found["metrics"] = "moving" if moved else "still"
+        break
     return found
 
 
@@ -57,7 +60,7 @@ def _get(port: int, path: str) -> tuple[int, str] | None:
             return reply.status, reply.read(200_000).decode(errors="replace")
     except urllib.request.HTTPError as error:
         return error.code, ""
-    except (OSError, ValueError):
+    except (OSError, ValueError, HTTPException):  # HTTPException: the port speaks another protocol
         return None
 
 

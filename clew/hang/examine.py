@@ -11,7 +11,7 @@ from pathlib import Path
 
 from clew.errors import LaunchError, RecordError
 from clew.hang import jobs, proc
-from clew.hang.collect import UNREADABLE, snapshot, sources_of
+from clew.hang.collect import UNREADABLE, snapshot, sources_of, unseen_ranks
 from clew.hang.judge import SOUND, judge
 from clew.hang.observed import Process, Snapshot
 
@@ -29,14 +29,15 @@ def enough(processes: Sequence[Process], seconds: float) -> bool:
     if all(each.last.error.startswith(UNREADABLE) for each in processes):
         return True  # no later look can read more
     # The final verdict also uses the kernel function in which a process sleeps. Without it, the two could differ.
-    processes = [replace(each, waits_in=proc.blocked_in(each.pid)[0]) for each in processes]
-    verdict = judge(Snapshot(processes=tuple(processes), seconds=seconds, sources=sources_of(processes)))
+    processes = [replace(each, waits_in=proc.blocked_in(each.pid)) for each in processes]
+    unseen, sources = unseen_ranks(processes), sources_of(processes)
+    verdict = judge(Snapshot(processes=tuple(processes), seconds=seconds, unseen=unseen, sources=sources))
     # A healthy job is watched for half of WATCH_S, and must then look healthy in the newest looks alone: what moved two
     # seconds ago may stand still now.
     if verdict.pattern not in SOUND or seconds <= WATCH_S / 2:
         return verdict.structural
     newest = tuple(replace(process, looks=process.looks[-4:]) for process in processes)
-    return judge(Snapshot(processes=newest, seconds=seconds, sources=sources_of(newest))).pattern in SOUND
+    return judge(Snapshot(processes=newest, seconds=seconds, unseen=unseen, sources=sources)).pattern in SOUND
 
 
 def examine(pids: Sequence[int], named: dict[int, Process] | None = None, *, once: bool = False) -> Snapshot:

@@ -64,13 +64,14 @@ def folders(processes: Sequence[Process]) -> Iterator[str]:
             for name, value in frame.locals.items():
                 if not FOLDERS.search(name) or not re.fullmatch(r"([\"'])/.{1,250}\1", value):
                     continue
-                path = Path(value[1:-1])
-                folder = path if path.is_dir() else path.parent
-                if folder in seen or len(folder.parts) < 3 or not folder.is_dir() or len(seen) > 8:
-                    continue
-                seen.add(folder)
-                if found := _newest(f"newest file in {str(folder)!r} ({name} of {frame.name})", folder.iterdir()):
-                    yield found
+                with suppress(OSError):  # a folder that may not be read
+                    path = Path(value[1:-1])
+                    folder = path if path.is_dir() else path.parent
+                    if folder in seen or len(folder.parts) < 3 or not folder.is_dir() or len(seen) > 8:
+                        continue
+                    seen.add(folder)
+                    if found := _newest(f"newest file in {str(folder)!r} ({name} of {frame.name})", folder.iterdir()):
+                        yield found
 
 
 def _newest(words: str, paths: Iterator[Path]) -> str:

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from clew.errors import LaunchError
 from clew.hang import proc
-
-LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
+from clew.hang.roles import LAUNCHER
 
 
 def python(pid: int) -> bool:
@@ -74,7 +73,5 @@ def launchers() -> list[int]:
     return [
         pid
         for pid in proc.all_pids()
-        if any(name in " ".join(proc.command_of(pid)[:4]) for name in LAUNCHERS)
-        and python(pid)
-        and job_key(pid) is None
+        if LAUNCHER.search(" ".join(proc.command_of(pid)[:4])) and python(pid) and job_key(pid) is None
     ]

@@ -155,13 +155,10 @@ def _progress(live: list[Actor], ranks: list[Actor], snapshot: Snapshot) -> Verd
         return None
     waiting = [a for a in mains if a.activity.kind in ("collective", "recv", "send", "device")]
     if waiting and len(waiting) < len(mains) and not any(a.moving for a in waiting):
-        slow = [a for a in moving if a not in waiting]
-        if not slow:
-            return None
-        how = pace(slow[0].process, snapshot.sources)
-        label = ", ".join(a.process.label for a in slow)
+        how = pace(moving[0].process, snapshot.sources)
+        label = ", ".join(a.process.label for a in moving)
         why = f"{label} is slow, not hung{how}; the others wait for it."
-        return verdict_about("slow", slow, why, mains, cause="slow")
+        return verdict_about("slow", moving, why, mains, cause="slow")
     if not ranks and len(moving) < len(mains):
         return None
     return verdict_about("healthy", [], f"The job moves{pace(moving[0].process, snapshot.sources)}.", mains)
@@ -214,7 +211,7 @@ def _unless_ready(verdict: Verdict, ranks: list[Actor]) -> Verdict:
 
 
 def _with_those_alike(verdict: Verdict, culprit: Actor, ranks: list[Actor]) -> Verdict:
-    """Also blame the other ranks that wait for the same thing at the same place: none of them is more at fault."""
+    """Blame the other ranks, too, that wait for the same thing at the same place: none of them is more at fault."""
     one = culprit.activity
     if verdict.ranks != (culprit.rank,) or culprit.dead or one.kind in (*DISTRIBUTED, "device", "compute", "unknown"):
         return verdict

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 APART = 10_000_000
@@ -35,7 +35,6 @@ class Thread:
     name: str
     os_id: int
     active: bool = False
-    holds_gil: bool = False
     frames: tuple[Frame, ...] = ()
     task: bool = False
     """True for a task of asyncio, whose frames are those of its coroutine."""
@@ -138,8 +137,6 @@ class Process:
     looks: tuple[Look, ...] = ()
     waits_in: str = ""
     """Kernel function in which the main thread sleeps (wchan)."""
-    reads_from: str = ""
-    """File, pipe or socket of the system call in which the main thread is blocked."""
     listens: tuple[int, ...] = ()
     """TCP ports on which it listens."""
     peers: tuple[int, ...] = ()
@@ -258,7 +255,14 @@ def _process_from(value: dict[str, Any]) -> Process:
         "calls": tuple(Call(**each) for each in value.get("calls", ())),
         "launched": tuple(_launched_from(each) for each in value.get("launched", ())),
     }
-    return Process(**{**value, **lists, **more, **recorded, "looks": looks, "alike": alike, "inside": read})
+    known = {**_known(Process, value), **lists, **more, **recorded, "looks": looks, "alike": alike, "inside": read}
+    return Process(**known)
+
+
+def _known(kind: type, value: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields that a class has: another version of Clew may have written others, too."""
+    names = {each.name for each in fields(kind)}
+    return {name: each for name, each in value.items() if name in names}
 
 
 def _launched_from(value: dict[str, Any]) -> Launched:
@@ -266,4 +270,4 @@ def _launched_from(value: dict[str, Any]) -> Launched:
 
 
 def _thread_from(value: dict[str, Any]) -> Thread:
-    return Thread(**{**value, "frames": tuple(Frame(**frame) for frame in value["frames"])})
+    return Thread(**{**_known(Thread, value), "frames": tuple(Frame(**frame) for frame in value["frames"])})

@@ -10,17 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 
 PROC = Path("/proc")
-READING_CALLS = {
-    0: "read",
-    1: "write",
-    7: "poll",
-    19: "readv",
-    43: "accept",
-    45: "recvfrom",
-    47: "recvmsg",
-    73: "flock",
-}
-"""System calls of x86-64 whose first argument is a file descriptor."""
 LISTENING, ESTABLISHED = "0A", "01"
 
 
@@ -117,16 +106,12 @@ def below(pids: list[int]) -> list[int]:
     return found
 
 
-def blocked_in(pid: int) -> tuple[str, str]:
-    """Return the kernel function in which the main thread sleeps, and the file of its system call, if it has one."""
-    folder, wchan, target = PROC / str(pid), "", ""
+def blocked_in(pid: int) -> str:
+    """Return the kernel function in which the main thread sleeps; "" if it runs, or if that may not be read."""
+    wchan = ""
     with suppress(OSError):
-        wchan = (folder / "wchan").read_text().strip()
-    with suppress(OSError, ValueError, IndexError):
-        words = (folder / "syscall").read_text().split()
-        if words[0].isdigit() and int(words[0]) in READING_CALLS:
-            target = link_of(folder / "fd" / str(int(words[1], 16)))
-    return ("" if wchan == "0" else wchan), target
+        wchan = (PROC / str(pid) / "wchan").read_text().strip()
+    return "" if wchan == "0" else wchan
 
 
 def descriptors_of(pid: int) -> list[str]:

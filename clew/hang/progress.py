@@ -16,11 +16,11 @@ from clew.hang.inside import PROGRAM, installed
 from clew.hang.observed import Look, Process, Thread
 
 WAITING_NAMES = re.compile(
-    r"wait|try|tries|attempt|retr|poll|spin|elapsed|deadline|timeout|time|now|heartbeat|beat|tick|pid|port|seed|fd|"
-    r"pause|backoff|delay",
+    r"(^|[._(])(n|num_)?(wait\w*|try|tries|attempt\w*|retr(y|ies|ied|ying)|poll(s|ed|ing)?|spin\w*|elapsed|deadline|timeout|"
+    r"\w*time|now|(heart)?beats?|ticks?|pid|port|seed|fd|pause\w*|backoff|delay)s?($|[^a-z])",
     re.I,
 )
-"""Names of counters that a loop advances while it waits."""
+"""Names of counters that a loop advances while it waits: whole words, as `timestep` and `entries` count work."""
 CLOCK = re.compile(r"(^|\.)(time|monotonic|perf_counter)$")
 DEADLINE = "its deadline"
 """Beginning of the name of a deadline that is used as a counter."""
@@ -519,5 +519,5 @@ def _frame_and_name(counter: str) -> tuple[str, str]:
 def accepts(process: Process, sources: Mapping[str, str]) -> bool:
     """Return whether a counter of finished work grows."""
     moved = [name.rpartition(":")[2] for name in moved_counters(process, sources)]
-    names = [re.split(r"\.(?=[^.]*$)", name)[-1] for name in moved]
+    names = [re.split(r"\.(?=[^.]*$)", name)[-1] for name in (each.replace("(self.", "(") for each in moved)]
     return any(ACCEPTED.search(name) for name in names if not name.startswith(DEADLINE))

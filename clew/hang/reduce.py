@@ -11,14 +11,17 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from clew.hang.activity import activity_of
+from clew.hang.activity import LOOP_COUNTER, WORKS, activity_of
 from clew.hang.observed import Process, Snapshot
 
 KEPT = 2
 """Number of ranks of one state that are kept as they were seen."""
 JUDGED = 256
 """Number of processes up to which all are judged. Above it, only a share of each state is judged."""
-COUNTERS = re.compile(r"(\w*step\w*|it|iter\w*|n|epoch|batch\w*|micro\w*|idx|index|(group_)?(src|dst))$")
+MAKING = ("init", "new_group")
+MEETING = ("hostname", "port", "group_name", "ranks")
+"""Locals of torch that say where ranks meet that are making a group, and which group."""
+COUNTERS = re.compile(r"(\w*step\w*|it|iter\w*|i|n|epoch|batch\w*|micro\w*|idx|index|(group_)?(src|dst))$")
 """Local integers that must be equal for ranks of one state: they show which call a rank is in and whom it awaits."""
 
 
@@ -87,7 +90,11 @@ def state_of(process: Process, sources: Mapping[str, str]) -> Hashable:
     threads = tuple(_frames(looks[-1].threads)) if looks else ()
     last, main = process.last, process.last.main(process.pid)
     one = activity_of(process, main, sources, process.world) if main is not None else None
-    operation = (one.op, one.group, one.members, one.peers, one.branch) if one is not None else ()
+    operation: tuple[Hashable, ...] = ()
+    if main is not None and one is not None:  # all by which `between_ranks` tells ranks in one call apart
+        counts = [each for each in one.counters.items() if LOOP_COUNTER.search(each[0]) or WORKS.search(each[0])]
+        met = [frame.locals.get(name) for frame in main.frames for name in MEETING] if one.kind in MAKING else []
+        operation = (one.op, one.group, one.members, one.peers, one.branch, one.root, one.shape, *counts, *met)
     seen = (last.state, last.error, woken, process.exit, process.waits_in, process.world)
     return threads, *operation, *seen, process.calls, process.launched, alone and process.pid
 
@@ -132,8 +139,8 @@ def to_judge(snapshot: Snapshot) -> Snapshot:
         found.append(replace(process, alike=process.alike[share:]))
         found += [_as(process, *alike) for alike in process.alike[:share]]
     notes = snapshot.notes
-    if total > JUDGED:
-        notes = (*notes, f"judged by {len(found)} of {total} processes: some of each state, and all of rare states")
+    if len(found) < total:
+        notes = (*notes, f"judged by {len(found)} of {total} processes: a few of each state, and all of rare states")
     return replace(snapshot, processes=tuple(found), notes=notes)
 
 

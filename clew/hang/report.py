@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from pathlib import PurePath
 from typing import Any
 
 from clew.hang.classes import Classes, classes_of, in_words, ranges
@@ -59,7 +60,8 @@ class Report:
     @property
     def next(self) -> str:
         # Pids of merged nodes are shifted by multiples of APART: print them as their node numbers them.
-        return re.sub(r"\b\d{8,12}\b", lambda pid: str(int(pid[0]) % APART), self.verdict.next)
+        shifted = {str(actor.pid) for actor in self.actors if actor.pid > APART}
+        return re.sub(r"\d+", lambda n: str(int(n[0]) % APART) if n[0] in shifted else n[0], self.verdict.next)
 
     @property
     def pids(self) -> list[int]:
@@ -78,15 +80,17 @@ class Report:
 
     def source(self) -> list[tuple[str, list[tuple[int, str, bool]]]]:
         """Return each call site at fault with the lines around it: number, text, and whether it is that line."""
-        found: dict[str, list[tuple[int, str, bool]]] = {}
-        for actor in self.actors:
-            one = actor.activity
-            if one.site in self.verdict.sites and one.site not in found and one.file in self.seen.sources:
-                lines = self.seen.sources[one.file].splitlines()
-                first = max(1, one.line - CONTEXT)
-                around = lines[first - 1 : one.line + CONTEXT]
-                found[one.site] = [(first + n, text, first + n == one.line) for n, text in enumerate(around)]
-        return list(found.items())
+        # The callers of an operation are sites, too, but no activity is there: their files are known by name alone.
+        files = {PurePath(file).name: file for file in self.seen.sources}
+        files |= {actor.activity.site: actor.activity.file for actor in self.actors}
+        found: list[tuple[str, list[tuple[int, str, bool]]]] = []
+        for site in self.verdict.sites:
+            name, _, line = site.rpartition(":")
+            if (text := self.seen.sources.get(files.get(site, files.get(name, "")))) and line.isdigit():
+                first = max(1, int(line) - CONTEXT)
+                around = text.splitlines()[first - 1 : int(line) + CONTEXT]
+                found.append((site, [(first + n, each, first + n == int(line)) for n, each in enumerate(around)]))
+        return found
 
     def tasks(self) -> list[tuple[str, str]]:
         """Return the asyncio tasks of Clew's processes: the label of the process, and the stack of the task."""

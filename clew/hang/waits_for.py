@@ -60,12 +60,17 @@ def _members(one: Activity, ranks: Sequence[Actor]) -> set[int]:
 def application_edges(live: Sequence[Actor]) -> Edges:
     """Return which processes could end each process's application wait, as pids."""
     # A forked client has its parent's listening sockets, too, but it does not serve the port that it is connected to.
-    listening = {port: a for a in live for port in a.process.listens if port not in a.process.peers}
+    servers = [(port, a) for a in live for port in a.process.listens if port not in a.process.peers]
+    # Peers are known by port alone: a server on the client's own host comes before one on another host.
+    listening = {(host, port): a for port, a in servers for host in ("", a.process.host)}
     return {actor.pid: _could_end(actor, live, listening) - {actor.pid} for actor in live}
 
 
-def _could_end(actor: Actor, live: Sequence[Actor], listening: Mapping[int, Actor]) -> set[int]:
-    """Return the pids of the processes that could end the wait of `actor`; `listening`: processes by TCP port."""
+def _could_end(actor: Actor, live: Sequence[Actor], listening: Mapping[tuple[str, int], Actor]) -> set[int]:
+    """Return the pids of the processes that could end the wait of `actor`.
+
+    `listening` has the servers, by host ("" for any) and port.
+    """
     kind, process = actor.activity.kind, actor.process
     children = {a.pid for a in live if a.process.parent == actor.pid and a.rank is None}
     ranks = {a.pid for a in live if a.rank is not None}
@@ -90,7 +95,10 @@ def _could_end(actor: Actor, live: Sequence[Actor], listening: Mapping[int, Acto
         case "http" | "network" | "select" | "tasks":
             # A connection from a rank, or from its fork, to another rank is for their collectives: it is no request.
             kin = actor.pid in ranks or process.parent in ranks
-            servers = [listening[port] for port in process.peers if port in listening]
+            ports = (
+                (process.host, port) if (process.host, port) in listening else ("", port) for port in process.peers
+            )
+            servers = [listening[each] for each in ports if each in listening]
             # A parent whose main thread joins this process serves it from another thread, which may be fine.
             servers = [a for a in servers if not (a.activity.kind == "process" and process.parent == a.pid)]
             return named | {a.pid for a in servers if not (kin and a.rank is not None)}

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import socket
+import threading
+from contextlib import suppress
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from clew.hang import classes, source
-from clew.hang.activity import C10D, new_group_members
+from clew.hang.activity import C10D, Activity, new_group_members
+from clew.hang.engines import answers
 from clew.hang.graph import sinks
 from clew.hang.judge import Verdict, judge
 from clew.hang.observed import Frame, Group, Inside, Look, Process, Snapshot, Thread, snapshot_from
+from clew.hang.reduce import reduced
+from clew.hang.report import Report
+from clew.hang.verdict import Actor
+from clew.hang.waits_for import application_edges
 
 SCRIPT = """import torch.distributed as dist
 tp = dist.new_group([0, 1])
@@ -284,3 +294,87 @@ def test_a_rank_that_imports_a_module_within_torch_is_in_no_collective() -> None
         return replace(one, looks=tuple(looks), waits_in="")
 
     assert judged(importing(0), importing(1)).pattern == "healthy"
+
+
+def with_locals(process: Process, **values: str) -> Process:
+    """Return the rank with these local variables of its user's frame."""
+    frames = (*process.threads[0].frames[:-1], replace(process.threads[0].frames[-1], locals=values))
+    looks = tuple(replace(look, threads=(replace(look.threads[0], frames=frames),)) for look in process.looks)
+    return replace(process, looks=looks)
+
+
+@pytest.mark.parametrize("name", ["i", "self.step", "len(pending)", "shape(tensor)"])
+def test_a_rank_that_deviates_is_found_when_equal_ranks_are_merged(name: str) -> None:
+    def one(number: int) -> Process:
+        values = {name: "[5]" if "shape" in name else "5"} if number == 5 else {name: "[4]" if "shape" in name else "4"}
+        if "shape" in name:
+            return rank(number, 5, "all_reduce", world=8, **values)
+        return with_locals(rank(number, 5, "all_reduce", world=8), **values)
+
+    alone = Snapshot(processes=tuple(map(one, range(8))), sources={"train.py": SCRIPT})
+    merged = reduced(alone)
+    assert len(merged.processes) == 3
+    assert Report(merged).verdict.ranks == judge(alone).ranks == (5,)
+
+
+def test_a_node_that_meets_at_another_port_is_found_when_equal_ranks_are_merged() -> None:
+    def one(number: int) -> Process:
+        at = {"hostname": "'node0'", "port": "29500" if number < 4 else "29501"}
+        file = "/x/site-packages/torch/distributed/rendezvous.py"
+        process = rank(number, 10, "all_reduce", world=8)
+        meets = Frame(function="_create_c10d_store", file=file, line=1, locals=at)
+        frames = (meets, process.threads[0].frames[-1])
+        looks = tuple(replace(look, threads=(replace(look.threads[0], frames=frames),)) for look in process.looks)
+        return replace(process, looks=looks)
+
+    alone = Snapshot(processes=tuple(map(one, range(8))), sources={"train.py": SCRIPT})
+    assert Report(reduced(alone)).verdict.ranks == judge(alone).ranks != ()
+
+
+def test_the_next_command_keeps_the_users_own_numbers() -> None:
+    command = ("python", "train.py", "--seed", "20240101")
+    ranks = [rank(n, 5, "all_reduce" if n < 2 else "barrier", world=3) for n in range(3)]
+    processes = tuple(replace(each, command=command) for each in ranks)
+    report = Report(Snapshot(processes=processes, sources={"train.py": SCRIPT}))
+    assert report.verdict.ranks == (2,)
+    assert "--nproc-per-node 3 train.py --seed 20240101" in report.next
+
+
+def test_a_client_is_served_on_its_own_host() -> None:
+    def one(pid: int, host: str, listens: tuple[int, ...] = (), peers: tuple[int, ...] = ()) -> Actor:
+        process = Process(pid=pid, host=host, looks=(Look(at=0.0, state="S"),), listens=listens, peers=peers)
+        return Actor(process=process, activity=Activity(kind="http" if peers else "select"))
+
+    clients = [one(1, "a", peers=(8000,)), one(11, "b", peers=(8000,))]
+    servers = [one(2, "a", listens=(8000,)), one(12, "b", listens=(8000,))]
+    edges = application_edges([*clients, *servers])
+    assert edges[1] == {2} and edges[11] == {12}
+
+
+def test_a_port_that_speaks_no_http_does_not_hide_the_answer_of_another() -> None:
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Print nothing."""
+
+    def greet(server: socket.socket) -> None:  # as ZeroMQ does
+        with suppress(OSError):
+            while True:
+                connection = server.accept()[0]
+                connection.sendall(b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\n")
+                connection.close()
+
+    frame = Frame(function="serve", file="/x/site-packages/uvicorn/server.py", line=1)
+    thread = Thread(name="MainThread", os_id=1, frames=(frame,))
+    process = Process(
+        pid=1, looks=(Look(at=0, state="S", threads=(Thread(name="MainThread", os_id=1, frames=(frame,)),)),)
+    )
+    with HTTPServer(("127.0.0.1", 0), Answers) as server, socket.create_server(("127.0.0.1", 0)) as other:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=greet, args=(other,), daemon=True).start()
+        http, mute = server.server_port, other.getsockname()[1]
+        assert answers(process, (mute, http), "") == answers(process, (http, mute), "") == {"health": "200"}
+        server.shutdown()
