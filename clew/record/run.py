@@ -183,8 +183,9 @@ class RunDirectory:
         return settled
 
     def checkpointed(self) -> list[int]:
-        """Return the versions that have a checkpoint, oldest first."""
-        return sorted(int(path.parent.name[5:]) for path in self.checkpoints.glob("step-*/checkpoint.json"))
+        """Return the versions that have a checkpoint, oldest first. A folder with another name, as of a copy, is none."""
+        numbers = (path.parent.name.removeprefix("step-") for path in self.checkpoints.glob("step-*/checkpoint.json"))
+        return sorted(int(number) for number in numbers if number.isdecimal())
 
     def best_in_words(self) -> str:
         """Return text to append to a line: the best evaluated checkpoint; "" if that is the newest, or none is."""

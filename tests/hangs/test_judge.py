@@ -369,9 +369,7 @@ def test_a_port_that_speaks_no_http_does_not_hide_the_answer_of_another() -> Non
 
     frame = Frame(function="serve", file="/x/site-packages/uvicorn/server.py", line=1)
     thread = Thread(name="MainThread", os_id=1, frames=(frame,))
-    process = Process(
-        pid=1, looks=(Look(at=0, state="S", threads=(Thread(name="MainThread", os_id=1, frames=(frame,)),)),)
-    )
+    process = Process(pid=1, looks=(Look(at=0.0, state="S", threads=(thread,)),))
     with HTTPServer(("127.0.0.1", 0), Answers) as server, socket.create_server(("127.0.0.1", 0)) as other:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         threading.Thread(target=greet, args=(other,), daemon=True).start()
