@@ -115,7 +115,7 @@ async def _replay(
         chains = assemble(model.interactions, individual=shared.individual)
         returns = turn_returns(chains, total(returned), model.turn_rewards, shared.turn_discount)
         rewards = [returns[chain[0].id] for chain in chains]
-    except Exception as error:  # the user's code
+    except (Exception, SystemExit) as error:  # the user's code
         failure = f"{type(error).__name__}: {error}"
     finally:
         await workflow.close()

@@ -123,7 +123,7 @@ async def _with_provider(
     try:
         value = await run_of(agent, dict(row), arguments)
         returned = str(checked(value, "the agent's run"))
-    except Exception as error:  # the user's code
+    except (Exception, SystemExit) as error:  # the user's code
         returned = f"{type(error).__name__}: {error}"
     return AgentResult(data=row, seconds=time.monotonic() - began, episode=None, returned=returned, warnings=[])
 

@@ -580,6 +580,8 @@ def _plot(runs: Pair, steps: range, names: tuple[str, str], path: Path) -> Path:
 
     series = [[run.steps.read(step).get("metrics", {}) for step in steps] for run in runs]
     metrics = [name for name in DRIFT if all(name in each for side in series for each in side)]
+    if not metrics:
+        raise RecordError(f"Cannot plot: none of the metrics {', '.join(DRIFT)} is on record for all of these steps.")
     figure = Figure(figsize=(8, 2.2 * len(metrics)))
     axes = figure.subplots(len(metrics), 1, sharex=True, squeeze=False)
     for axis, name in zip(axes[:, 0], metrics, strict=True):

@@ -73,7 +73,7 @@ class Evaluation:
 def evaluate(
     models: Sequence[str], *, data: str | None, reward: str | None, overrides: Sequence[str]
 ) -> list[Evaluation]:
-    """Evaluate each model on the same prompts, with the configuration of the first run among them.
+    """Evaluate each model on the same prompts, with the configuration that `_settings` chooses.
 
     Args:
         models: Folders or hub names of models, checkpoints of runs, or run directories (their newest checkpoint).
@@ -116,16 +116,20 @@ def _checkpoint_of(name: str) -> Path:
 
 
 def _settings(models: Sequence[str], data: str | None, reward: str | None, overrides: Sequence[str]) -> Config:
-    """Return the configuration that all models are evaluated with: that of the first run among them, or defaults.
+    """Return the configuration that all models are evaluated with.
+
+    It is that of the first run that names a reward, an agent or a workflow of its own, which a run of `clew sft` does
+    not; or else that of the first run, or defaults.
 
     Raises:
         ConfigError: Neither the options nor a run name the prompts or the reward; or a field is invalid.
     """
     configs = [_checkpoint_of(name).parent.parent / "config.yaml" for name in models]
-    found = next((path for path in configs if (path.parent / "status").is_dir() and path.exists()), None)
+    runs = {path: read_yaml(path) for path in configs if (path.parent / "status").is_dir() and path.exists()}
+    found = next((path for path, each in runs.items() if _gives_rewards(each)), next(iter(runs), None))
     values: dict[str, Any] = {"experiment": "eval", "algorithm": {"advantages": "none"}}  # which compares no episodes
     if found is not None:
-        values = read_yaml(found)
+        values = runs[found]
     given = {
         "model": {"path": str(_checkpoint_of(models[0]))},
         "launch": {"mode": "local"},  # inline mode has no time limit for rewards
@@ -145,6 +149,13 @@ def _settings(models: Sequence[str], data: str | None, reward: str | None, overr
             f"--reward my_rewards.FUNCTION, or name an agent, such as rollout.agent=my_agent.MyAgent."
         )
     return config
+
+
+def _gives_rewards(values: dict[str, Any]) -> bool:
+    """Return whether a run's configuration names a reward, an agent or a workflow of its own."""
+    rollout = values.get("rollout") or {}
+    own_workflow = not str(rollout.get("workflow", "clew.")).startswith("clew.")
+    return bool(rollout.get("reward") or rollout.get("agent") or own_workflow)
 
 
 def _version_of(checkpoint: Path) -> int | None:

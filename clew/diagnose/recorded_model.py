@@ -96,7 +96,7 @@ class RecordedModel(EpisodeEngine):
         overrides: dict[str, Any],
     ) -> Interaction:
         """Return a request in the form in which it would be recorded, without an answer."""
-        overrides.pop("on_token", None)
+        sampling = {name: value for name, value in overrides.items() if name != "on_token"}
         id = self.interaction_id(index)
         return Interaction(
             id=id,
@@ -107,7 +107,7 @@ class RecordedModel(EpisodeEngine):
             versions=[],
             finish_reason="",
             text="",
-            params=self._params(dict(overrides), derive_seed(self.resources.seed, id)),
+            params=self._params(sampling, derive_seed(self.resources.seed, id)),
             images=tuple(media_name(image) for image in images),
             prompt=json.loads(json.dumps(prompt, default=str)),
             started_at=0.0,
@@ -183,8 +183,6 @@ def first_difference(then: Any, now: Any, where: str) -> Divergence | None:
 
     In text, the place is a character. It is shown with the text around it, with spaces and line breaks made visible.
     """
-    if then == now and isinstance(then, bool) == isinstance(now, bool):
-        return None
     if isinstance(then, dict) and isinstance(now, dict):
         for name in {**then, **now}:
             found = first_difference(then.get(name, ABSENT), now.get(name, ABSENT), f"{where}, {name}")
@@ -195,6 +193,8 @@ def first_difference(then: Any, now: Any, where: str) -> Divergence | None:
         for place, pair in enumerate(itertools.zip_longest(then, now, fillvalue=ABSENT)):
             if found := first_difference(*pair, f"{where} {place}{_role(pair)}"):
                 return found
+        return None
+    if then == now and isinstance(then, bool) == isinstance(now, bool):  # in Python, True == 1
         return None
     if isinstance(then, str) and isinstance(now, str):
         at = common_length(then, now)

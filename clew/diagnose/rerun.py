@@ -118,6 +118,8 @@ def rerun(target: Path, options: Options) -> bool:
     options.check()
     with opened(target, options.trust) as (run, bundle):
         first, last = _range(run, options.steps, bundle)
+        if options.only is not None and options.steps is None:
+            first = last = _step_of(run, options.only, first, last)
         options.check_against(run, first)
         if options.stages is not None:
             algorithm = _algorithm_of_another(options.overrides, options.stages) if options.says_how else None
@@ -161,6 +163,14 @@ def _range(run: RunDirectory, steps: str | None, bundle: dict[str, Any] | None) 
     if first < lowest:
         raise RecordError(f"--steps {steps}: the bundle {run.path} holds the steps {lowest} to {count - 1}.")
     return first, last
+
+
+def _step_of(run: RunDirectory, only: str, first: int, last: int) -> int:
+    """Return the step that trained on the group, the episode or the sequence with this ID."""
+    for step in range(first, last + 1):
+        if any(only in (row.id, row.episode_id, row.group_id) for row in run.steps.read_data(step)):
+            return step
+    raise RecordError(f"Cannot find {only}: {_named(first, last)} of {run.path} did not train on it.")
 
 
 NOT_RECOMPUTED = (
@@ -288,7 +298,7 @@ def _train_again(
                 configure_as(run, engine, None)
                 metrics = engine.train_step(run.steps.read_data(last)).metrics
                 print(f"step {last}: loss {metrics['loss']:.6g}, gradient {metrics['grad_norm']:.6g}")
-                return True
+                return whole
         except DifferenceFound as altered:
             _tell(run, [altered.difference])
             return False

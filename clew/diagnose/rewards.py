@@ -79,7 +79,7 @@ async def rewards_again(
                     raise
                 except EpisodeError as error:  # its traceback, from the reward's own process, is in the message
                     now, _, trace = str(error).partition("\n")
-                except Exception as error:  # the user's code
+                except (Exception, SystemExit) as error:  # the user's code
                     now, *_ = f"{type(error).__name__}: {error}".splitlines()
                     trace = "".join(format_exception(error))
                 recorded = rows[0].rewards

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import sysconfig
 import traceback
@@ -14,7 +15,7 @@ from typing import Any
 
 import clew
 
-_CLEW = str(Path(clew.__file__).parent)
+_CLEW = str(Path(clew.__file__).parent) + os.sep  # without it, a user's clew_agents.py beside Clew would be Clew's
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _LOOP = ("asyncio/base_events.py", "asyncio/events.py", "asyncio/runners.py")
 _RUNS = ("_run_once", "run_forever", "run_until_complete", "_run", "run")
@@ -45,7 +46,7 @@ class Code:
         """Count the agent's own package as the user's code, wherever it is installed."""
         package = type(agent).__module__.partition(".")[0]
         file = getattr(sys.modules.get(package), "__file__", None)
-        self._own = str(Path(file).parent) if file and Path(file).name == "__init__.py" else file
+        self._own = str(Path(file).parent) + os.sep if file and Path(file).name == "__init__.py" else file
         self.is_user = cache(self._is_user)
 
     def _is_user(self, file: str) -> bool:

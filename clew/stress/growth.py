@@ -34,6 +34,9 @@ SHRINKS = 0.8
 NEVER_CLOSED = "Unclosed client session"
 """Message with which aiohttp reports a client session that was left to the garbage collector."""
 
+NOT_CLOSED_EITHER = "Unclosed connector"
+"""Message that aiohttp adds for the connections of such a session."""
+
 NEVER_LOOKED_AT = "Task exception was never retrieved"
 
 SHARE = 0.1
@@ -122,7 +125,7 @@ def judge_growth(samples: Sequence[Sample]) -> list[Verdict]:
             slope = (counts[-1] - counts[0]) / (samples[-1].episodes - samples[0].episodes)
             values = counts
             examples = (sample.examples.get(quantity, "") for sample in reversed(samples))
-            where = next((example for example in examples if line in example), f"opened at {line}")
+            where = next((example for example in examples if line in example), f"{COMES[quantity]} {line}")
         if slope is None or (quantity == "resident" and any(v.what.startswith("memory") for v in verdicts)):
             continue
         verdicts.append(
@@ -228,9 +231,10 @@ class Complaints:
         self._unclosed = 0
         self._errors: Counter[str] = Counter()
         self._places: Counter[str] = Counter()
+        self._printed = {NOT_CLOSED_EITHER}
 
     def hear(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Count a report of an unclosed session or an unseen error. Print nothing, and drop all other reports.
+        """Count a report of an unclosed session or an unseen error, and print any other once.
 
         This is the handler to pass to `loop.set_exception_handler`.
         """
@@ -242,6 +246,9 @@ class Complaints:
                 place = str(self._code.place(stack_of_error(error)) or "") if error is not None else ""
                 self._errors[f"{type(error).__name__}: {error}"] += 1
                 self._places[place] += 1
+            elif message not in self._printed:
+                self._printed.add(message)
+                loop.default_exception_handler(context)
 
     def verdicts(self, episodes: int, origins: Origins) -> list[Verdict]:
         """Return verdicts on the problems that happened in more than SHARE of the episodes."""

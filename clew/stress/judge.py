@@ -176,7 +176,9 @@ def _strangers(*waves: Wave) -> list[Verdict]:
 def _differing(warm: Wave, alone: Wave, crowd: Wave, again: Wave, origins: Origins) -> list[Verdict]:
     """Return a verdict if an episode's results depend on chance, or on other episodes that run before or beside it."""
     by_chance_alone = repeat.differences(warm.told, alone.told)
-    by_chance = repeat.differences(crowd.told, again.told) or by_chance_alone
+    by_chance, among = repeat.differences(crowd.told, again.told), crowd
+    if not by_chance:
+        by_chance, among = by_chance_alone, warm
     if by_chance:
         repeats_alone = warm.told and not by_chance_alone
         hint = ["alone, an episode repeats: look at what they share"] if repeats_alone else []
@@ -189,7 +191,7 @@ def _differing(warm: Wave, alone: Wave, crowd: Wave, again: Wave, origins: Origi
         return [
             Verdict(
                 kind="differs",
-                what=f"{len(by_chance)} of {len(crowd.episodes)} episodes differ when they are run again with the same "
+                what=f"{len(by_chance)} of {len(among.episodes)} episodes differ when they are run again with the same "
                 f"seeds and answers",
                 where=drawn[0] if drawn else crowd.asked_at(by_chance[0][0]),
                 evidence=[f"{episode}: {what}" for episode, what in by_chance[:4]] + hint,

@@ -129,7 +129,9 @@ class Origins:
         if running is not None:
             self.written.append(Written(path=path, where=str(running), episode=episode))
 
-    def _note_draw(self, caller: FrameType) -> None:
+    def _note_draw(self, caller: FrameType, function: str, /, *arguments: Any, **named: Any) -> None:
+        if function == "default_rng" and any(each is not None for each in (*arguments, *named.values())):
+            return  # it has a seed
         if self._code.is_user(caller.f_code.co_filename) and current_episode.get() is not None:
             self.drawn[told((caller.f_code, caller.f_lineno))] += 1
 
@@ -149,13 +151,13 @@ def _add_hook() -> None:
 
 
 @contextmanager
-def calls_noted(functions: Iterable[tuple[ModuleType, str]], note: Callable[[FrameType], None]) -> Iterator[None]:
-    """Call `note` with the caller's frame before each call of these functions, while entered."""
+def calls_noted(functions: Iterable[tuple[ModuleType, str]], note: Callable[..., None]) -> Iterator[None]:
+    """Call `note` with the caller's frame, the function's name and the arguments before each call, while entered."""
 
     def noting(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def call(*arguments: Any, **named: Any) -> Any:
-            note(sys._getframe(1))
+            note(sys._getframe(1), original.__name__, *arguments, **named)
             return original(*arguments, **named)
 
         return call

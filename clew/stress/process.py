@@ -73,7 +73,9 @@ class ProcessState:
             if now.get(name) != self._first.get(name):
                 _restore(name, self._first.get(name))
 
-    def _note(self, kind: str, caller: FrameType) -> None:
+    def _note(self, kind: str, caller: FrameType, function: str, /, *arguments: Any, **named: Any) -> None:
+        if kind == "os.environ":
+            kind = f"os.environ['{os.fsdecode(arguments[0])}']"
         place = self._code.users_place(lines_of(caller))
         if place is not None:
             self._called[kind] = str(place)
@@ -87,14 +89,17 @@ class ProcessState:
         with self._lock:
             if self._left:
                 return
-            now = _now()
+            now, used = _now(), set[str]()
             for name in sorted(now.keys() | self._before.keys()):
                 if now.get(name) != self._before.get(name):
-                    where = next((place for kind, place in self._called.items() if name.startswith(kind)), None)
-                    where = where or str(self._code.place(stack_of_coroutine(episode.coroutine)) or "")
+                    kind = next((kind for kind in list(self._called) if name.startswith(kind)), "")
+                    used.add(kind)
+                    where = self._called.get(kind) or str(self._code.place(stack_of_coroutine(episode.coroutine)) or "")
                     before, after = self._before.get(name), now.get(name)
                     change = Change(name=name, before=before, now=after, where=where, episode=episode.id)
                     self.changes.append(change)
+            for kind in used:
+                self._called.pop(kind, None)  # a later change may be that of a library's thread
             self._before = now
 
 

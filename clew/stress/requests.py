@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from clew.stress.serial import Interval, union
+
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
@@ -55,18 +57,16 @@ class Requests:
             self.moved = time.monotonic()
 
     def with_the_model(self) -> dict[str, float]:
-        """Return the sum of the seconds that the model had each request of an episode, by episode ID.
-
-        Two requests side by side count twice.
+        """Return the seconds during which the model had at least one request of an episode, by episode ID.
 
         Requests in progress count, as do those that ended since the last `take`. Episodes without either are left out.
         """
-        now, seconds = time.monotonic(), defaultdict[str, float](float)
+        now, by_episode = time.monotonic(), defaultdict[str, list[Interval]](list)
         for request in list(self._requests):
-            seconds[request.episode] += request.done - request.came
+            by_episode[request.episode].append((request.came, request.done))
         for episode, came in list(self._open.values()):
-            seconds[episode] += now - came
-        return seconds
+            by_episode[episode].append((came, now))
+        return {episode: union(intervals) for episode, intervals in by_episode.items()}
 
     def now_asking(self) -> set[str]:
         """Return the episodes that have a request with the model now."""

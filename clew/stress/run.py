@@ -238,16 +238,18 @@ class Stress:
         stage, crowd, again = self._stage, self._waves[3], self._waves[4]
         verdicts, notes = judge(self._waves[:5], self._confirming, stage.origins, state)
         crossings = crossed_rows_in(crowd, again)
-        tries = self._source is not None and not any(v.kind in ("differs", "hangs", "fails") for v in verdicts)
-        if self._source is not None and tries:
+        tested = False
+        if self._source is not None and not any(v.kind in ("differs", "hangs", "fails") for v in verdicts):
             stage.say("elsewhere: a few episodes in two other processes")
             askers = [crossing.asker for crossing in crossings]
             elsewhere = await run_some_elsewhere(self._source, stage, crowd, askers)
-            crossings = [crossing for crossing in crossings if not also_elsewhere(crossing, crowd, elsewhere)]
+            tested = bool(elsewhere.tried)
+            if tested:
+                crossings = [crossing for crossing in crossings if not also_elsewhere(crossing, crowd, elsewhere)]
             differing, not_judged = judge_elsewhere(crowd, elsewhere, stage.origins, state.sources)
             notes += not_judged
             verdicts += differing if not crossings else []
-        verdicts += judge_rows(crossings, crowd, state, certain=tries)
+        verdicts += judge_rows(crossings, crowd, state, certain=tested)
         matters = any(verdict.kind in ("shared", "differs") for verdict in verdicts)
         verdicts += shared.judge_changes(changes, matters=matters, sources=state.sources, uses=uses)
         verdicts += judge_written(stage.origins.written, matters=matters)
@@ -256,7 +258,8 @@ class Stress:
         return verdicts + self._leftovers.verdicts(stage.episodes, stage.origins), notes
 
     def _report(self, verdicts: Sequence[Verdict], notes: list[str], alone_s: float | None) -> Report:
-        verdicts = [*hanging(self._waves), *verdicts]
+        waves = [*self._waves, *self._confirming]
+        verdicts = [*hanging(waves), *verdicts]
         return Report(
             agent=f"{type(self._agent).__module__}.{type(self._agent).__qualname__}",
             batch=self._batch,
@@ -266,7 +269,7 @@ class Stress:
             rows=len(self._rows),
             rows_used=min(self._prompts, len(self._rows)),
             waves=[wave_report(wave, alone_s) for wave in self._waves[1:5] or self._waves],
-            failures=failures(episode for wave in self._waves for episode in wave.episodes),
+            failures=failures(episode for wave in waves for episode in wave.episodes),
             growth=self._samples,
             # The certain ones first, and causes before what differs because of them.
             verdicts=sorted(verdicts, key=lambda verdict: (not verdict.certain, verdict.kind == "differs")),

@@ -207,7 +207,7 @@ class State:
 def _roots(agent: object, code: Code) -> Iterator[tuple[str, Any]]:
     """Yield named dictionaries of attributes: the agent's, its classes', and the globals of the user's modules."""
     if hasattr(agent, "__dict__"):
-        yield "agent", agent.__dict__
+        yield "self" if "agent" in sys.modules else "agent", agent.__dict__  # "agent" is then the module's name
     own = sys.modules[type(agent).__module__]
     package = own.__name__.rpartition(".")[0]
     for name, module in list(sys.modules.items()):

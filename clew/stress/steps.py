@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import copy
+import ctypes
 import inspect
 import sys
 import threading
@@ -50,6 +51,10 @@ class Episode:
     """Line where the error was raised, or where the episode waited when it was stopped."""
     stopped: str = ""
     """Reason why the episode was stopped; empty if it ended by itself."""
+    stopped_at: float = 0.0
+    """time.monotonic() when the episode was stopped."""
+    abandoned: bool = False
+    """True if the next cancellation ends the episode although its code swallows CancelledError."""
     idle_from: float = 0.0
     """Result of `BusyWatch.idle_s` when the episode started."""
     coroutine: Coroutine | None = None
@@ -140,6 +145,12 @@ def driven(clew_drives: Coroutine, episode: Episode, stepped: Stepped | None) ->
             clew_drives.close()
             raise
         except BaseException as error:
+            if episode.abandoned:
+                try:
+                    clew_drives.close()
+                except RuntimeError:  # it swallows GeneratorExit, too; collected as garbage, it might go on for ever
+                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(clew_drives))
+                raise
             thrown = error
 
 

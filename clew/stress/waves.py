@@ -20,7 +20,7 @@ from clew.stress.steps import Episode, OpenEpisode, Stepped, run_episode, task_f
 from clew.stress.watch import MOVES, LoopWatch, StuckWatch, Watched
 
 CANCEL_S = 10.0
-"""Seconds that the remaining episodes may take to end when they are cancelled, after the event loop stood still."""
+"""Seconds that episodes may take to end when they are cancelled. After that, their code is not resumed any more."""
 
 TIMEOUT_S = 120.0
 """Default seconds that an episode may take, not counting the model and a busy processor."""
@@ -217,10 +217,12 @@ class Stage:
                 ended = f"{len(tasks) - len(left)} of {len(tasks)} episodes have ended"
                 self.say(f"{name}: {ended} after {now - began:.0f} s{most}")
         still.cancel()
-        for task in left:
-            task.cancel()
-        if left:
-            await asyncio.wait(left, timeout=CANCEL_S)
+        for abandoned in (False, True):
+            for task in left:
+                tasks[task].abandoned = abandoned
+                task.cancel()
+            if left:
+                _, left = await asyncio.wait(left, timeout=CANCEL_S)
         for task in tasks:
             if task.done() and not task.cancelled():
                 task.result()  # raises what is not the agent's fault; the agent's errors are kept in its episode
@@ -231,6 +233,11 @@ class Stage:
         still = quiet_s > max(self._patience_s, PATIENT * self._longest_s)
         model = self.requests.with_the_model() if not still else {}
         for episode in list(self.running & tasks.keys()):
+            if episode.stopped:
+                if now - episode.stopped_at > CANCEL_S:
+                    episode.abandoned = True
+                    tasks[episode].cancel()
+                continue
             own = min(now - episode.started, idle - episode.idle_from) - model.get(episode.id, 0.0)
             if still:
                 why = f"nothing moved for {quiet_s:.0f} s: no episode ended, no request came, nothing computed"
@@ -240,7 +247,7 @@ class Stage:
                 why = f"it ran for {now - episode.started:.0f} s"
             else:
                 continue
-            episode.stopped = f"did not end: {why}"
+            episode.stopped, episode.stopped_at = f"did not end: {why}", now
             episode.at = str(serial.waits_at(episode, self.code) or "")
             tasks[episode].cancel()
         if still:
@@ -255,10 +262,9 @@ class Stage:
                     self._agent, episode, self.open_episode, timeout_s=None, stepped=stepped, code=self.code
                 )
             except asyncio.CancelledError:
-                if episode.stopped:
-                    episode.error = episode.stopped
-                    return
-                episode.error = "it was stopped: the event loop had stood still"
-                raise
+                if not episode.stopped:
+                    episode.error = "it was stopped: the event loop had stood still"
+                    raise
             finally:
+                episode.error = episode.stopped or episode.error
                 self.running.discard(episode)

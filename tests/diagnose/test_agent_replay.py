@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,15 @@ from typer.testing import CliRunner
 from clew import config as configuration
 from clew.cli.main import app
 from clew.diagnose.agent_replay import Replay, replay_agent
+from clew.diagnose.recorded_model import RecordedModel, first_difference
+from clew.gateway.episode_engine import resources
 from clew.record.run import RunDirectory
+from clew.stress.standin import StandIn, byte_tokenizer
 from clew.view.find import Name, find_episode
 from tests.gateway.chatml import chatml_tokenizer
 from tests.rollout.scripted import config_for
 from tests.rollout.test_agents import rolled_out
+from tests.rollout.user_agents import Once
 
 
 def recorded(tmp_path: Path, agent: str, **rollout: Any) -> RunDirectory:
@@ -122,6 +127,35 @@ def test_an_episode_that_failed_has_its_tokens_on_record_and_can_be_debugged(tmp
     run = recorded(tmp_path, "Once", workflow_kwargs={"give": "raise"})
     again = replayed(run, "g000000.e0")
     assert again.same and again.answered == 1 and "RuntimeError: planted" in (again.error or "")
+
+
+def test_an_episode_that_ended_with_an_exit_can_be_replayed(tmp_path: Path) -> None:
+    run = recorded(tmp_path, "Once", workflow_kwargs={"give": "raise"})
+    rows = find_episode(run, Name.parse("g000000.e0"))
+    again = replay_agent(run, rows, agent=f"{__name__}.Exits", base_url=None)
+    assert again.same and again.error == "SystemExit: 3"
+
+
+class Exits(Once):
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> Any:
+        try:
+            return await super().run(data, **extra_kwargs)
+        except RuntimeError:
+            sys.exit(3)
+
+
+def test_values_and_their_types_are_compared_within_containers_too() -> None:
+    found = first_difference({"strict": [True]}, {"strict": [1]}, "tool")
+    assert found is not None and (found.where, found.then, found.now) == ("tool, strict 0", "true", "1")
+    assert first_difference({"strict": [True]}, {"strict": [True]}, "tool") is None
+
+
+def test_the_first_request_that_a_live_model_answers_is_streamed_too(tmp_path: Path) -> None:
+    tokenizer, tokens = byte_tokenizer(), list[int]()
+    shared = resources(config_for(tmp_path), StandIn(tokenizer, latency_s=0.0), tokenizer, None, vision=None)
+    model = RecordedModel(shared, [], "g000000.e0", live=True)
+    answer = asyncio.run(model.generate([7], on_token=lambda token, logprob: tokens.append(token)))
+    assert model.live == 1 and tokens == answer.output_ids != []
 
 
 @pytest.mark.parametrize("episode", ["g000099.e0", "g000000.e9"])

@@ -124,6 +124,7 @@ def test_the_example_trains_records_resumes_and_replays(
     bundle(run.path, 3, to=tmp_path / "bundle.clew.zip")
     said = capsys.readouterr().out
     assert "It holds no code: algorithm.loss=examples.my_algorithm.algorithm.loss must be importable there." in said
+    assert "preset" not in said and "--trust examples.my_algorithm`" not in said, "a replay does not load it"
     copy = run.path.parent / "resumed"
     shutil.copytree(run.path, copy)
     for late in ("step-000002", "step-000004"):

@@ -14,7 +14,7 @@ from clew.diagnose.blame import blame
 from clew.diagnose.diff import diff
 from clew.diagnose.parts import parts_of
 from clew.diagnose.rerun import Options, rerun
-from clew.errors import ClewError, ConfigError
+from clew.errors import ClewError, ConfigError, RecordError
 from clew.record import Writer, rows
 from clew.record.run import RunDirectory
 
@@ -46,6 +46,21 @@ def anothers(path: Path, **planted: dict[int, float]) -> RunDirectory:
             metrics={"loss": columns["loss"][0]},
         )
     return writer.run
+
+
+def test_runs_without_a_common_metric_cannot_be_plotted(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        with Writer(tmp_path / name, trainer="mine") as writer:
+            sequence = {
+                "group_id": "g000000",
+                "input_ids": [1, 2],
+                "loss_mask": [0, 1],
+                "reward": 1.0,
+                "logprobs": -1.0,
+            }
+            writer.step([sequence])
+    with pytest.raises(RecordError, match="Cannot plot: none of the metrics reward, loss, "):
+        diff(tmp_path / "one", tmp_path / "two", ignore=[], plot=tmp_path / "drift.png")
 
 
 def test_another_trainers_step_is_blamed_by_what_it_recorded(

@@ -91,6 +91,17 @@ def test_a_step_in_the_middle_that_was_replaced_is_named_by_each_command(
     assert {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()} == before
 
 
+def test_a_step_that_was_not_committed_does_not_hide_a_broken_chain(
+    run: RunDirectory, twin: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.steps.json_path(5).unlink()
+    run.steps.index_path.write_text("".join(run.steps.index_path.read_text().splitlines(keepends=True)[:5]))
+    assert again(run.path, "5")
+    replace(run, twin, 4)
+    assert not again(run.path, "5")
+    assert "BROKEN CHAIN" in capsys.readouterr().out
+
+
 def test_a_run_whose_step_was_replaced_does_not_go_on(run: RunDirectory, twin: Path, folder: Path) -> None:
     replace(run, twin, 2)
     with pytest.raises(RecordError, match=r"Cannot go on with .*steps/step-000002\.json does not fit"):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from contextlib import redirect_stdout
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
 from clew.cli.main import app
 from clew.errors import ConfigError, DataError, ModelError, RolloutError
@@ -48,8 +50,8 @@ def test_intervals_by_hand() -> None:
 def test_checkpoints_and_a_model_are_compared_on_the_same_prompts(
     run: RunDirectory, folder: Path, held_out: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "model").symlink_to(folder / "model")
-    models = ["runs/e/first", "runs/e/first/checkpoints/step-000000", "./model"]
+    (tmp_path / "lr=1e-5").symlink_to(folder / "model")
+    models = ["runs/e/first", "runs/e/first/checkpoints/step-000000", "./lr=1e-5"]
     to = tmp_path / "episodes.parquet"
     shown = evaluated(
         *models,
@@ -89,6 +91,20 @@ def test_a_run_gives_the_numbers_of_its_own_evaluation(
     evaluated(run.path, to=str(to))
     now = pq.read_table(to).to_pylist()
     assert [(row["episode"], row["reward"]) for row in now] == [(row["episode_id"], row["reward"]) for row in then]
+
+
+def test_the_reward_is_that_of_the_first_run_that_names_one(run: RunDirectory, held_out: str, tmp_path: Path) -> None:
+    """As after `clew eval SFT GRPO`: a run of `clew sft` names no reward."""
+    without = tmp_path / "runs" / "e" / "sft"
+    shutil.copytree(run.path, without)
+    values = yaml.safe_load((without / "config.yaml").read_text())
+    values["rollout"].pop("reward")
+    values["eval"] = {"n_samples": 3}
+    (without / "config.yaml").write_text(yaml.safe_dump(values))
+    shown = evaluated(without, run.path, data=held_out)
+    assert "5 prompts, 1 sample each" in shown
+    with pytest.raises(ConfigError, match="Add --reward"):
+        evaluated(without, data=held_out)
 
 
 def test_prompts_that_do_not_pass_and_failed_episodes_are_named(

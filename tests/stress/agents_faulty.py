@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
+import itertools
 import json
 import mmap
 import os
@@ -16,7 +18,7 @@ import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx2
 import openai
@@ -92,6 +94,47 @@ class GlobalLock(Agent):
         async with LOCK:
             await asyncio.sleep(0.1)
         return await super().run(data, **given)
+
+
+class FailsLate(GlobalLock):
+    """Fails once, in a wave that confirms that the episodes wait for one another, and in no other."""
+
+    runs = itertools.count(1)
+
+    async def run(self, data: dict, **given: Any) -> float:
+        if next(self.runs) == 1 + 3 + 2 + 8 + 8 + 5:
+            raise ValueError("late")
+        return await super().run(data, **given)
+
+
+class Stubborn(Agent):
+    """Catches its cancellation, and goes on for ever."""
+
+    async def run(self, data: dict, **given: Any) -> float:
+        await super().run(data, **given)
+        while True:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(3600)
+
+
+class CatchesAll(Agent):
+    """Catches even the GeneratorExit of a coroutine that is closed."""
+
+    async def run(self, data: dict, **given: Any) -> float:
+        await super().run(data, **given)
+        while True:
+            with contextlib.suppress(BaseException):
+                await asyncio.create_task(asyncio.sleep(3600))
+
+
+class KeepsFirstRow(Agent):
+    """Asks with the first row that the process saw, too."""
+
+    first: ClassVar[dict[str, str]] = {}
+
+    async def run(self, data: dict, **given: Any) -> float:
+        first = self.first.setdefault("prompt", data["prompt"])
+        return await super().run({"prompt": f"{first} {data['prompt']}"}, **given)
 
 
 class ClassSemaphore(Agent):

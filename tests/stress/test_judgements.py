@@ -3,35 +3,43 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
+import os
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+import clew
 from clew.inference.protocol import Completion, GenerateRequest, SamplingParams
 from clew.stress import growth, repeat, serial, shared, steps, watch
 from clew.stress.busy import sleeps_in_a_call
 from clew.stress.crossings import crossed_answers, crossed_rows
-from clew.stress.frames import Code, Place, stack_of_coroutine, stack_of_thread
+from clew.stress.frames import Code, Place, is_clew, stack_of_coroutine, stack_of_thread
 from clew.stress.gateway import Noted
 from clew.stress.growth import Sample, grows
-from clew.stress.origins import Written, judge_written
+from clew.stress.judge import judge
+from clew.stress.origins import Origins, Written, judge_written
 from clew.stress.process import ProcessState
 from clew.stress.repeat import Told
 from clew.stress.report import Report, parts
 from clew.stress.requests import Request, Requests
-from clew.stress.serial import Crowd
+from clew.stress.serial import Crowd, Waits
 from clew.stress.shared import Change
 from clew.stress.standin import StandIn
 from clew.stress.steps import Episode
 from clew.stress.variables import Sources, Uses
 from clew.stress.verdict import Verdict
+from clew.stress.waves import Wave
 from tests.models import tiny_tokenizer
 
 PARAMS = SamplingParams(max_new_tokens=40)
@@ -39,6 +47,90 @@ PARAMS = SamplingParams(max_new_tokens=40)
 
 def request(episode: str, asked: str, answered: str, came: float = 0.0, done: float = 1.0) -> Request:
     return Request(episode=episode, asked=asked, answered=answered, came=came, done=done)
+
+
+def test_code_beside_clews_and_beside_the_agents_package_is_not_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clews = Path(clew.__file__).parent
+    code = Code(Holder())
+    assert is_clew(str(clews / "cli" / "main.py")) and not code.is_user(str(clews / "cli" / "main.py"))
+    assert not is_clew(f"{clews}_agents.py") and code.is_user(f"{clews}_agents.py")
+    library = tmp_path / "site-packages"
+    (library / "planted_package").mkdir(parents=True)
+    (library / "planted_package" / "__init__.py").write_text("class Agent: ...\n")
+    monkeypatch.syspath_prepend(library)
+    own = Code(importlib.import_module("planted_package").Agent())
+    assert own.is_user(str(library / "planted_package" / "tools.py"))
+    assert not own.is_user(str(library / "planted_package_of_others" / "tools.py"))
+
+
+def test_requests_side_by_side_take_the_models_time_once() -> None:
+    requests = Requests()
+    for came in (0.0, 1.0, 20.0):
+        requests.note(request("a", "", "", came=came, done=came + 10.0))
+    assert requests.with_the_model() == {"a": 21.0}
+
+
+def test_what_asyncio_reports_besides_is_printed_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def report() -> list[Verdict]:
+        complaints, loop = growth.Complaints(Code(object())), asyncio.get_running_loop()
+        loop.set_exception_handler(complaints.hear)
+        for _ in range(3):
+            loop.call_soon(lambda: [][1])
+            await asyncio.sleep(0)
+        loop.call_exception_handler({"message": growth.NEVER_CLOSED})
+        return complaints.verdicts(1, Origins(Code(object())))
+
+    assert len(asyncio.run(report())) == 1
+    [record] = caplog.records
+    assert record.getMessage().startswith("Exception in callback") and "IndexError" in caplog.text
+
+
+def test_the_line_of_a_change_is_that_of_its_own_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CLEW_TEST_A", "CLEW_TEST_B"):
+        monkeypatch.setenv(name, "0")
+
+    def first() -> None:
+        os.environ["CLEW_TEST_A"] = "1"
+
+    def second() -> None:
+        os.environ["CLEW_TEST_B"] = "1"
+
+    async def changes() -> list[str]:
+        async with ProcessState(Code(object())) as state:
+            first()
+            second()
+            state.stepped(Episode("g0.e0", {}))
+            library: dict[str, Any] = {"os": os}
+            code = compile("os.environ['CLEW_TEST_A'] = '2'", "<library>", "exec")
+            thread = threading.Thread(target=exec, args=(code, library))
+            thread.start()
+            await asyncio.to_thread(thread.join)
+            state.stepped(Episode("g0.e1", {}))
+        return [each.where.partition(",")[0].rpartition(".")[2] for each in state.changes]
+
+    assert asyncio.run(changes()) == ["first", "second", ""]
+
+
+def test_a_generator_with_a_seed_is_no_chance() -> None:
+    def seeded() -> None:
+        np.random.default_rng(7)
+        np.random.default_rng(seed=[1, 2])
+
+    def unseeded() -> None:
+        np.random.default_rng()
+        np.random.default_rng(None)
+
+    async def drawn() -> list[str]:
+        async with Origins(Code(object())) as origins:
+            token = steps.current_episode.set(Episode("a", {}))
+            seeded()
+            unseeded()
+            steps.current_episode.reset(token)
+        return [line.rpartition(".")[2] for line in origins.drawn.elements()]
+
+    assert asyncio.run(drawn()) == ["unseeded", "unseeded"]
 
 
 @pytest.fixture(scope="module")
@@ -169,6 +261,20 @@ def changes_of(agent: Any, steps: list[tuple[Episode, Any]]) -> list[Change]:
         change(agent)
         state.stepped(episode)
     return state.changes
+
+
+def test_an_agent_in_a_module_named_agent_keeps_its_own_attributes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "agent.py").write_text("class Agent:\n    current = ''\n    def __init__(self): self.task = ''\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    first, second = episodes()
+    try:
+        agent = importlib.import_module("agent").Agent()
+        steps = [(first, lambda a: setattr(a, "task", "one")), (second, lambda a: setattr(a, "task", "two"))]
+        assert [(each.name, each.key) for each in changes_of(agent, steps)] == [("self", "'task'")] * 2
+    finally:
+        sys.modules.pop("agent", None)
 
 
 def test_facts_and_suspicions_about_shared_state() -> None:
@@ -309,6 +415,28 @@ def test_a_difference_is_the_agents_only_if_the_model_said_the_same() -> None:
     assert differs(base) == differs(swapped) == differs(model) == []
     assert differs(other) == ["request 1 differs: 'p x', then 'p z'"]
     assert differs(rewarded) == ["the reward is 1.0, then 0.5"]
+
+
+def test_episodes_that_differ_are_counted_among_those_that_were_compared() -> None:
+    code = Code(Holder())
+
+    def wave(**rewards: float) -> Wave:
+        return Wave(
+            name="",
+            width=len(rewards),
+            episodes=[Episode(id, {}, finished=1.0, reward=reward) for id, reward in rewards.items()],
+            requests=[request(id, "p", "x") for id in rewards],
+            seconds=1.0,
+            cpu_s=0.0,
+            busy_s=0.0,
+            waits=Waits(set(), code, set),
+            watched=watch.Watched(blocks=[], seconds=1.0),
+        )
+
+    alone, crowd = wave(a=1.0), wave(a=1.0, b=1.0, c=1.0)
+    verdicts, _ = judge([wave(a=0.0), alone, crowd, crowd, crowd], [], Origins(code), shared.State(Holder(), code))
+    [differs] = [each for each in verdicts if each.kind == "differs"]
+    assert differs.what.startswith("1 of 1 episodes differ when")
 
 
 def test_a_model_that_answers_by_chance_is_no_difference_of_the_agents() -> None:
@@ -491,7 +619,10 @@ def test_a_pool_that_closes_connections_hides_no_leak() -> None:
     ]
     assert grows(samples, "sockets") is None
     (found,) = growth.judge_growth(samples)
-    assert "agent.py:9 run" in found.where and found.what == "sockets left behind: +1.0 sockets with every episode"
+    assert (
+        found.where == "connected at agent.py:9 run"
+        and found.what == "sockets left behind: +1.0 sockets with every episode"
+    )
 
 
 def test_text_of_another_row() -> None:

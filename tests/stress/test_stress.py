@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import itertools
 import json
 import os
 import signal
@@ -14,13 +15,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from clew.stress import run, waves
+from clew.stress.elsewhere import Source
 from clew.stress.gateway import BeforeEngine
 from clew.stress.report import Report
 from clew.stress.standin import StandIn, byte_tokenizer
 from clew.stress.views import page, rendered
 from clew.stress.watch import STUCK_S
 from tests.stress import agents_faulty, agents_sound
-from tests.stress.judging import judged
+from tests.stress.judging import ROWS, judged
 
 LATENCY_S = 0.03
 
@@ -166,6 +169,40 @@ def test_a_loop_that_stands_still_for_good_is_interrupted_and_explained() -> Non
     console = Console(record=True, width=160, file=io.StringIO())
     console.print(rendered(report))
     assert "not fit for training" in console.export_text()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a coroutine ignored GeneratorExit
+@pytest.mark.parametrize("agent", [agents_faulty.Stubborn, agents_faulty.CatchesAll])
+def test_an_episode_that_swallows_its_cancellation_is_stopped(agent: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waves, "CANCEL_S", 0.5)
+    report = stressed(agent, stuck_s=1.0)
+    assert [(each.kind, each.where) for each in report.verdicts] == [("hangs", report.verdicts[0].where)]
+    assert f"{agent.__name__}.run" in report.verdicts[0].where
+    [failure] = report.failures
+    assert failure.error.startswith("did not end: nothing moved for")
+
+
+def test_a_failure_while_a_finding_is_confirmed_is_reported() -> None:
+    agents_faulty.FailsLate.runs = itertools.count(1)
+    report = stressed(agents_faulty.FailsLate)
+    assert [(each.error, each.count) for each in report.failures] == [("ValueError: late", 1)]
+
+
+def test_text_of_another_row_is_suspected_if_no_other_process_can_be_run() -> None:
+    tokenizer = byte_tokenizer()
+    gateway = BeforeEngine(StandIn(tokenizer, latency_s=LATENCY_S), tokenizer, None)
+    source = Source(path="no_such_module.Agent")
+    report = run.stressed(agents_faulty.KeepsFirstRow(), ROWS, gateway=gateway, batch=4, group=1, source=source)
+    assert any("no_such_module" in note for note in report.notes)
+    assert ["text of one row" in each.what for each in report.verdicts if not each.certain] == [True], report.verdicts
+
+
+def test_a_slow_model_is_no_failure_in_another_process() -> None:
+    tokenizer = byte_tokenizer()
+    gateway = BeforeEngine(StandIn(tokenizer, latency_s=1.5), tokenizer, None)
+    source = Source(path="tests.stress.agents_faulty.Agent")
+    report = run.stressed(agents_faulty.Agent(), ROWS, gateway=gateway, batch=2, group=1, timeout_s=1.0, source=source)
+    assert not [each for each in report.verdicts if each.certain], report.verdicts
 
 
 def test_what_an_episode_does_to_the_process_is_found_and_undone() -> None:
