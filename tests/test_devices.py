@@ -14,7 +14,7 @@ from clew.config import Config
 from clew.errors import ConfigError, LaunchError
 from clew.launch import supervisor
 from clew.launch.supervisor import Child
-from clew.record.run import RunDirectory
+from clew.record.run import RunDirectory, Server
 
 
 def config(tmp_path: Path, devices: str | None, **inference: Any) -> Config:
@@ -71,13 +71,18 @@ def test_servers_that_run_already_are_attached_to(
         started(tmp_path, "d1", backend="sglang")
 
 
-def test_a_server_that_gives_up_leaves_the_others_and_the_last_one_ends_the_run(tmp_path: Path) -> None:
+def child_of(run: RunDirectory, name: str, program: str) -> Child:
+    return Child(name, [sys.executable, "-c", program], run, dict(os.environ))
+
+
+def test_a_server_that_gives_up_leaves_the_others_and_the_last_one_ends_the_run(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     run = RunDirectory(tmp_path / "e" / "0")
     (tmp_path / "go").mkdir()
     program = "import os, time\nwhile not os.path.exists({!r}): time.sleep(0.01)\nraise SystemExit('clew: no memory')"
     children = {
-        name: Child(name, [sys.executable, "-c", program.format(str(tmp_path / "go" / name))], run, dict(os.environ))
-        for name in ("server", "server-1")
+        name: child_of(run, name, program.format(str(tmp_path / "go" / name))) for name in ("server", "server-1")
     }
     for child in children.values():
         child.start()
@@ -92,6 +97,31 @@ def test_a_server_that_gives_up_leaves_the_others_and_the_last_one_ends_the_run(
     (tmp_path / "go" / "server").touch()
     until(lambda: children["server"].given_up)
     assert not children["server-1"].given_up
+    assert not supervisor._tell_addresses(run, children), "the other one is not ready"
+    run.register_server(Server(name="server-1", address="127.0.0.1:7001", pid=os.getpid(), ready=True))
+    assert supervisor._tell_addresses(run, children)
+    assert capfd.readouterr().out.strip().endswith("CLEW_LLM_SERVER_ADDRS=127.0.0.1:7001")
+    (tmp_path / "go" / "server").unlink()
+    children["server"].start()  # as after a hang
     (tmp_path / "go" / "server-1").touch()
-    with pytest.raises(LaunchError, match=r"the server-1 ended with code 1.*\n.*no memory"):
+    until(lambda: children["server-1"].given_up)
+    assert not children["server"].given_up
+    (tmp_path / "go" / "server").touch()
+    with pytest.raises(LaunchError, match=r"the server ended with code 1.*\n.*no memory\n\(full log: .*server.log\)"):
         until(lambda: False)
+
+
+def test_an_error_that_an_earlier_start_logged_is_not_reported(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "e" / "0")
+    child = child_of(run, "server", "raise SystemExit('\\nclew: out of disk')")
+    child.start()
+    child.process.wait()
+    assert child.last_words() == "out of disk"
+    child.command[-1] = "import os; print('loading', flush=True); os.kill(os.getpid(), 9)"
+    child.start()
+    child.process.wait()
+    assert child.last_words() == "loading"
+    child.command[-1] = "raise SystemExit('clew: a rank was killed. Its last lines:' + 12 * '\\na line')"
+    child.start()
+    child.process.wait()
+    assert child.last_words().startswith("a rank was killed. Its last lines:\n")

@@ -141,17 +141,18 @@ class Watch:
         error = asking.communicate()[1].strip().removeprefix("clew: ")
         self._asking = None
         quiet_s = now - self._last
-        if self._last > self._asked_at:  # the run has gone on meanwhile
-            return None
-        self._patient_from, self._patience = now, 2 * self._patience
-        if late or asking.returncode not in (0, 1, 3):
-            why = f"gave no answer within {ANSWER_S:.0f} s" if late else f"could not say why: {error}"
-            self._warn(f"no progress for {quiet_s:.0f} s, and `clew hang` {why}")
-            return None
         page = self._report.with_suffix(".html")
-        if asking.returncode == 0:  # nothing hangs
+        went_on = self._last > self._asked_at
+        if not went_on:
+            self._patient_from, self._patience = now, 2 * self._patience
+        if went_on or asking.returncode == 0:  # nothing hangs
             self._report.unlink(missing_ok=True)
             page.unlink(missing_ok=True)
+            return None
+        # Python itself exits with 1, too, when it cannot import a module.
+        if late or asking.returncode not in (1, 3) or not self._report.exists():
+            why = f"gave no answer within {ANSWER_S:.0f} s" if late else f"could not say why: {error}"
+            self._warn(f"no progress for {quiet_s:.0f} s, and `clew hang` {why}")
             return None
         verdict = json.loads(self._report.read_text())
         pattern, explanation = verdict["pattern"], verdict["explanation"]

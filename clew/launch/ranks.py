@@ -52,20 +52,28 @@ def place(ranks: int, arguments: list[str], logs: Path | None = None) -> None:
     """
     with tempfile.TemporaryDirectory(prefix="clew-ranks-") as folder:
         errors = [Path(folder) / f"rank-{rank}.json" for rank in range(ranks)]
+        files = (_log(rank, error, logs) for rank, error in enumerate(errors))
+        begins = [log.stat().st_size if log.exists() else 0 for log in files]
         port = free_port()
         children: list[subprocess.Popen[bytes]] = []
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, lambda number, _: children[0].send_signal(number) if children else None)
+
+        def pass_on(number: int, _: object) -> None:
+            running = [child for child in children if child.poll() is None]
+            if running:  # rank 0, unless it is done
+                running[0].send_signal(number)
+
         try:
             for rank in range(ranks):
                 children.append(_start(rank, ranks, port, arguments, errors[rank], logs))
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, pass_on)
             failed = _wait(children)
         finally:
             for child in children:
                 child.kill()
                 child.wait()
         if failed:
-            cause = _first_cause(failed, ranks, errors, logs)
+            cause = _first_cause(failed, ranks, errors, logs, begins)
             if not cause:  # a rank has said all, and its exit code is the answer
                 raise SystemExit(max(failed.values()))
             raise Interrupted(cause) if min(failed.values()) > 128 else LaunchError(cause)
@@ -133,31 +141,36 @@ def _start(
 
 
 def _wait(children: list[subprocess.Popen[bytes]]) -> dict[int, int]:
-    """Wait until all ranks are done, or until shortly after one has failed. Return the exit codes of failed ranks."""
+    """Wait until all ranks are done, or until shortly after one has failed.
+
+    Return the exit codes of failed ranks, without those that crashed later than others failed: a rank may crash because
+    its peer is gone. SIGKILL is never such a crash.
+    """
 
     def failed() -> dict[int, int]:
         return {rank: code for rank, child in enumerate(children) if (code := child.poll())}
 
-    while any(child.poll() is None for child in children):
-        if failed():
-            deadline = time.monotonic() + TOGETHER_S
-            while time.monotonic() < deadline and any(child.poll() is None for child in children):
-                time.sleep(POLL_S)
-            break
+    while any(child.poll() is None for child in children) and not failed():
         time.sleep(POLL_S)
-    return failed()
+    first = (
+        failed()
+    )  # polled again: the rank that made another one fail ended earlier, but may have been polled too early
+    deadline = time.monotonic() + TOGETHER_S
+    while time.monotonic() < deadline and any(child.poll() is None for child in children):
+        time.sleep(POLL_S)
+    return {rank: code for rank, code in failed().items() if rank in first or code >= 0 or code == -signal.SIGKILL}
 
 
-def _first_cause(failed: dict[int, int], ranks: int, errors: list[Path], logs: Path | None) -> str:
+def _first_cause(failed: dict[int, int], ranks: int, errors: list[Path], logs: Path | None, begins: list[int]) -> str:
     """Return which rank failed first and its error; empty when that rank has already printed everything. `failed` are
-    the exit codes of the ranks that ended before the others were killed."""
+    the exit codes of the ranks that ended before the others were killed, `begins` the sizes of the logs before."""
     killed = [rank for rank, code in failed.items() if code < 0]
     said = {rank: told for rank in failed if (told := _told(errors[rank])) is not None}
     if killed or not said:  # a killed rank reports nothing, and others only report that it is gone
         rank = (killed or list(failed))[0]
         code = failed[rank]
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-        return f"trainer rank {rank} of {ranks} {how}.{_last_lines(rank, errors[rank], logs)}"
+        return f"trainer rank {rank} of {ranks} {how}.{_last_lines(rank, errors[rank], logs, begins[rank])}"
     first = min(said, key=lambda rank: said[rank][0])
     message = said[first][1]
     everyone = len(said) == ranks and all(each == message for _, each in said.values())
@@ -169,13 +182,19 @@ def _log(rank: int, error: Path, logs: Path | None) -> Path:
     return (logs or error.parent) / f"trainer-{rank}.log"
 
 
-def _last_lines(rank: int, error: Path, logs: Path | None) -> str:
+def read_from(log: Path, begin: int) -> str:
+    """Return what was written to a log from byte `begin` on. Logs are appended to: before it, an earlier start of the
+    process may have written its own error."""
+    return log.read_bytes()[begin:].decode(errors="replace")
+
+
+def _last_lines(rank: int, error: Path, logs: Path | None, begin: int) -> str:
     """Return the end of what a rank wrote, as the rest of a message; "" for rank 0, which wrote on the terminal."""
     if not rank:
         return ""
     log = _log(rank, error, logs)
-    where = "" if logs is None else f" (all of them: {log})"
-    lines = log.read_text(errors="replace").splitlines()[-LAST_LINES:]
+    where = "" if logs is None else f" (full log: {log})"
+    lines = read_from(log, begin).splitlines()[-LAST_LINES:]
     return "\n".join([f" Its last lines{where}:", *lines]) if lines else " It wrote nothing."
 
 

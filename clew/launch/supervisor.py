@@ -24,6 +24,7 @@ from clew.config import SERVERS_ALIAS, SERVERS_VARIABLE, TOKEN_VARIABLE, Config,
 from clew.devices import gpus, server_names, shared_out
 from clew.errors import ConfigError, Interrupted, LaunchError, RecordError
 from clew.launch.no_progress import SUPERVISED_VARIABLE, Hang, Watch
+from clew.launch.ranks import LAST_LINES, read_from
 from clew.printing import print
 from clew.processes import PARENT_VARIABLE
 from clew.reading import read_json
@@ -48,11 +49,14 @@ class Child:
     given_up: bool = False
     """True for a server that ended by an error of its own, while others serve."""
     process: subprocess.Popen[bytes] = field(init=False)
+    log_begin: int = field(init=False)
+    """Size of the log, in bytes, when the process was started."""
 
     def start(self) -> None:
         """Start the process in its own session, so that Ctrl-C reaches only the supervisor. Output goes to
         logs/<role>.log."""
         with (self.run.logs / f"{self.role}.log").open("ab") as log:
+            self.given_up, self.log_begin = False, log.tell()
             self.process = subprocess.Popen(
                 self.command,
                 stdin=subprocess.DEVNULL,
@@ -71,9 +75,11 @@ class Child:
                 return str(words["error"])
         if shutil.disk_usage(self.run.path).free < 2**16:
             return f"There is no space left in {self.run.path}. Free some, then start the same command again to go on."
-        log = (self.run.logs / f"{self.role}.log").read_text(errors="replace").strip()
+        log = read_from(self.run.logs / f"{self.role}.log", self.log_begin).strip()
         *_, error = log.rsplit("\nclew: ", 1)
-        return "\n".join(error.removeprefix("clew: ").splitlines()[-12:])
+        # A failed rank's error has one line more than the last lines of its log, which it quotes.
+        lines = error.removeprefix("clew: ").splitlines()[-LAST_LINES - 1 :]
+        return "\n".join(lines) or "It wrote nothing."
 
 
 def supervise(config: Config, arguments: list[str], refresh: Callable[[], None]) -> None:
@@ -177,11 +183,12 @@ def _of_server(name: str, number: int, config: Config) -> list[str]:
 
 
 def _tell_addresses(run: RunDirectory, children: dict[str, Child]) -> bool:
-    """Print the addresses of the servers once all are ready; return whether they are."""
+    """Print the addresses of the servers once all that are not given up are ready; return whether they are."""
     ready = {server.name: server.address for server in run.servers() if server.ready}
-    if ready.keys() != children.keys():
+    expected = [name for name, child in children.items() if not child.given_up]
+    if ready.keys() != set(expected):
         return False
-    addresses = ",".join(ready[name] for name in children)
+    addresses = ",".join(ready[name] for name in expected)
     print(f"LLM inference servers launched at: {SERVERS_VARIABLE}={addresses}", flush=True)
     return True
 
@@ -215,7 +222,7 @@ def _check(config: Config, run: RunDirectory, children: dict[str, Child]) -> boo
         often = f", after {child.restarts} restarts (launch.restarts)" if child.restarts else ""
         raise LaunchError(
             f"the {role} {how}{often}, at step {run.steps.count()} of {config.training.steps}:\n{child.last_words()}\n"
-            f"(all that it wrote: {run.logs / f'{role}.log'})"
+            f"(full log: {run.logs / f'{role}.log'})"
         )
     return False
 

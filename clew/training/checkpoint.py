@@ -43,6 +43,8 @@ from clew.training.sharding import collect, like, state_of
 
 log = logging.getLogger("clew.training")
 
+FOLDER = re.compile(r"step-\d{6,}")
+"""Name of a checkpoint's folder."""
 FORMAT = 1
 """Version of the format of checkpoint.json. Newer ones are refused."""
 STATE = "trainer/state.safetensors"
@@ -67,7 +69,7 @@ class Manifest(TypedDict):
     version: Count
     updates: Count
     critic_updates: Count | None
-    dtype: NotRequired[str]
+    dtype: str
     lora_rank: NotRequired[Count | None]
     recent_norms: list[Number]
     weights: dict[str, str]
@@ -144,7 +146,7 @@ def load(engine: TrainEngine, folder: Path) -> None:
         raise RecordError(f"Cannot load {folder}: it is not a checkpoint, because it has no checkpoint.json.")
     manifest = read_manifest(folder)
     for field, then, now in (
-        ("model.dtype", manifest.get("dtype"), engine.config.model.dtype),
+        ("model.dtype", manifest["dtype"], engine.config.model.dtype),
         ("training.lora_rank", manifest.get("lora_rank"), engine.config.training.lora_rank),
     ):
         if then != now:
@@ -208,8 +210,9 @@ def check_files(folder: Path) -> None:
 
 
 def saved(checkpoints: Path) -> list[Path]:
-    """Return the checkpoints in a folder of checkpoints, oldest first."""
-    return sorted(path.parent for path in checkpoints.glob("step-*/checkpoint.json"))
+    """Return the checkpoints in a folder of checkpoints, oldest first; not those with other names, such as copies."""
+    folders = (path.parent for path in checkpoints.glob("step-*/checkpoint.json"))
+    return sorted(folder for folder in folders if FOLDER.fullmatch(folder.name))
 
 
 def latest_version(checkpoints: Path) -> int:
@@ -322,8 +325,8 @@ def read_manifest(folder: Path) -> Manifest:
         check_format(path, manifest["format"], FORMAT)
     check_fields(path, manifest, Manifest, GO_ON)
     if chain.seal_broken(read_bytes(path)):
-        raise _altered(folder, "the seal of checkpoint.json does not fit what it says")
-    if re.fullmatch(r"step-\d{6,}", folder.name) and folder.name != f"step-{manifest['version']:06d}":
+        raise _altered(folder, "the seal of checkpoint.json does not match its content")
+    if FOLDER.fullmatch(folder.name) and folder.name != f"step-{manifest['version']:06d}":
         raise _altered(folder, f"checkpoint.json says that it is of version {manifest['version']}")
     return cast(Manifest, manifest)
 
@@ -338,6 +341,9 @@ def _digests(engine: TrainEngine, weights: dict[str, Tensor], state: dict[str, T
 def _check_digests(
     folder: Path, engine: TrainEngine, manifest: Manifest, weights: dict[str, Tensor], state: dict[str, Tensor]
 ) -> None:
+    # Without this, an optimizer would start afresh for a parameter whose moments are missing.
+    if missing := sorted(manifest["state"].keys() - state.keys()):
+        raise _altered(folder, f"{missing[0]} is missing in {STATE}")
     for kind, digests in _digests(engine, weights, state).items():
         for name, digest in digests.items():
             then = manifest[kind].get(name)

@@ -156,16 +156,16 @@ class CustomAdvantages:
         returned = self._function(copy)
         if list(map(id, copy)) != list(map(id, sequences)) or digest_rows(sequences) != before:
             raise TrainingError(
-                f"{name} changed its input: the sequences that are trained on, or their order, in which its numbers "
-                f"are taken. Copy what it changes; sorted() makes a list of its own."
+                f"{name} changed its input: the sequences, or their order, by which its numbers are assigned. Copy a "
+                f"sequence before you change it, and use sorted() instead of .sort()."
             )
-        expected = f"expected {len(sequences)} numbers, one for each sequence, or for each an array of one a token"
+        expected = f"expected {len(sequences)} entries, one per sequence: a number, or an array with one per token"
         try:
             advantages = [np.asarray(of_row, np.float32) for of_row in returned]
         except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor that has a gradient
             raise TrainingError(f"{name} returned {_kind(returned)}; {expected}.") from None
         if len(advantages) != len(sequences):
-            raise TrainingError(f"{name} returned {len(advantages)} numbers; {expected}.")
+            raise TrainingError(f"{name} returned {len(advantages)} entries; {expected}.")
         bad = []
         for of_row, row in zip(advantages, sequences, strict=True):
             if of_row.shape not in ((), row.loss_mask.shape):

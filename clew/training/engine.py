@@ -139,16 +139,16 @@ class TrainEngine:
         A critic that is no longer needed is dropped; none can be added.
 
         Raises:
-            ModelError: algorithm.advantages needs a critic, and the engine has none.
+            ModelError: algorithm.advantages needs a critic, and the engine has none. Then nothing has changed.
         """
-        self.config = self.policy.config = self.config.model_copy(update={"training": training, "algorithm": algorithm})
-        self.policy.load_reference(algorithm.kl_coef != 0)
         with_critic = needs_critic(algorithm)
         if with_critic and self.critic is None:
             raise ModelError(
-                f"algorithm.advantages={algorithm.advantages} needs a critic, and there is none at version "
-                f"{self.version}."
+                f"Cannot continue version {self.version} with algorithm.advantages={algorithm.advantages}: it needs a "
+                f"critic, and this run has none. Set algorithm.advantages back, or start another trial=NAME."
             )
+        self.config = self.policy.config = self.config.model_copy(update={"training": training, "algorithm": algorithm})
+        self.policy.load_reference(algorithm.kl_coef != 0)
         if not with_critic and self.critic is not None:
             self.critic, self._digests = None, None
         self.policy.pack_if_possible(self.critic and self.critic.inner)
@@ -312,6 +312,7 @@ class TrainEngine:
         + 1 are a pair: the chosen and the rejected. Raises as `train_step` does.
         """
         self._timings = dict.fromkeys(("reference", "forward_backward", "optimizer", "digest"), 0.0)
+        self.optimizer.total_updates = self.config.training.steps  # algorithm.minibatches has no meaning here
         lengths, objective = tokens.lengths.tolist(), self.config.training.objective
         if objective == "sft":
             plan, loss_of = [deal(lengths, range(len(lengths)), **self.policy.deal_arguments(tokens))], sft_loss

@@ -21,7 +21,7 @@ RECENT_NORMS = 32
 ENOUGH_NORMS = 8
 """Minimum number of updates before spike detection starts."""
 TOO_FAST = "Perhaps training.lr is too high."
-NOT_YET = "No update was made before: the model, or the loss, is such that these tokens overflow."
+NOT_YET = "No update was made yet, so the model or the loss itself overflows on these tokens."
 
 
 def loss_problem(
@@ -43,14 +43,14 @@ def loss_problem(
     where = int(where_N[bad_N][0])
     row, logprob = int(tokens.row_of_S[where]), logprobs_S[where]
     if loss not in LOSSES:
-        cause = f"It is what algorithm.loss={loss} returned."
+        cause = f"algorithm.loss={loss} returned this loss."
     elif math.isfinite(logprob):
         cause = "So its advantage, its behaviour logprob or a coefficient of the loss is not finite."
     else:
         cause = hint
     return (
         f"the loss of token {where - tokens.starts[row]} of {tokens.ids[row]} is {loss_S[where]} (its logprob "
-        f"is {logprob:.6g}); {int(bad_N.sum())} of its micro-batch's {len(bad_N)} are not finite. {cause}"
+        f"is {logprob:.6g}); {int(bad_N.sum())} of the {len(bad_N)} losses of its micro-batch are not finite. {cause}"
     )
 
 

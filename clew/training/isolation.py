@@ -47,8 +47,8 @@ def check_causal(model: Any) -> None:
     if change > (TOLERANCE if model.dtype.itemsize >= torch.float32.itemsize else LOW_TOLERANCE):
         raise ModelError(
             f"{type(model).__name__} is not causal: the logprobs or values of its tokens change with what follows them "
-            f"(by {change:.2g}). It cannot be trained on text that it generates; of an encoder, such as BERT, "
-            f'"is_decoder": true in its config.json makes a causal model.'
+            f"(by {change:.2g}). It cannot be trained on text that it generates. To make an encoder such as "
+            f'BERT causal, set "is_decoder": true in its config.json.'
         )
 
 

@@ -121,7 +121,7 @@ class CustomLoss:
             )
         if loss_N.shape != logprobs_N.shape:
             raise TrainingError(
-                f"{name} returned a loss of shape {list(loss_N.shape)}; expected {list(logprobs_N.shape)}: one of each "
+                f"{name} returned a loss of shape {list(loss_N.shape)}; expected {list(logprobs_N.shape)}: one per "
                 f"token. Clew takes the mean (algorithm.loss_mean)."
             )
         if logprobs_N.requires_grad and loss_N is not logprobs_N and loss_N.grad_fn is None:
@@ -143,5 +143,5 @@ class CustomLoss:
             raise TrainingError(
                 f"{self._function.name} returned the metric {key!r} as {type(value).__name__} "
                 f"{list(value.shape) if isinstance(value, Tensor) else value!r}; expected a number, or "
-                f"{list(loss_N.shape)} numbers, one a token."
+                f"a tensor of shape {list(loss_N.shape)}, one number per token."
             ) from None

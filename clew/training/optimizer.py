@@ -33,8 +33,9 @@ class Optimizer:
     def __init__(self, model: nn.Module, training: Training, *, total_updates: int) -> None:
         self.updates = 0
         """Number of updates done."""
+        self.total_updates = total_updates
+        """Number of updates of the whole run, by which the learning rate is scheduled."""
         self._training = training
-        self._total = total_updates
         self._parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
         self.masters: dict[str, Tensor] = {
             name: parameter if parameter.dtype.itemsize >= 4 else parameter.detach().float().requires_grad_()
@@ -56,14 +57,14 @@ class Optimizer:
 
     def configure(self, training: Training, *, total_updates: int) -> None:
         """Continue with other settings."""
-        self._training, self._total = training, total_updates
+        self._training, self.total_updates = training, total_updates
         for group in self._adamw.param_groups:
             group.update(betas=training.betas, weight_decay=training.weight_decay if group["decays"] else 0.0)
 
     @property
     def lr(self) -> float:
         """Learning rate of the next update."""
-        return learning_rate(self.updates, total=self._total, training=self._training)
+        return learning_rate(self.updates, total=self.total_updates, training=self._training)
 
     def gather(self) -> None:
         """Move a bfloat16 model's gradients into the masters' float32 sums. Call it after each backward pass."""

@@ -104,7 +104,7 @@ def load_padded(path: Path, *, group_size: int | None = None, first_group: int =
     if "group_id" not in content:
         size = group_size or max(count, 1)
         if count % size:
-            raise RecordError(f"{path} has {count} rows, which are no whole number of groups of {size}.")
+            raise RecordError(f"{path} has {count} rows, which is not a multiple of the group size {size}.")
         content["group_id"] = [group_name(first_group + row // size) for row in range(count)]
     columns: dict[str, list[Any]] = {
         name: _cut(content[name], content["attention_mask"]) for name in rows.ALIGNED if name in content
@@ -188,7 +188,7 @@ def _check_packed(path: Path) -> None:
     unpacked, size = sum(member.file_size for member in members), path.stat().st_size
     if unpacked > size or any(member.compress_type != zipfile.ZIP_STORED for member in members):
         raise RecordError(
-            f"Cannot read {path}: its {size} bytes are compressed and hold {unpacked}; torch.save compresses nothing. "
+            f"Cannot read {path}: its {size} bytes unpack to {unpacked}, and torch.save never compresses. "
             f"Write it again with torch.save."
         )
 

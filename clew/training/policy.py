@@ -242,9 +242,13 @@ class Policy:
 
     def _seen(self, tokens: Tokens, rows: list[int], input_ids_BT: Tensor) -> dict[str, Tensor]:
         """Return the model's inputs for the images of these rows."""
-        images = [[self._read_image(name) for name in tokens.images[row]] if tokens.images else [] for row in rows]
         if self.vision is None:
-            raise TrainingError(f"{tokens.ids[rows[0]]} shows images, and this model takes none.")
+            shows = next(name for name, images in zip(tokens.ids, tokens.images or [], strict=True) if images)
+            raise TrainingError(
+                f"Cannot train on {shows}: it shows images, and {self.config.model.path} takes none. Use a "
+                f"vision-language model, or a batch without images."
+            )
+        images = [[self._read_image(name) for name in tokens.images[row]] if tokens.images else [] for row in rows]
         for row, images_of_row in zip(rows, images, strict=True):
             ids = tokens.input_ids_S[tokens.starts[row] : tokens.starts[row + 1]].tolist()
             try:
@@ -283,7 +287,8 @@ def check_tokens(tokens: Tokens, model: Any, name: str) -> None:
     longest = tokens.lengths.max()
     if context is not None and longest > context and not positions_go_on(model.config):
         raise TrainingError(
-            f"{tokens.ids[tokens.lengths.argmax()]} has {longest} tokens; {name} takes {context} ({field})."
+            f"Cannot train on {tokens.ids[tokens.lengths.argmax()]}: it has {longest} tokens, and {name} takes at most "
+            f"{context} ({field}). Limit the length of episodes, or use a model with a longer context."
         )
     vocabulary = model.get_input_embeddings().weight.shape[0]
     ids = tokens.mask_ids

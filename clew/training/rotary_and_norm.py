@@ -35,6 +35,9 @@ Computes = Callable[..., Any]
 _quick: set[Computes] = set()
 """Functions that have replaced transformers' own."""
 
+_other: set[type] = set()
+"""Norms that compute something else, with some settings; they keep transformers' code with all."""
+
 
 def quicken(model: Any) -> None:
     """Replace both operations in a model's architecture, for this process, if a trial gives equal values and gradients.
@@ -55,11 +58,18 @@ def quicken(model: Any) -> None:
             _quick.add(quick)
     for kind, modules in norms.items():
         epsilon = next((name for name in EPSILONS for module in modules.values() if hasattr(module, name)), None)
-        if epsilon is not None:
-            quick = _norm(kind.forward, epsilon)
-            if all(_agrees(kind.forward, quick, partial(_of_norm, module)) for module in modules.values()):
-                kind.forward = quick
-                _quick.add(quick)
+        if epsilon is None or kind in _other:
+            continue
+        # A second model may have other settings than that for which the norm was replaced, so they are tried again.
+        replaced = kind.forward in _quick
+        slow = kind.forward.__wrapped__ if replaced else kind.forward
+        quick = kind.forward if replaced else _norm(slow, epsilon)
+        if all(_agrees(slow, quick, partial(_of_norm, module)) for module in modules.values()):
+            kind.forward = quick
+            _quick.add(quick)
+        else:
+            kind.forward = slow
+            _other.add(kind)
 
 
 def _agrees(slow: Computes, quick: Computes, results: Callable[[Computes], list[Tensor]]) -> bool:

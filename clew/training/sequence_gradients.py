@@ -160,18 +160,24 @@ def _norm(gradients: Any) -> float:
 def first_not_finite(engine: TrainEngine, step: Prepared, row: int) -> str | None:
     """Return where NaN or infinity first appears when this sequence is computed; None if everything is finite.
 
-    The place is a parameter, an advantage or reference logprob, a module's output in the forward pass, a logprob or
-    loss, or a gradient in the backward pass.
+    The place is a parameter, an advantage, a behaviour or reference logprob, a module's output in the forward pass, a
+    logprob or loss, or a gradient in the backward pass.
     """
     first = _FirstNotFinite()
     for name, parameter in engine.policy.model.named_parameters():
         first.look(f"the parameter {name}", parameter, ", before the forward pass")
     start, end = int(step.tokens.starts[row]), int(step.tokens.starts[row + 1])
     sequence = step.tokens.ids[row]
-    for kind, values_S in (("advantage", step.advantages_S), ("reference logprob", step.reference_S)):
+    trained_N = np.flatnonzero(step.tokens.loss_mask_S[start:end])
+    inputs = {
+        "advantage": step.advantages_S,
+        "behaviour logprob": step.behaviour_S,
+        "reference logprob": step.reference_S,
+    }
+    for kind, values_S in inputs.items():
         if values_S is not None:
-            values_N, where_N = torch.as_tensor(values_S[start:end]), range(end - start)
-            first.look_at_tokens(f"the {kind}", values_N, where_N, sequence)
+            values_N = torch.as_tensor(values_S[start:end][trained_N])
+            first.look_at_tokens(f"the {kind}", values_N, trained_N.tolist(), sequence)
     if first.place is not None:
         return first.place
 

@@ -94,7 +94,7 @@ def check_plan(model: Any, blocks: list[nn.Module], tp: int) -> dict[str, str]:
         ModelError: transformers has no plan for this architecture, or the plan has unknown styles; or `tp` does not
             divide a number of heads or another width.
     """
-    kind, said = type(model).__name__, f"training.tp is {tp}"
+    kind, said = type(model).__name__, f"Cannot use training.tp={tp}"
     plan: dict[str, str] = getattr(model, "tp_plan", None) or {}
     inside = {id(each) for block in blocks for each in (*block.modules(), *block.parameters())}
     named = [*model.named_modules(), *model.named_parameters()]
@@ -105,7 +105,7 @@ def check_plan(model: Any, blocks: list[nn.Module], tp: int) -> dict[str, str]:
     }
     if not planned:
         raise ModelError(
-            f"{said}, and transformers has no plan of how {kind} is split (tp_plan). Use training.tp=1: FSDP2 spreads "
+            f"{said}: transformers has no tensor-parallel plan (tp_plan) for {kind}. Use training.tp=1: FSDP2 spreads "
             f"any model over launch.ranks."
         )
     config = model.config.get_text_config()
@@ -118,8 +118,8 @@ def check_plan(model: Any, blocks: list[nn.Module], tp: int) -> dict[str, str]:
         is_linear = isinstance(each, nn.Linear)
         if style not in STYLES or not (is_linear or style == "replicated_with_grad_allreduce"):
             raise ModelError(
-                f"{said}, and the plan of {kind} splits {name} ({type(each).__name__}) as {style!r}, which Clew does "
-                f"not do; it splits linear layers ({', '.join(STYLES)}). Use training.tp=1."
+                f"{said}: the plan of {kind} splits {name} ({type(each).__name__}) as {style!r}, which Clew does "
+                f"not support; it splits linear layers ({', '.join(STYLES)}). Use training.tp=1."
             )
         if is_linear:
             side = "out_features" if style.startswith("colwise") else "in_features"
@@ -127,7 +127,7 @@ def check_plan(model: Any, blocks: list[nn.Module], tp: int) -> dict[str, str]:
     for what, width in widths:
         if width % tp:
             raise ModelError(
-                f"{said}, and {kind} has {what}={width}, which {tp} ranks cannot share evenly. Use training.tp="
+                f"{said}: {kind} has {what}={width}, which {tp} ranks cannot share evenly. Use training.tp="
                 f"{math.gcd(tp, *(width for _, width in widths))}."
             )
     return {name: style for name, (_, style) in planned.items()}
@@ -191,6 +191,7 @@ def _check_split(
                 differing.append(name)
     if names := next(filter(None, ranks.gather(differing)), None):
         raise ModelError(
-            f"training.tp: {kind}, split as transformers plans it (tp_plan), has other gradients of {names[0]} on one "
-            f"rank than on another, although each has all of it: the plan lacks something. Use training.tp=1."
+            f"training.tp: {kind}, split as transformers plans it (tp_plan), gets different gradients of {names[0]} "
+            f"on different ranks, although each rank holds the whole parameter: the plan is incomplete. Use "
+            f"training.tp=1."
         )

@@ -7,11 +7,15 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import psutil
 import pytest
 
+from clew.launch.no_progress import LOOK_S, Watch
 from clew.processes import free_port
+from clew.record.run import RunDirectory
 from tests.end_to_end.project import USER_CODE, Project
 
 BLOCKED = """
@@ -34,6 +38,43 @@ def hang_in_a_reward(project: Project, action: str) -> subprocess.Popen[bytes]:
     project.until(lambda: project.run.steps.count() >= 1, process)
     (project.folder / "block").touch()
     return process
+
+
+ANSWERS = """#!/bin/sh
+while [ "$1" != --json ]; do shift; done
+[ -z "{writes}" ] || echo '{{"pattern": "p", "explanation": "e"}}' > "$2"
+touch {answered}
+exit {code}
+"""
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+@pytest.mark.parametrize("writes", ["", "yes"])
+def test_a_diagnosis_without_a_report_and_one_that_came_too_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: str, goes_on: bool
+) -> None:
+    """Python itself exits with 1, as `clew hang` does after a hang, when it cannot import a module."""
+    run, answered = RunDirectory(tmp_path / "run"), tmp_path / "answered"
+    python = tmp_path / "python"
+    python.write_text(ANSWERS.format(code=1, writes=writes, answered=answered))
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    watch = Watch(run, 0.1)
+    run.steps.json_path(0).write_text("{}")
+    deadline = time.monotonic() + 30
+    while not answered.exists():
+        assert watch.look() is None and time.monotonic() < deadline
+    if goes_on:
+        (run.status / "trainer.json").write_text('{"doing": "trains", "waits": []}')
+    time.sleep(LOOK_S)
+    found = watch.look()
+    warned = run.warnings_path.read_text() if run.warnings_path.exists() else ""
+    if goes_on:
+        assert found is None and not warned and list(run.reports.iterdir()) == []
+    elif writes:
+        assert found is not None and found.pattern == "p" and found.report.exists()
+    else:
+        assert found is None and "could not say why" in warned
 
 
 @pytest.mark.slow

@@ -114,7 +114,7 @@ def test_tokens_of_another_processor_are_refused(run: RunDirectory) -> None:
     engine = TrainEngine(configuration.load(run.config_path), media=run.media)
     row = run.steps.read_data(0)[0]
     row.input_ids[row.input_ids == engine.policy.vision.image_id] = 7  # pyright: ignore[reportOptionalMemberAccess]
-    with pytest.raises(TrainingError, match=rf"{row.id}: input_ids holds the image token .* 0 times"):
+    with pytest.raises(TrainingError, match=rf"{row.id}: Cannot match the images .* has image token .* 0 times"):
         engine.train_step([row])
 
 

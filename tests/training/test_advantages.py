@@ -303,10 +303,10 @@ def test_advantages_of_the_users_own_may_differ_from_token_to_token():
 @pytest.mark.parametrize(
     ("name", "error", "said"),
     [
-        ("too_few", TrainingError, "returned 1 numbers; expected 2 numbers, one for each sequence, or for each an"),
-        ("words", TrainingError, "returned str; expected 2 numbers"),
-        ("of_words", TrainingError, "returned list of str; expected 2 numbers"),
-        ("with_a_gradient", TrainingError, "returned Tensor; expected 2 numbers"),
+        ("too_few", TrainingError, "returned 1 entries; expected 2 entries, one per sequence: a number, or an array"),
+        ("words", TrainingError, "returned str; expected 2 entries"),
+        ("of_words", TrainingError, "returned list of str; expected 2 entries"),
+        ("with_a_gradient", TrainingError, "returned Tensor; expected 2 entries"),
         ("too_short", TrainingError, r"an array of shape \[4\] for g0\.e0\.s0; expected a number, or one for each of"),
         ("last_is_none", TrainingError, r"returned inf for token \d+ of g0\.e0\.s0 \(its reward is 1\), and for 1"),
         ("not_a_number", TrainingError, r"returned nan for g0\.e0\.s0 \(its reward is 1\), and for 1 more; expected"),

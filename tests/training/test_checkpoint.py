@@ -1,10 +1,12 @@
 """Checkpoints: what comes back is what was there, bit for bit, or an error that says what was altered."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from clew.errors import ModelError, RecordError
@@ -12,6 +14,7 @@ from clew.record.files import remove_strays, write_json
 from clew.record.run import RunDirectory
 from clew.training import checkpoint
 from clew.training.engine import TrainEngine
+from clew.training.optimizer import MOMENTS
 from tests.models import tiny_model, tiny_tokenizer
 from tests.training.sequences import make_batch, make_config
 
@@ -85,6 +88,20 @@ def test_an_altered_file_is_found_and_the_engine_untouched(tmp_path, name, how):
     assert again.weights_digest() == before
 
 
+@pytest.mark.parametrize(("dtype", "kinds"), [("float32", MOMENTS), ("bfloat16", ("master",))])
+def test_tensors_that_were_removed_from_the_state_are_missed(tmp_path, dtype, kinds):
+    engine = make_engine(tmp_path / "model", dtype=dtype)
+    train(engine, [0])
+    folder = tmp_path / "step-000001"
+    checkpoint.save(engine, folder)
+    removed = {f"model.norm.weight.{kind}" for kind in kinds}
+    state = load_file(folder / checkpoint.STATE)
+    save_file({name: state[name] for name in state.keys() - removed}, folder / checkpoint.STATE)
+    for look in (lambda: checkpoint.check(folder, engine), lambda: checkpoint.load(engine, folder)):
+        with pytest.raises(RecordError, match=rf"{min(removed)} is missing in trainer/state.safetensors"):
+            look()
+
+
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "generation_config.json"])
 def test_an_altered_file_without_tensors_is_found(tmp_path, name):
     engine = make_engine(tmp_path / "model")
@@ -123,7 +140,7 @@ def test_an_altered_checkpoint_json_is_found_by_whoever_reads_the_digests(tmp_pa
     checkpoint.save(engine, folder)
     said = json.loads((folder / "checkpoint.json").read_text()) | {number: value}
     (folder / "checkpoint.json").write_text(json.dumps(said))
-    with pytest.raises(RecordError, match=r"step-000001 was altered .* the seal of checkpoint.json does not fit"):
+    with pytest.raises(RecordError, match=r"step-000001 was altered .* the seal of checkpoint.json does not match"):
         checkpoint.digests_in(folder, engine)
 
 
@@ -150,6 +167,10 @@ def test_a_newer_format_and_no_checkpoint(tmp_path):
     (folder / "checkpoint.json").write_text(json.dumps(said))
     with pytest.raises(RecordError, match="format 99"):
         checkpoint.load(engine, folder)
+    del said["dtype"], said["seal"]
+    (folder / "checkpoint.json").write_text(json.dumps(said | {"format": 1}))
+    with pytest.raises(RecordError, match="dtype"):
+        checkpoint.load(engine, folder)
 
 
 def test_pruning_keeps_the_first_and_the_last(tmp_path):
@@ -171,8 +192,11 @@ def test_pruning_keeps_the_first_and_the_last(tmp_path):
     assert checkpoint.latest_version(tmp_path / "checkpoints") == 4
     remove_strays(tmp_path / "checkpoints", "*")
     assert list((tmp_path / "checkpoints").glob(".*")) == []
+    shutil.copytree(tmp_path / "checkpoints" / "step-000003", tmp_path / "checkpoints" / "step-000003-copy")
     checkpoint.prune(run, two)
     assert len(checkpoint.saved(tmp_path / "checkpoints")) == 3
+    assert checkpoint.latest_version(tmp_path / "checkpoints") == 4
+    assert (tmp_path / "checkpoints" / "step-000003-copy").exists()
 
 
 def test_what_is_due():

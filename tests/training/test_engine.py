@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from clew.errors import RecordError, TrainingError
+from clew.errors import ModelError, RecordError, TrainingError
 from clew.inference.embedded import build_engine
 from clew.inference.protocol import GenerateRequest, RequestTooLong, SamplingParams
 from clew.models.loading import load_model
@@ -18,6 +18,7 @@ from clew.record.weights import read_digests
 from clew.training.engine import TrainEngine
 from clew.training.gradient_checks import ENOUGH_NORMS
 from clew.training.published_weights import write_weights
+from clew.training.sequence_gradients import first_not_finite
 from tests.models import tiny_model, tiny_tokenizer
 from tests.training.sequences import make_batch, make_config, make_sequence
 
@@ -81,12 +82,14 @@ def test_a_sequence_that_the_model_has_no_embeddings_for_is_named(model, tmp_pat
     assert engine.train_step([*make_batch(), long]).metrics["loss"]  # rotary positions go on
     tiny_model(model, "gpt2", scale=0.2)
     engine = TrainEngine(make_config(model))
-    with pytest.raises(TrainingError, match=r"g0\.e7\.s0 has 260 tokens; the model takes 256 \(max_pos"):
+    with pytest.raises(
+        TrainingError, match=r"g0\.e7\.s0: it has 260 tokens, and the model takes at most 256 \(max_pos"
+    ):
         engine.train_step([*make_batch(), long])
     tiny_model(tmp_path / "short", "gpt2", scale=0.2, context=12)
     tiny_tokenizer(tmp_path / "short")
     engine = TrainEngine(make_config(model, algorithm={"preset": "ppo", "critic": str(tmp_path / "short")}))
-    with pytest.raises(TrainingError, match=r"; the critic takes 12 \(max_position_embeddings\)"):
+    with pytest.raises(TrainingError, match=r", and the critic takes at most 12 \(max_position_embeddings\)"):
         engine.train_step(make_batch())
 
 
@@ -101,7 +104,7 @@ def test_positions_that_change_with_the_longest_row_are_not_computed(tmp_path):
     packed = engine.policy.score(batch)
     for row, logprobs in zip(batch, packed, strict=True):
         assert engine.policy.score([row])[0] == pytest.approx(logprobs, abs=1e-5)
-    with pytest.raises(TrainingError, match=r"has 41 tokens; the model takes 40 \(original_max_position_embeddings of"):
+    with pytest.raises(TrainingError, match=r"has 41 tokens, and the model takes at most 40 \(original_max"):
         engine.train_step([*batch, make_sequence("g0.e7.s0", response=38)])
     served = build_engine(load_model(str(tmp_path / "model"), "float32", torch.device("cpu")), None, max_running=4)
     with pytest.raises(RequestTooLong, match=r"context \(original_max_position_embeddings of longrope\) is 40"):
@@ -232,7 +235,7 @@ def test_a_step_that_does_not_fit_into_memory_says_what_to_lower(model):
 def test_a_loss_of_the_users_own_that_is_not_finite_is_named(model):
     engine = TrainEngine(make_config(model, algorithm={"loss": "tests.training.test_engine.not_finite"}))
     before = engine.weights_digest()
-    with pytest.raises(TrainingError, match=r"is (nan|-?inf) .*is what algorithm.loss=tests\..*not_finite returned"):
+    with pytest.raises(TrainingError, match=r"is (nan|-?inf) .*algorithm.loss=tests\..*not_finite returned this loss"):
         engine.train_step(make_batch())
     assert engine.weights_digest() == before
 
@@ -332,6 +335,34 @@ def test_infinity_stops_before_the_weights_change_and_names_the_sequence(model):
     engine.restored(1)
     assert engine.weights_digest() == before and engine.version == 1
     engine.train_step(batch)  # nothing of the broken step is left behind
+
+
+def test_infinity_in_the_record_is_the_place_that_blame_finds(model):
+    engine = TrainEngine(make_config(model))
+    batch = make_batch()
+    batch[5].logprobs[[0, -1]] = np.nan  # the first token is not trained on, so that its logprob is no input
+    token = len(batch[5].logprobs) - 1
+    found = first_not_finite(engine, engine.prepare(batch), 5)
+    assert found == f"the behaviour logprob of token {token} of g1.e2.s0 (1 tokens)"
+
+
+def test_images_for_a_model_that_takes_none(model):
+    engine = TrainEngine(make_config(model))
+    batch = make_batch()
+    batch[5] = dataclasses.replace(batch[5], images=["a" * 64])
+    with pytest.raises(TrainingError, match=r"Cannot train on g1\.e2\.s0: it shows images, and .* takes none\. Use"):
+        engine.train_step(batch)
+
+
+def test_a_critic_that_cannot_be_added_leaves_the_settings(model):
+    engine = TrainEngine(make_config(model))
+    before = engine.config
+    other = make_config(model, algorithm={"preset": "ppo", "kl_coef": 0.1})
+    with pytest.raises(
+        ModelError, match=r"Cannot continue version 0 with algorithm\.advantages=gae: it needs a critic"
+    ):
+        engine.configure(other.training, other.algorithm)
+    assert engine.config is engine.policy.config is before and engine.policy.reference is None
 
 
 def test_bfloat16_computes_as_inference_does_and_loses_no_small_update(model):

@@ -485,7 +485,7 @@ def test_a_loss_of_the_users_own():
 @pytest.mark.parametrize(
     ("name", "error", "said"),
     [
-        ("scalar", TrainingError, r"returned a loss of shape \[\]; expected \[3\]: one of each token"),
+        ("scalar", TrainingError, r"returned a loss of shape \[\]; expected \[3\]: one per token"),
         ("bare", TrainingError, r"returned Tensor; expected \(loss_N, metrics\)"),
         ("detached", TrainingError, "returned a loss without a gradient"),
         ("mutating", TrainingError, r"changed its input in place \(advantages_N\)"),
@@ -495,7 +495,7 @@ def test_a_loss_of_the_users_own():
         ("number", TrainingError, r"returned tuple \(float, dict\); expected \(loss_N, metrics\)"),
         ("leaving", TrainingError, r"raised SystemExit in .*test_losses.py:\d+: 4"),
         ("distance", TrainingError, "raised TypeError in .*reference_N is None without algorithm.kl_coef$"),
-        ("odd_metric", TrainingError, r"metric 'odd' as Tensor \[7\]; expected a number, or \[3\] numbers"),
+        ("odd_metric", TrainingError, r"metric 'odd' as Tensor \[7\]; expected a number, or a tensor of shape \[3\]"),
         (
             "misnamed",
             ConfigError,

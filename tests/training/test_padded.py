@@ -220,13 +220,13 @@ def test_a_compressed_file_is_not_unpacked(tmp_path: Path) -> None:
     with zipfile.ZipFile(path) as whole, zipfile.ZipFile(small, "w", zipfile.ZIP_DEFLATED) as packed:
         for member in whole.infolist():
             packed.writestr(member.filename, whole.read(member))
-    with pytest.raises(RecordError, match=r"small\.pt: its \d+ bytes are compressed and hold 1\d{6}"):
+    with pytest.raises(RecordError, match=r"small\.pt: its \d+ bytes unpack to 1\d{6}"):
         load_padded(small)
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     path = areals(tmp_path / "batch.pt")
-    with pytest.raises(RecordError, match=r"has 4 rows, which are no whole number of groups of 3"):
+    with pytest.raises(RecordError, match=r"has 4 rows, which is not a multiple of the group size 3"):
         load_padded(path, group_size=3)
     with pytest.raises(RecordError, match=r"none\.pt is missing"):
         load_padded(tmp_path / "none.pt")

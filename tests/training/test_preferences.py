@@ -106,6 +106,16 @@ def test_a_step_of_dpo_equals_a_plain_one(settings: dict[str, Any]):
         assert metrics["preference/margin"] == pytest.approx(torch.stack(margins).mean().item(), rel=1e-3, abs=1e-6)
 
 
+def test_the_schedule_counts_one_update_a_step(settings: dict[str, Any]):
+    """Supervised steps have no mini-batches, so algorithm.minibatches must not stretch the schedule."""
+    plain, other = (configure(settings, "dpo", schedule="linear", steps=4, warmup_steps=0) for _ in range(2))
+    other = other.model_copy(update={"algorithm": other.algorithm.model_copy(update={"minibatches": 4})})
+    for config in (plain, other):
+        engine = TrainEngine(config)
+        rates = [engine.supervised_step(batch_of(config)).metrics["lr"] for _ in range(4)]
+        assert rates == pytest.approx([config.training.lr * left for left in (1, 0.75, 0.5, 0.25)])
+
+
 @pytest.mark.parametrize("lora", [None, 4])
 def test_dpo_learns_what_was_chosen(settings: dict[str, Any], lora: int | None, capsys: pytest.CaptureFixture[str]):
     config = configure(settings, "dpo", lora_rank=lora)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.autograd import gradcheck
 
 from clew.training.rotary_and_norm import Norm, Rotation, quicken
@@ -58,3 +59,26 @@ def test_a_family_computes_the_same(tmp_path, monkeypatch, family: str) -> None:
     assert replaced == (set() if family == "gemma" else norms)  # Gemma's norm is another: 1 + weight
     if rotary is not None and family != "gemma4":  # whose function turns one tensor, not two
         assert code.apply_rotary_pos_emb is not getattr(rotary, "__wrapped__", rotary)
+
+
+class ShiftedRMSNorm(nn.Module):
+    """A norm that is what others are only where its setting is 0."""
+
+    def __init__(self, shift: int) -> None:
+        super().__init__()
+        self.weight, self.eps, self.shift = nn.Parameter(torch.ones(8)), 1e-6, shift
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * (self.weight + self.shift)
+
+
+def test_the_norms_of_a_second_model_are_tried_with_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ShiftedRMSNorm, "forward", theirs := ShiftedRMSNorm.forward)
+    plain, shifted = ShiftedRMSNorm(0), ShiftedRMSNorm(1)
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+    for model in (plain, plain):
+        quicken(model)
+        assert ShiftedRMSNorm.forward is not theirs
+    for model in (shifted, plain):  # once both are there, neither may be replaced
+        quicken(model)
+        assert torch.equal(shifted(x), theirs(shifted, x)) and torch.equal(plain(x), theirs(plain, x))
