@@ -94,7 +94,7 @@ class Application:
 
     def refuse_while_starting(self) -> None:
         if not self.ready:
-            raise EngineUnreachable("here", "starting: the weights are being loaded")
+            raise EngineUnreachable("", "starting: the weights are being loaded")
 
     async def _generate(self, receive: Receive, send: Send) -> None:
         body = (await receive()).get("body", b"")
@@ -117,24 +117,25 @@ class Application:
             try:
                 content = await work
             finally:
-                gone.cancel()
+                for task in (gone, *answers):  # if one prompt is refused, nobody gets the others' answers
+                    task.cancel()
             await respond(send, 200, content)
         except asyncio.CancelledError:
             if work is None or not work.cancelled():  # the server is ending; otherwise the client has gone
                 raise
         except orjson.JSONDecodeError as error:
             await respond(send, 400, {"error": {"message": f"the body is not JSON: {error}"}})
-        except EngineUnreachable as error:
-            await respond(send, 503, {"error": {"message": error.reason}})
         except EngineError as error:
-            content = {"error": {"message": str(error), "type": type(error).__name__}}
-            await respond(send, self._status_of(error), content)
+            content = self._refusal(error)
+            await respond(send, content["error"]["code"], content)
 
-    def _status_of(self, error: BaseException) -> int:
-        """Return the status that says whether the client should submit the request again, to this server or another."""
+    def _refusal(self, error: BaseException) -> dict[str, Any]:
+        """Return an error as JSON; its code says whether to submit the request again, to this server or another."""
+        code = 500 if isinstance(error, FaultyAnswer) else 400
         if isinstance(error, EngineUnreachable) or self.engine.failure is not None:  # not the request's fault
-            return 503
-        return 500 if isinstance(error, FaultyAnswer) else 400
+            code = 503
+        message = error.reason if isinstance(error, EngineUnreachable) else str(error)
+        return {"error": {"message": message, "type": type(error).__name__, "code": code}}
 
     async def _one(self, call: Call, request: GenerateRequest) -> dict[str, Any]:
         return self._answer(call, request, await self.engine.generate(request))
@@ -228,19 +229,20 @@ class Application:
                 "headers": [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")],
             }
         )
-        work = asyncio.gather(*(one(index, request) for index, request in enumerate(requests)))
+        answers = [asyncio.ensure_future(one(index, request)) for index, request in enumerate(requests)]
+        work = asyncio.gather(*answers)
         work.add_done_callback(lambda _: events.put_nowait(None))
         gone = asyncio.ensure_future(_disconnected(receive, work))
         try:
             while (event := await events.get()) is not None:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
             if not work.cancelled() and (error := work.exception()):
-                message = orjson.dumps({"error": {"message": str(error), "code": self._status_of(error)}})
+                message = orjson.dumps(self._refusal(error))
                 await send({"type": "http.response.body", "body": b"data: " + message + b"\n\n", "more_body": True})
             await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
         finally:
-            gone.cancel()
-            work.cancel()
+            for task in (gone, *answers):
+                task.cancel()
 
 
 async def _disconnected(receive: Receive, work: asyncio.Future[Any]) -> None:
@@ -258,7 +260,8 @@ def weight_ref(body: dict[str, Any], next_version: int) -> WeightRef:
     """
     path, version, clew = body.get("model_path"), body.get("weight_version", next_version), body.get("clew") or {}
     if not isinstance(path, str) or "\0" in path:
-        raise EngineError("expected model_path, a folder with *.safetensors that this server can read.")
+        expected = "expected a folder with *.safetensors that this server can read"
+        raise EngineError(f"Cannot load weights: model_path is {path!r}, {expected}.")
     if isinstance(version, bool) or not (str(version).isascii() and str(version).isdigit() and int(version) < 2**31):
         raise EngineError(f"weight_version is {version!r}, expected a whole number of steps.")
     if not isinstance(clew, dict):
@@ -401,7 +404,7 @@ class _Administration:
         try:
             seconds = await change
         except asyncio.CancelledError:
-            raise EngineUnreachable("here", "the server is ending, and did not load the weights") from None
+            raise EngineUnreachable("", "the server is ending, and did not load the weights") from None
         except EngineUnreachable:  # the engine died or froze meanwhile; it loads the newest weights before it serves
             raise
         except EngineError as error:

@@ -65,9 +65,10 @@ class HTTPEngine:
     otherwise close the connection just as the next request is sent."""
 
     def __init__(self, address: str, token: str = "", context: int | None = None) -> None:
-        """Create the client of the server at a host:port; it connects with the first request.
+        """Create the client of a server; it connects with the first request.
 
         Args:
+            address: host:port; for a server that expects TLS, https://host:port.
             token: Token that the server's administrative endpoints ask for (SGLang: its --api-key).
             context: Maximum tokens of a prompt with its completion; for servers that refuse longer requests instead of
                 ending them with "length".
@@ -79,7 +80,7 @@ class HTTPEngine:
         self._headers = {"Content-Type": "application/json"}
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
-        self._url = f"http://{address}"
+        self._url = address if "://" in address else f"http://{address}"
         self._session: aiohttp.ClientSession | None = None
 
     async def generate(self, request: GenerateRequest) -> Completion:
@@ -192,7 +193,8 @@ class HTTPEngine:
             name = self.name_of(server)
             span = Span(start=0, end=len(whole.output_ids), server=name, version=None)
             whole = replace(whole, sampled_by=[span], finish_reason="abort", matched=None)
-            if request.sampling_mask and request.params.cuts and len(masks) != len(whole.output_ids):
+            cuts = request.params.cuts(self.vocab or math.inf)
+            if request.sampling_mask and cuts and len(masks) != len(whole.output_ids):
                 wrong = f"{name} went away before it said which tokens top_p, top_k or min_p had left"
                 return replace(whole, sampling_mask=None, wrong_logprobs=wrong)
         return whole
@@ -386,7 +388,7 @@ class HTTPEngine:
                 self.address, f"it does not answer as HTTP does ({error.message}). {ADDRESS_HINT}"
             ) from error
         except aiohttp.ServerDisconnectedError as error:
-            reason = "it closed the connection without an answer, as a server that dies does, or a TLS port"
+            reason = "it closed the connection without an answer: it died, or this port expects TLS (https)"
             raise EngineUnreachable(self.address, reason) from error
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
             raise EngineUnreachable(self.address, str(error) or type(error).__name__) from error

@@ -11,6 +11,7 @@ import aiohttp
 
 from clew.errors import EngineError
 from clew.inference.client import HTTPEngine
+from clew.inference.sglang import SGLangEngine
 from clew.inference.vllm import VLLMEngine
 
 
@@ -37,7 +38,7 @@ async def find_engine(base_url: str, api_key: str = "") -> FoundEngine | None:
         EngineError: Nothing answers, or a gateway does.
     """
     root = base_url.rstrip("/").removesuffix("/v1")
-    address = root.partition("://")[2]
+    address = root.removeprefix("http://")
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         async with aiohttp.ClientSession(headers=headers) as client:
@@ -53,11 +54,12 @@ async def find_engine(base_url: str, api_key: str = "") -> FoundEngine | None:
             if info is not None:
                 async with client.get(f"{root}/server_info") as response:
                     context = int((await response.json())["max_req_input_len"])
-                engine = HTTPEngine(address, api_key, context)
-                return FoundEngine(kind="SGLang", engine=engine, model=str(info["tokenizer_path"]))
+                engine, model = SGLangEngine(address, api_key), str(info["tokenizer_path"])
+                engine.context, engine.takes_images = context, bool(info.get("has_image_understanding"))
+                return FoundEngine(kind="SGLang", engine=engine, model=model, takes_images=engine.takes_images)
             async with client.get(f"{root}/v1/models") as response:
-                listed = (await response.json())["data"] if response.status == 200 else []
-    except (aiohttp.ClientError, ValueError, KeyError) as error:
+                listed = [dict(model) for model in (await response.json())["data"]] if response.status == 200 else []
+    except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise EngineError(
             f"Cannot find a model: nothing that serves a model answers at {base_url} ({type(error).__name__}: "
             f"{error}). Start `clew serve CONFIG` in another terminal, and use the base URL that it prints."

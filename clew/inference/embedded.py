@@ -65,21 +65,20 @@ class Row:
     """Length of prompt and output together at which it ends."""
     joined: int
     """Tick at which its first token was drawn."""
+    masks: list[Tensor] | None
+    """IDs that each of its tokens was drawn from; None if nothing is cut off, or nobody asked."""
     end: int = field(init=False)
     """Tick at which its last possible token is drawn."""
     free: int = field(init=False)
     """Tick from which on it may draw a stop ID."""
     watched: bool = field(init=False)
     """True if its tokens are examined one by one, for stop strings or streaming."""
-    masks: list[Tensor] | None = field(init=False)
-    """IDs that each of its tokens was drawn from; None if nobody asked."""
 
     def __post_init__(self) -> None:
         request = self.request
         self.end = self.joined + self.limit - len(request.input_ids) - 1
         self.free = self.joined + (request.params.min_new_tokens if self.stop_ids else 0)
         self.watched = bool(request.params.stop) or request.on_token is not None
-        self.masks = [] if request.sampling_mask and request.params.cuts else None
 
 
 class EmbeddedEngine(Core):
@@ -174,9 +173,10 @@ class EmbeddedEngine(Core):
         self.prefilled_tokens += sum(map(len, ids))
         sources = [prompts[_prompt_of(request)] for request in admitted]
         self.cache.join(filled, sources, [request.input_ids for request in admitted], longest, ahead)
-        self._rows += [
-            Row(each, each.params.stop_ids(self.default_stop_ids), self.limit(each), self._tick) for each in admitted
-        ]
+        for each in admitted:
+            masks = [] if each.sampling_mask and each.params.cuts(self.vocab) else None
+            stop_ids = each.params.stop_ids(self.default_stop_ids)
+            self._rows.append(Row(each, stop_ids, self.limit(each), self._tick, masks))
         self._rows_changed()
         if len(prompts) < len(admitted):
             logits = logits[sources]

@@ -7,14 +7,14 @@ An engine is synchronous and single-threaded here: `submit`, `step` until there 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from clew.errors import EngineError, described
-from clew.inference.loading import Received, backed_up, copy_weights, restore, weights_of
+from clew.inference.loading import Named, Received, backed_up, copy_weights, restore, weights_of
 from clew.inference.protocol import Completion, FinishReason, GenerateRequest, Parts, SchemaUnsupported
 from clew.inference.request_checks import PROBE_TOLERANCE, ServedModel
 from clew.models.vision import Vision
@@ -51,7 +51,6 @@ class Core(ServedModel):
         """Weights that the trainer has broadcast and that are not loaded yet."""
         self.waiting: deque[GenerateRequest] = deque()
         self.prefilled_tokens = 0
-        self.finished_requests = 0
 
     # To be given by the two ------------------------------------------------------------------------------------------
 
@@ -128,24 +127,28 @@ class Core(ServedModel):
         torch.cuda.empty_cache()
         return aborted
 
-    def load_weights(self, ref: WeightRef, clock: Parts | None = None) -> None:
+    def load_weights(
+        self, ref: WeightRef, clock: Parts | None = None, weights: Callable[[], Iterator[Named]] | None = None
+    ) -> None:
         """Load weights in place and score the probe; `clock` times it. The caller has aborted what was in flight.
 
         The weights are checked before a live weight is touched. If a file breaks or the probe differs, the old weights
         are put back, so that a failed load changes nothing. During the load, a copy of the model's weights is kept in
         main memory.
 
+        Args:
+            weights: Result of `weights_of`, if it was called already: for a broadcast, it takes long.
+
         Raises:
-            EngineError: The weights are refused, and the old ones are still served. If the old ones could not be put
-                back, `broken` says so, and nothing is served until a load succeeds.
+            EngineError: The weights are refused, and the old ones are still served. Any other error means that the old
+                ones could not be put back, and `broken` says so.
         """
-        clock = clock or Parts()
-        weights = weights_of(self.model, ref, self.received)
+        clock, weights = clock or Parts(), weights or weights_of(self.model, ref, self.received)
         self.abort()  # what a failed step may have left; what was in flight has been aborted by the caller
-        with clock("load"):
-            before, backup = self.broken, backed_up(self.model)
+        before, backup = self.broken, {}
         try:
             with clock("load"):
+                backup = backed_up(self.model)
                 copy_weights(self.model, ref.path, weights())
             with clock("verify"):
                 self._check_probe(ref)
@@ -181,9 +184,8 @@ class Core(ServedModel):
         matched: int | str | None = None,
         masks: list[Tensor] | None = None,
     ) -> Completion:
-        """Return a completion by the present weights (a load aborts all requests), and count it."""
+        """Return a completion by the present weights (a load aborts all requests), and count its tokens."""
         self.generated_tokens += len(output_ids)
-        self.finished_requests += 1
         return Completion(
             output_ids=output_ids,
             logprobs=logprobs,

@@ -215,13 +215,13 @@ def _params(given: Any, clew: dict[str, Any], default_stop_ids: tuple[int, ...])
     if not isinstance(schema, str | None):
         raise EngineError(f"sampling_params: json_schema is {_shown(schema)}, expected JSON text.")
     continues = _whole(clew, "continues", 0)
-    copies = _whole(given, "n", 1) or 1
+    copies = _whole(given, "n", 1)
     if continues < 0:
         raise EngineError(f"clew: continues is {continues}, expected 0 or more.")
     if copies < 1:
         raise EngineError(f"sampling_params: n is {copies}, expected at least 1.")
     params = SamplingParams(
-        max_new_tokens=_whole(given, "max_new_tokens", 128) or 128,
+        max_new_tokens=_whole(given, "max_new_tokens", 128),
         min_new_tokens=_whole(given, "min_new_tokens", 0),
         temperature=float(_number(given, "temperature", 1.0)),
         top_p=float(_number(given, "top_p", 1.0)),

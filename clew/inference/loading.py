@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from clew.errors import EngineError
+from clew.errors import EngineError, RecordError
 from clew.models.tensor_digest import hex_digests
+from clew.printing import few
 from clew.record.weights import DIGEST_KEY, WeightRef, read_digests
 
 Named = tuple[str, torch.Tensor]
@@ -69,7 +70,8 @@ def _check_received(ref: WeightRef, received: Received | None) -> Mapping[str, t
     version, tensors = received or (None, {})
     if version != ref.version:
         raise EngineError(f"version {ref.version} was broadcast (weights.via), and this server did not get it.")
-    expected, found = read_digests(ref), hex_digests(tensors)
+    with _reading(ref.path):
+        expected, found = read_digests(ref), hex_digests(tensors)
     wrong = [name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)]
     if wrong:
         raise EngineError(
@@ -106,7 +108,7 @@ def restore(model: Any, backup: dict[str, torch.Tensor]) -> None:
 def _reading(path: str) -> Iterator[None]:
     try:
         yield
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, RecordError) as error:
         raise EngineError(f"Cannot load weights from {path}: {error}") from error
 
 
@@ -120,14 +122,14 @@ def _check_names(own: dict[str, torch.Tensor], found: dict[str, list[int]], path
         if name in own and shape != list(own[name].shape)
     ]
     problems = [
-        f"{what} {len(names)}: {', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
+        f"{len(names)} {what} ({few(names, most=3)})"
         for what, names in (("missing", missing), ("unknown", extra), ("of another shape", misshapen))
         if names
     ]
     if problems:
         raise EngineError(
-            f"Cannot load weights from {path}: they are not this model's: {'; '.join(problems)}. Weights must be "
-            f"published by Clew, or written by save_pretrained, from the model that is served."
+            f"Cannot load weights from {path}: its tensors do not match the served model's: {'; '.join(problems)}. "
+            f"Weights must be published by Clew, or written by save_pretrained, from the model that is served."
         )
 
 

@@ -20,7 +20,7 @@ import torch
 from clew.config import Config
 from clew.errors import EngineError
 from clew.inference.embedded import build_engine
-from clew.inference.engine_core import Core
+from clew.inference.engine_core import Core, Finished
 from clew.inference.loading import weights_of
 from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, Parts, Timings
 from clew.inference.weight_group import MemberLost, joined, received
@@ -52,7 +52,7 @@ class LocalEngine:
         self._held: asyncio.Event | None = None
         """Set when the update ends that new requests wait for; None: there is none."""
         self.failure: str | None = None
-        """Reason why this process will serve nothing any more (a step failed). Every call raises EngineError then."""
+        """Reason why this process serves nothing any more, such as a failed step: every call raises EngineError."""
         self._futures: dict[GenerateRequest, asyncio.Future[Completion]] = {}
         self.released = False
         """True from `release_memory` until `resume_memory`, the end of its lease or of a pause: requests wait."""
@@ -84,7 +84,7 @@ class LocalEngine:
             return await future
         except asyncio.CancelledError:
             if self.failure is None:
-                self._run(lambda: self._deliver(self.core.abort(request)))
+                self._run(lambda: self._attempt("an abort", lambda: self.core.abort(request)))
             raise
         finally:
             del self._futures[request]
@@ -100,10 +100,10 @@ class LocalEngine:
         clock = Parts()
 
         def load() -> None:
-            weights_of(self.core.model, ref, self.core.received)  # refuses before anything is aborted
+            weights = weights_of(self.core.model, ref, self.core.received)  # refuses before anything is aborted
             with clock("abort"):
                 self._deliver(self.core.abort())
-            self.core.load_weights(ref, clock)
+            self.core.load_weights(ref, clock, weights)
 
         with waiting(f"weights of version {ref.version}", unblocks="the inference engine"):
             if self._waits and self._held is None:
@@ -159,7 +159,7 @@ class LocalEngine:
         if self.failure is not None:
             raise EngineError(self.failure)
         if self.core.broken:
-            raise EngineUnreachable("in this process", self.core.broken)
+            raise EngineUnreachable("", self.core.broken)
 
     # Pause -----------------------------------------------------------------------------------------------------------
 
@@ -234,18 +234,20 @@ class LocalEngine:
         """Run `call` between two steps and wait for it.
 
         Raises:
-            EngineError: `call` raised it, or a step has failed, which may have left anything behind.
+            EngineError: `call` raised it, or the engine has stopped.
         """
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def run() -> None:
             failure = None
             try:
-                if self.failure is not None:  # the failed step may have left anything behind
+                if self.failure is not None:
                     raise EngineError(self.failure)
                 call()
             except EngineError as error:
                 failure = error
+            except Exception as error:
+                failure = EngineError(self._stop("an abort or a load", error))
             self._tell(_settle, done, failure)
 
         self._run(run)
@@ -263,7 +265,7 @@ class LocalEngine:
             seen = len(self.core.waiting)
             await asyncio.sleep(self.gather_s)
         while self._may_step():
-            self._step()
+            self._attempt("a step", self.core.step)
             await asyncio.sleep(0)
 
     def _drive_thread(self) -> None:
@@ -272,23 +274,30 @@ class LocalEngine:
             while self._calls:
                 self._calls.popleft()()
             if self._may_step():
-                self._step()
+                self._attempt("a step", self.core.step)
             else:
                 self._wake.wait()
 
     def _may_step(self) -> bool:
         return self.core.has_work and not (self.paused or self.released) and self.failure is None
 
-    def _step(self) -> None:
+    def _attempt(self, what: str, call: Callable[[], list[Finished]]) -> None:
+        """Deliver what `call` returns; `what` names it."""
         try:
-            finished = self.core.step()
-        except Exception as error:  # out of memory, a failed kernel, a mistake in the engine: nobody may wait for ever
-            log.exception("a step of the inference engine failed")
-            self.core.broken = f"a step failed with {type(error).__name__}: {error}"
-            self.failure = f"the inference engine stopped: {self.core.broken}"
-            self._tell(self._fail_all, self.failure)
+            finished = call()
+        except Exception as error:
+            self._stop(what, error)
         else:
             self._deliver(finished)
+
+    def _stop(self, what: str, error: Exception) -> str:
+        """Set `failure`, and return it: an error in the engine may have left anything behind, such as half a batch."""
+        # Out of memory, a failed kernel, a mistake in the engine: nobody may wait for ever.
+        log.exception("%s of the inference engine failed", what)
+        self.core.broken = f"{what} failed with {type(error).__name__}: {error}"
+        self.failure = f"the inference engine stopped: {self.core.broken}"
+        self._tell(self._fail_all, self.failure)
+        return self.failure
 
     def _fail_all(self, failure: str) -> None:
         for future in self._futures.values():

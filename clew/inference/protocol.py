@@ -50,7 +50,8 @@ class ServerFault(EngineError):
     """Base class of the errors that are the server's fault and not the request's."""
 
     def __init__(self, address: str, reason: str) -> None:
-        super().__init__(f"inference server {address}: {reason}")
+        """Create it; the address is "" if the engine that raises it is the one that is meant."""
+        super().__init__(f"inference server {address}: {reason}" if address else reason)
         self.address = address
         self.reason = reason
 
@@ -117,10 +118,9 @@ class SamplingParams:
         """Return the IDs that end a sequence; `default` are the model's own."""
         return default if self.stop_token_ids is None else self.stop_token_ids
 
-    @property
-    def cuts(self) -> bool:
-        """True if tokens are drawn from a part of the vocabulary. Greedy decoding is scored as if nothing was cut."""
-        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+    def cuts(self, vocab: float) -> bool:
+        """Return whether tokens are drawn from a part of the `vocab` IDs. Greedy decoding is scored as if not."""
+        return self.temperature > 0 and (self.top_p < 1 or 0 < self.top_k < vocab or self.min_p > 0)
 
 
 @dataclass(frozen=True, eq=False)

@@ -172,7 +172,7 @@ class RemoteEngine:
         if self.failure is not None:
             raise EngineError(self.failure)
         if self.core.broken:
-            raise EngineUnreachable("here", self.core.broken)
+            raise EngineUnreachable("", self.core.broken)
 
     # Weights ---------------------------------------------------------------------------------------------------------
 
@@ -206,7 +206,7 @@ class RemoteEngine:
             self.received = sent.version
             if self._lease is not None:
                 self._lease.cancel()
-            self._lease = asyncio.get_running_loop().call_later(UNCHECKED_S, self._open)
+            self._lease = asyncio.get_running_loop().call_later(UNCHECKED_S, self._end_pause)
         return clock.seconds
 
     @asynccontextmanager
@@ -276,7 +276,7 @@ class RemoteEngine:
                 if self.core.active:
                     await asyncio.sleep(0.005)
             if loop.time() > deadline:
-                raise EngineUnreachable("here", f"{len(self.core.active)} requests did not end when they were aborted")
+                raise EngineUnreachable("", f"{len(self.core.active)} requests did not end when they were aborted")
 
     # Pause -----------------------------------------------------------------------------------------------------------
 
@@ -287,14 +287,20 @@ class RemoteEngine:
 
     async def pause(self, lease_s: float) -> None:
         """Abort all requests and start none for lease_s seconds, or until `resume` or a load."""
-        lease, self._lease = self._lease, asyncio.get_running_loop().call_later(lease_s, self._open)
+        lease, self._lease = self._lease, asyncio.get_running_loop().call_later(lease_s, self._end_pause)
         if lease is None:
             await self._closed()
         else:
             lease.cancel()
 
     async def resume(self) -> None:
-        self._open()
+        self._end_pause()
+
+    def _end_pause(self) -> None:
+        # During an update, requests that were let through would be completed by the new weights, and labelled with the
+        # old ones. The update itself ends the pause.
+        if not self._changing.locked():
+            self._open()
 
     def _open(self) -> None:
         """End a pause or an update: let requests through, which are refused while `broken` says why."""
@@ -307,8 +313,8 @@ class RemoteEngine:
 
     async def release_memory(self, lease_s: float | None = None) -> None:
         raise EngineError(
-            f"{self._backend.kind} does not lend its memory to the trainer. Unset launch.colocate, and give each its "
-            f"own devices."
+            f"{self._backend.kind} cannot free its memory for training. Unset launch.colocate, and give it devices of "
+            f"its own."
         )
 
     async def resume_memory(self) -> None:
@@ -326,7 +332,7 @@ class RemoteEngine:
         reporter.set(engine=kind, engine_command=[] if self._launch is None else self._launch.command)
         loop = asyncio.get_running_loop()
         began = loop.time()
-        silence, attached = "", isinstance(self.process, AttachedServer)
+        silence, attached, warned = "", isinstance(self.process, AttachedServer), False
         with waiting(
             f"{kind} at {backend.address} to start",
             unblocks=kind,
@@ -335,7 +341,8 @@ class RemoteEngine:
             while silence := await self._silence(refuse=attached):
                 if ended := self.process.ended():
                     raise EngineError(f"{kind} did not start: it {ended}")
-                if attached and loop.time() - began < POLL_S:
+                if attached and not warned:
+                    warned = True
                     log.warning(
                         "nothing serves at %s yet (%s): waiting. Is this the host:port of %s, and is it running?",
                         backend.address,
@@ -345,7 +352,7 @@ class RemoteEngine:
                 reporter.set(doing=f"waiting for {kind} at {backend.address} to start ({loop.time() - began:.0f} s)")
                 await asyncio.sleep(POLL_S)
         for lack in await backend.prepare():
-            log.warning("%s", lack)
+            log.warning("%s at %s: %s", kind, backend.address, lack)
         await self._record_options(reporter)
         if backend.context is not None:
             self.core.context = min(self.core.context, backend.context)

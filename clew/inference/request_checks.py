@@ -128,8 +128,8 @@ def matched_stop(request: GenerateRequest, output_ids: list[int], tokenizer: Any
     params = request.params
     if not params.stop or len(output_ids) < params.min_new_tokens:
         return None
-    # One token is at least one character, but for multi-byte characters: 8 tokens of room for these.
-    window = max(map(len, params.stop)) + 8
+    # A token may be one byte, and a character has up to four. 8 more, as a token's text may depend on those before it.
+    window = max(len(stop) if stop.isascii() else 4 * len(stop) for stop in params.stop) + 8
     recent = output_ids[-window:]
     if len(recent) < window and params.continues:
         earlier = request.input_ids[len(request.input_ids) - params.continues :]

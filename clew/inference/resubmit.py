@@ -70,15 +70,15 @@ async def generate_through_aborts(engine: Engine, request: GenerateRequest, *, r
             return replace(whole, finish_reason="length")
         # An engine starts a schema with the first token that it draws, so it cannot continue in the middle of one.
         if params.json_schema is not None and whole.output_ids:
-            reason = "it cut short what it held to a JSON schema, and cannot go on there; ask again"
-            raise EngineUnreachable("of this request", reason)
+            reason = "the server cut short what it held to a JSON schema, and cannot continue there"
+            raise EngineUnreachable("", f"Cannot finish this completion: {reason}. Send the request again.")
         if not part.output_ids:
             await asyncio.sleep(0.02)  # the engine is about to load: not a wait of its own, but no spinning either
 
 
 async def _until_reachable(engine: Engine, error: EngineUnreachable) -> None:
     delay, reason = RETRY_S, error.reason
-    with waiting(f"inference server {error.address}", unblocks="clew serve", numbers=lambda: reason):
+    with waiting(f"inference server {error.address}".strip(), unblocks="clew serve", numbers=lambda: reason):
         while True:
             await asyncio.sleep(delay)
             delay = min(2 * delay, 2.0)

@@ -23,7 +23,7 @@ from clew.inference.protocol import SamplingParams
 
 def _signed(value: int) -> int:
     """Return the lowest 64 bits of a number as a signed integer, as torch's int64 holds them."""
-    value &= (1 << 64) - 1
+    value = int(value) & (1 << 64) - 1  # an integer of NumPy would overflow
     return value - (1 << 64) if value >> 63 else value
 
 
@@ -72,7 +72,7 @@ class RowParams:
         sorts = any(0 < row.top_k < vocab or row.top_p < 1 for row in rows)
         if sorts or any(row.min_p > 0 for row in rows):
             truncation = (
-                torch.tensor([[row.top_k if row.top_k > 0 else vocab] for row in rows], device=device),
+                torch.tensor([[min(row.top_k or vocab, vocab)] for row in rows], device=device),
                 torch.tensor([[row.top_p] for row in rows], device=device),
                 torch.tensor([[row.min_p] for row in rows], device=device),
             )

@@ -211,7 +211,7 @@ async def _keep_listed(
             if beside is not None:
                 beside.launched(entry.address)
         await asyncio.sleep(LOOK_S)
-    raise EngineError(f"{engine.failure}. What went before it is above. Restart the server to recover.")
+    raise EngineError(f"{engine.failure}. The log above has the cause. Restart the server to recover.")
 
 
 async def _load_newest(engine: ServedEngine, run: RunDirectory, entry: Server, reporter: Reporter) -> None:
@@ -229,7 +229,7 @@ async def _load_newest(engine: ServedEngine, run: RunDirectory, entry: Server, r
         reporter.set(doing=f"loading version {newest.version}")
         if newest.was_broadcast():
             if engine.failure is not None:
-                raise EngineUnreachable("here", engine.failure)
+                raise EngineUnreachable("", engine.failure)
             asking = replace(entry, ready=True, wants_weights=True)
             listed = [server for server in run.servers() if server.pid == entry.pid]
             if given_up := "".join(server.given_up for server in listed):

@@ -18,11 +18,12 @@ from typing import Any
 import orjson
 
 from clew.config import Config
-from clew.errors import ConfigError, EngineError, ImageError
+from clew.errors import ConfigError, EngineError, ImageError, RecordError, first_line
 from clew.inference.backend import Backend, Launch, check_model, config_field, options
 from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, SamplingParams
 from clew.inference.sglang_checksums import Tensors, checksums, read_folder
 from clew.models.vision import Vision
+from clew.printing import few
 from clew.record.broadcast import Broadcast
 from clew.record.weights import WeightRef, read_broadcast
 
@@ -64,6 +65,9 @@ print("OPTIONS", json.dumps([name for action in parser._actions for name in acti
 ROOM = 5
 """Tokens at the end of the model's context that stay free. SGLang takes no prompt that leaves fewer than 6, and a
 completion that an update interrupts is continued as a longer prompt."""
+
+OPTIONS_S = 120.0
+"""Seconds in which SGLang must have listed its options."""
 
 LOOKS = 50
 """Number of looks, 20 ms apart, whether aborted requests have ended. SGLang's own pause looks only once a second."""
@@ -136,10 +140,10 @@ class SGLangEngine(Backend):
                 f"Cannot train with SGLang at {self.address}: it does not offer {', '.join(missing)}, with which it "
                 f"receives broadcast weights. Set weights.via to disk, or take a newer SGLang (0.5.23 has them)."
             )
-        info = await self._request("GET", "/model_info", None)
+        info = await self._request("GET", "/model_info", None, lambda answer, _: {"model_path": "", **answer})
         server = await self._request("GET", "/server_info", None)
-        models = await self._request("GET", "/v1/models", None)
-        self.context = models["data"][0]["max_model_len"] - ROOM
+        context = await self._request("GET", "/v1/models", None, lambda answer, _: answer["data"][0]["max_model_len"])
+        self.context = context - ROOM
         self.takes_images = bool(info.get("has_image_understanding"))
         if self._model:
             check_model("SGLang", self.address, info["model_path"], self._model)
@@ -189,6 +193,11 @@ class SGLangEngine(Backend):
 
     async def _reports_before_temperature(self) -> bool:
         """Return whether the logprobs of the likeliest tokens are the same at two temperatures."""
+
+        def take(answer: dict[str, Any], _: str) -> float:
+            logprobs = [entry[0] for entry in answer["meta_info"]["output_top_logprobs"][0]]
+            return max(logprobs) - min(logprobs)
+
         gaps = []
         for temperature in (1.0, 0.5):
             body = {
@@ -197,9 +206,7 @@ class SGLangEngine(Backend):
                 "return_logprob": True,
                 "top_logprobs_num": 5,
             }
-            answer = await self._post("/generate", body)
-            logprobs = [entry[0] for entry in answer["meta_info"]["output_top_logprobs"][0]]
-            gaps.append(max(logprobs) - min(logprobs))
+            gaps.append(await self._post("/generate", body, take))
         # Reported after temperature, the differences between tokens are twice as large at 0.5.
         return gaps[0] > 1e-2 and abs(gaps[1] - gaps[0]) < abs(gaps[1] - 2 * gaps[0])
 
@@ -219,7 +226,7 @@ class SGLangEngine(Backend):
     def wrong_logprobs(self, params: SamplingParams) -> str:
         reports = f"SGLang at {self.address} reports logprobs"
         if params.min_new_tokens > 0:
-            return f"{reports} as if stop tokens had probability 0 before min_new_tokens. Leave it out"
+            return f"{reports} as if stop tokens had probability 0 before min_new_tokens. Leave min_new_tokens out"
         if self._before_temperature and params.temperature not in (0, 1):
             return (
                 f"{reports} before temperature, and the temperature is {params.temperature:g}. Start it without "
@@ -267,7 +274,10 @@ class SGLangEngine(Backend):
     async def load(self, ref: WeightRef) -> None:
         self._refuse_experts(ref.version)
         if ref.was_broadcast():
-            self._expected = read_broadcast(ref)["checksums"]
+            try:
+                self._expected = read_broadcast(ref)["checksums"]
+            except RecordError as error:
+                raise EngineError(f"Cannot load version {ref.version} into SGLang at {self.address}: {error}") from None
             await self._forget(ref)
             return
         new = await asyncio.to_thread(read_folder, ref.path)
@@ -319,7 +329,7 @@ class SGLangEngine(Backend):
         if expected is None:
             expected = await asyncio.to_thread(checksums, held, self._sent, self._dtype)
         if wrong := [name for name, theirs in held.items() if theirs not in expected.get(name, ())]:
-            unchanged = "They are those of before the update." if held == self._held else ""
+            unchanged = "They still have their values from before the update." if held == self._held else ""
             raise EngineError(
                 f"SGLang at {self.address} answered that it loaded version {ref.version}, but {len(wrong)} of its "
                 f"{len(held)} tensors are not those of {ref.path}: {few(wrong)}. {unchanged}".rstrip()
@@ -333,13 +343,13 @@ class SGLangEngine(Backend):
         held = await self._checksums()
         changed = [name for name in held if held[name] != self._held.get(name)]
         if not changed:
-            return "It still holds the weights of before."
+            return "It still holds the old weights."
         return f"It now holds a mixture of old and new weights ({few(changed)} changed); restart it."
 
     async def _checksums(self) -> dict[str, str]:
         """Return the server's own checksum of each tensor that it computes with."""
-        answer = await self._post("/weights_checker", {"action": "checksum"})
-        return dict(answer["ranks"][0]["checksums"])
+        body = {"action": "checksum"}
+        return await self._post("/weights_checker", body, lambda answer, _: dict(answer["ranks"][0]["checksums"]))
 
     async def score(self, input_ids: list[int]) -> float:
         body = {
@@ -348,8 +358,11 @@ class SGLangEngine(Backend):
             "return_logprob": True,
             "logprob_start_len": max(len(input_ids) - 2, 0),
         }
-        answer = await self._post("/generate", body)
-        return float(answer["meta_info"]["input_token_logprobs"][-1][0])
+
+        def take(answer: dict[str, Any], _: str) -> float:
+            return float(answer["meta_info"]["input_token_logprobs"][-1][0])
+
+        return await self._post("/generate", body, take)
 
 
 def server_arguments(
@@ -375,7 +388,10 @@ def server_arguments(
 
 def known_options(python: str) -> set[str]:
     """Return the names of SGLang's options, such as "--port", from its own parser; this takes some seconds."""
-    done = subprocess.run([python, "-c", LIST_OPTIONS], capture_output=True, text=True)
+    try:
+        done = subprocess.run([python, "-c", LIST_OPTIONS], capture_output=True, text=True, timeout=OPTIONS_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"Cannot start SGLang with {python} (inference.python): {first_line(error)}") from None
     for line in done.stdout.splitlines():
         if line.startswith("OPTIONS "):
             return set(orjson.loads(line.removeprefix("OPTIONS ")))
@@ -390,9 +406,3 @@ def differences(old: Mapping[str, list[int]], new: Mapping[str, list[int]]) -> l
     tied = {"lm_head.weight"}  # may be left out where it is the embedding
     alone = sorted((old.keys() ^ new.keys()) - tied)
     return alone + [name for name in sorted(old.keys() & new.keys()) if old[name] != new[name]]
-
-
-def few(names: list[str]) -> str:
-    """Return the first names of a list, and how many more there are."""
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(names[:5]) + more

@@ -180,9 +180,13 @@ class VLLMEngine(Backend):
                 f"it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, or set inference.args.enable-lora to "
                 f"false: the adapters are then added to the weights before they are sent."
             )
-        served = (await self._request("GET", "/v1/models", None))["data"][0]
-        self.model, self.context = served["id"], int(served["max_model_len"])
-        check_model("vLLM", self.address, str(served.get("root") or served["id"]), self._model_path)
+
+        def take(answer: dict[str, Any], _: str) -> tuple[str, int, str]:
+            served = answer["data"][0]
+            return served["id"], int(served["max_model_len"]), str(served.get("root") or served["id"])
+
+        self.model, self.context, folder = await self._request("GET", "/v1/models", None, take)
+        check_model("vLLM", self.address, folder, self._model_path)
         await self._check_extension()
         self._asks_engine = "/is_paused" in routes
         self._labels = "/update_weight_version" in routes
@@ -196,26 +200,22 @@ class VLLMEngine(Backend):
         lacks: list[str] = []
         if not self._aborts:
             lacks.append(
-                f"vLLM at {self.address} has no /abort_requests: aborting one request aborts all of them, and Clew "
-                f"submits the others again."
+                "it has no /abort_requests: aborting one request aborts all of them, and Clew submits the others again."
             )
         if not self._generates:
             lacks.append(
-                f"vLLM at {self.address} has no {GENERATE}: which weights made a token is not on record in vLLM's "
-                f"words, and sampling masks and routed experts are not recorded"
+                f"it has no {GENERATE}: the record holds no sampling masks, no routed experts, and not vLLM's own "
+                f"account of which weights made a token."
             )
         if not self._labels:
             lacks.append(
-                f"vLLM at {self.address} keeps no version of its weights (/update_weight_version): which weights made "
-                f"a token is Clew's word alone."
+                "it does not store the version of its weights (no /update_weight_version): only Clew records which "
+                "weights made a token."
             )
         if self._vision is not None and not self.takes_images:
-            lacks.append(
-                f"vLLM at {self.address} takes no images, although its model does: it has no {GENERATE} (vLLM 0.32 "
-                f"has it)."
-            )
+            lacks.append(f"it takes no images, although its model does: it has no {GENERATE} (vLLM 0.32 has it).")
         if self.advice:
-            lacks.append(self.advice)
+            lacks.append(self.advice.replace(f"vLLM at {self.address}", "it", 1))
         return lacks
 
     async def resolved(self) -> dict[str, Any]:
@@ -276,8 +276,8 @@ class VLLMEngine(Backend):
     async def verify(self, ref: WeightRef) -> None:
         adapters = ref.holds_adapters()
         call = {"method": "clew_adapters", "args": [ref.path]} if adapters else {"method": "clew_held"}
-        answer = await self._post("/collective_rpc", call)
-        if wrong := differences(self._sent, answer["results"]):
+        wrong = await self._post("/collective_rpc", call, lambda answer, _: differences(self._sent, answer["results"]))
+        if wrong:
             hint = ADAPTER_HINT if adapters else ""
             shown = "; ".join(wrong[:5]) + ("; …" if len(wrong) > 5 else "")
             raise EngineError(
@@ -291,8 +291,11 @@ class VLLMEngine(Backend):
         body = {"model": self.model, "prompt": input_ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
         if self._masks:
             body["top_k"] = TOP_K
-        answer = await self._post("/v1/completions", body)
-        return float(answer["choices"][0]["prompt_logprobs"][-1][str(input_ids[-1])]["logprob"])
+
+        def take(answer: dict[str, Any], _: str) -> float:
+            return float(answer["choices"][0]["prompt_logprobs"][-1][str(input_ids[-1])]["logprob"])
+
+        return await self._post("/v1/completions", body, take)
 
     # Logprobs --------------------------------------------------------------------------------------------------------
 
@@ -359,10 +362,7 @@ class VLLMEngine(Backend):
             set_ = ", ".join(name for name, is_set in cuts.items() if is_set)
             if not set_ or params.temperature == 0 or masked:
                 return ""
-            return (
-                f"{reports} after {set_}, which are too high by -ln of the probability that was kept, and training "
-                f"needs those before. Leave {set_} out"
-            )
+            return f"{reports} renormalised after {set_}, and training needs those from before. Leave {set_} out"
         if params.temperature in (0, 1):
             return ""
         if self.logprobs_mode == "raw":
@@ -513,7 +513,7 @@ def differences(expected: Mapping[str, str], workers: list[dict[str, list[Any]]]
         # A digest is a sum over elements: those of the parts add up to the tensor's, times the number of copies held.
         if not held:
             wrong.append(f"{name}: not loaded")
-        elif count % size or not count:
+        elif not count or count % size:
             wrong.append(f"{name}: {count} of {size} elements are held where the engine computes from")
         elif cast := next((each[3] for each in held if each[3]), None):
             wrong.append(f"{name}: held as {', '.join(cast)}, which is not how it was written")

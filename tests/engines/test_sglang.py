@@ -278,7 +278,9 @@ def test_an_update_that_answers_200_and_changed_nothing(served: Served) -> None:
         data["model_path"] = str(served.folder / "one")
         return data
 
-    with pytest.raises(EngineError, match=r"tensors are not those of .*They are those of before the update") as raised:
+    with pytest.raises(
+        EngineError, match=r"tensors are not those of .*They still have their values from before"
+    ) as raised:
         use(served, lambda engine: load(engine, served.ref("two", 5)), drop)
     assert "model.embed_tokens.weight" in str(raised.value)
 
@@ -377,7 +379,7 @@ def test_a_refused_update_says_what_the_server_still_holds(served: Served) -> No
     def break_format(path: str, data: dict[str, Any]) -> dict[str, Any] | None:
         return {**data, "load_format": "dummy"} if path == "/update_weights_from_disk" else data
 
-    with pytest.raises(EngineError, match="It still holds the weights of before"):
+    with pytest.raises(EngineError, match="It still holds the old weights"):
         use(served, lambda engine: load(engine, served.ref("two", 5)), break_format)
 
 

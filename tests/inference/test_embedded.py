@@ -15,6 +15,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
 
 from clew.errors import EngineError
 from clew.inference import attention
@@ -24,6 +26,7 @@ from clew.inference.engine_core import Core
 from clew.inference.local import LocalEngine
 from clew.inference.protocol import Completion, GenerateRequest, SamplingParams
 from clew.inference.reference import ReferenceEngine
+from clew.inference.request_checks import matched_stop
 from clew.inference.resubmit import generate_through_aborts
 from clew.models.loading import load_model, load_tokenizer
 from clew.record.weights import DIGEST_KEY, WeightRef
@@ -320,6 +323,65 @@ def test_a_step_that_fails_is_raised_to_every_caller(tmp_path: Path, threaded: b
     asyncio.run(scenario())
 
 
+def out_of_memory(*_: Any) -> None:
+    raise RuntimeError("out of memory")
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_an_abort_that_fails_is_raised_to_every_caller(tmp_path: Path, threaded: bool, cancelled: bool) -> None:
+    async def scenario() -> None:
+        core = engines(folder_with(tmp_path))[1]
+        assert isinstance(core, EmbeddedEngine)
+        core.cache.remove = out_of_memory  # type: ignore[method-assign]
+        engine, begun = LocalEngine(core, threaded=threaded), asyncio.Event()
+        params = SamplingParams(max_new_tokens=240, stop_token_ids=())
+        ask = GenerateRequest([7, 8], params, on_token=lambda *_: begun.set())
+        first, second = [asyncio.ensure_future(engine.generate(replace(ask, id=id))) for id in "ab"]
+        await begun.wait()
+        if cancelled:
+            first.cancel()
+        else:
+            with pytest.raises(EngineError, match="an abort or a load failed with RuntimeError: out of memory"):
+                await asyncio.wait_for(engine.abort("a"), 10)
+        for answer in await asyncio.wait_for(asyncio.gather(first, second, return_exceptions=True), 10):
+            assert isinstance(answer, asyncio.CancelledError) or "out of memory" in str(answer)
+        with pytest.raises(EngineError, match="out of memory"):
+            await engine.version()
+        await asyncio.wait_for(engine.close(), 10)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_a_load_that_fails_is_refused_and_one_that_cannot_be_undone_ends_the_engine(
+    tmp_path: Path, threaded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sent").mkdir()
+    (tmp_path / "sent" / "broadcast.json").write_text("{")
+    wrong = WeightRef(version=1, path=str(tmp_path / "model"), digest="", probe_ids=[7, 8], probe_logprob=9.0)
+    sent, params = replace(wrong, path=str(tmp_path / "sent")), SamplingParams(max_new_tokens=3, stop_token_ids=())
+
+    async def scenario() -> None:
+        core = engines(folder_with(tmp_path / "model"))[1]
+        core.received = 1, {}
+        engine = LocalEngine(core, threaded=threaded)
+        with pytest.raises(EngineError, match=r"Cannot load weights from .*sent: .*broadcast\.json"):
+            await asyncio.wait_for(engine.load_weights(sent), 10)
+        with monkeypatch.context() as patch:
+            patch.setattr(core_module, "backed_up", out_of_memory)
+            with pytest.raises(EngineError, match=r"Cannot load version 1 .*out of memory"):
+                await asyncio.wait_for(engine.load_weights(wrong), 10)
+        assert (await engine.generate(GenerateRequest([7], params))).versions == [0, 0, 0]
+        monkeypatch.setattr(core_module, "restore", out_of_memory)
+        for call in (engine.load_weights(wrong), engine.generate(GenerateRequest([7], params))):
+            with pytest.raises(EngineError, match=r"engine stopped: an abort or a load failed with .*out of memory"):
+                await asyncio.wait_for(call, 10)
+        await asyncio.wait_for(engine.close(), 10)
+
+    asyncio.run(scenario())
+
+
 def test_stop_ids_stop_strings_and_min_new_tokens(both: tuple[ReferenceEngine, Core]) -> None:
     engine = both[1]
     [free] = run(engine, [([7, 8], SamplingParams(max_new_tokens=30, seed=5, stop_token_ids=()))])
@@ -334,6 +396,18 @@ def test_stop_ids_stop_strings_and_min_new_tokens(both: tuple[ReferenceEngine, C
     params = SamplingParams(max_new_tokens=30, min_new_tokens=20, seed=5, stop_token_ids=(token,))
     [late] = run(engine, [([7, 8], params)])
     assert token not in late.output_ids[:20]
+
+
+@pytest.mark.parametrize("stop", ["Observation:", "观察的结果", "🛑🛑🛑🛑"])
+def test_a_stop_string_whose_tokens_are_single_bytes(stop: str) -> None:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(BPE({token: index for index, token in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    ids = tokenizer.encode(f"yes {stop}").ids
+    assert len(ids) == len(f"yes {stop}".encode())
+    request = GenerateRequest([7], SamplingParams(stop=("no such text", stop)))
+    found = [matched_stop(request, ids[:count], tokenizer) for count in range(1, len(ids) + 1)]
+    assert found == [None] * (len(ids) - 1) + [stop]
 
 
 def test_a_stop_string_across_an_abort(both: tuple[ReferenceEngine, Core]) -> None:
@@ -474,9 +548,9 @@ def test_refuses_weights_that_are_not_this_models(tmp_path: Path) -> None:
     norm = "model.norm.weight"
     before = run(engine, various(1, 4))
     for change, words in [
-        ({norm: None}, f"missing 1: {norm}"),
-        ({"extra": torch.zeros(1)}, "unknown 1: extra"),
-        ({norm: torch.zeros(3)}, f"another shape 1: {norm} \\[3\\] \\(expected \\[32\\]\\)"),
+        ({norm: None}, rf"match the served model.s: 1 missing \({norm}\)"),
+        ({"extra": torch.zeros(1)}, r"1 unknown \(extra\)"),
+        ({norm: torch.zeros(3)}, f"1 of another shape \\({norm} \\[3\\] \\(expected \\[32\\]\\)"),
     ]:
         kept = {name: tensor for name, tensor in {**tensors, **change}.items() if tensor is not None}
         save_file(kept, broken / "model.safetensors")

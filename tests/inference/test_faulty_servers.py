@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import ssl
 import subprocess
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +19,9 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from clew.errors import EngineError
 from clew.inference.client import HTTPEngine
+from clew.inference.detect_server import find_engine
 from clew.inference.protocol import Completion, EngineUnreachable, FaultyAnswer, GenerateRequest, SamplingParams
 from clew.inference.resubmit import TRIES, generate_through_aborts
 from clew.inference.sglang import SGLangEngine
@@ -301,12 +305,65 @@ def test_vllms_shape_is_checked_too(name: str, stream: bool) -> None:
     assert address in str(raised.value) and said in str(raised.value)
 
 
-def test_a_tls_port_is_told_from_an_inference_server(tmp_path: Path) -> None:
+@pytest.fixture
+def tls(tmp_path: Path) -> ssl.SSLContext:
+    """A server's; its certificate is in certificate.pem."""
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
-    subprocess.run([*command, "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(command, check=True, capture_output=True)
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(certificate, key)
+    return tls
+
+
+FIND = """
+import asyncio, sys
+from clew.inference.detect_server import find_engine
+async def find():
+    found = await find_engine(sys.argv[1], "secret")
+    print(found.kind, await found.engine.version())
+    await found.engine.close()
+asyncio.run(find())
+"""
+
+
+def test_an_engine_behind_tls_is_asked_over_tls(tls: ssl.SSLContext, tmp_path: Path) -> None:
+    async def answer(_: web.Request) -> web.Response:
+        return web.json_response({"max_context_length": 256, "tokenizer_path": "m", "weight_version": "5"})
+
+    with serving(answer, tls) as address:
+        found = subprocess.run(
+            [sys.executable, "-c", FIND, f"https://{address}/v1"],
+            env={**os.environ, "SSL_CERT_FILE": str(tmp_path / "certificate.pem")},
+            capture_output=True,
+            text=True,
+        )
+    assert found.stdout == "clew serve 5\n", found.stderr
+
+
+def test_sglang_behind_the_gateway_is_known_as_sglang() -> None:
+    async def answer(_: web.Request) -> web.Response:
+        info = {"tokenizer_path": "m", "has_image_understanding": True, "max_req_input_len": 100}
+        return web.json_response(info)
+
+    with serving(answer) as address:
+        found = asyncio.run(find_engine(f"http://{address}/v1"))
+    assert found is not None and found.takes_images and found.engine.context == 100
+    assert isinstance(found.engine, SGLangEngine) and found.engine.takes_images
+    assert "min_new_tokens" in found.engine.wrong_logprobs(SamplingParams(min_new_tokens=1))
+
+
+@pytest.mark.parametrize("listed", [[], {"data": None}, {"data": [7]}, {"data": 7}])
+def test_a_list_of_models_of_another_shape(listed: Any) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.json_response(listed) if request.path == "/v1/models" else web.Response(status=404)
+
+    with serving(answer) as address, pytest.raises(EngineError, match=f"Cannot find a model.*{address}"):
+        asyncio.run(find_engine(f"http://{address}/v1"))
+
+
+def test_a_tls_port_is_told_from_an_inference_server(tls: ssl.SSLContext) -> None:
 
     async def answer(_: web.Request) -> web.Response:
         return web.json_response({})
@@ -320,7 +377,7 @@ def test_a_tls_port_is_told_from_an_inference_server(tmp_path: Path) -> None:
 
     with serving(answer, tls) as address, pytest.raises(EngineUnreachable) as raised:
         asyncio.run(asyncio.wait_for(ask(address), 30))
-    assert address in str(raised.value) and "a TLS port" in str(raised.value)
+    assert address in str(raised.value) and "this port expects TLS" in str(raised.value)
 
 
 def test_a_closed_port_is_waited_for_by_name() -> None:

@@ -99,7 +99,7 @@ def test_what_cannot_be_shown_is_refused(folders: Path, tmp_path: Path) -> None:
     engine, _, vision = both(folders / "llava")
     prompt, params = [5, *vision.tokens_of(RED), 6], SamplingParams()
     engine.check(GenerateRequest(prompt, params, (RED,)))
-    with pytest.raises(ImageError, match=r"holds the image token \(\d+\) 4 times, but the 2 images take 8"):
+    with pytest.raises(ImageError, match=r"has image token \d+ 4 times, but the 2 images need it 8"):
         engine.check(GenerateRequest(prompt, params, (RED, BLUE)))
     with pytest.raises(ImageError, match="3 bytes cannot be read as an image"):
         engine.check(GenerateRequest(prompt, params, (b"PNG",)))

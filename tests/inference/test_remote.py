@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,15 +19,16 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from aiohttp import web
+from safetensors.torch import load_file, save_file
 
 from clew.config import Config
 from clew.config_fields import Inference, Model
 from clew.errors import ConfigError, EngineError
-from clew.inference import remote
+from clew.inference import remote, sglang, vllm
 from clew.inference.backend import Launch
 from clew.inference.client import HTTPEngine
-from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, SamplingParams
+from clew.inference.protocol import Completion, EngineUnreachable, FaultyAnswer, GenerateRequest, SamplingParams
 from clew.inference.remote import RemoteCore, RemoteEngine, start_remote
 from clew.inference.server_process import ServerProcess
 from clew.inference.sglang import NEEDED, SESSION, SGLangEngine
@@ -35,6 +37,7 @@ from clew.models.tensor_digest import hex_digests
 from clew.processes import free_port
 from clew.record.run import RunDirectory
 from clew.record.weights import DIGESTS_KEY, WeightRef
+from tests.inference.test_faulty_servers import serving
 from tests.models import tiny_model, tiny_tokenizer
 
 
@@ -260,6 +263,96 @@ def test_other_counts_of_tokens_than_of_logprobs_are_refused(engine: Any) -> Non
         asyncio.run(ask(address))
 
 
+def test_an_address_where_nothing_answers_is_questioned_although_the_first_look_takes_long(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiny_tokenizer(tmp_path / "model")
+    tiny_model(tmp_path / "model")
+    named = config().model_copy(update={"model": Model(path=str(tmp_path / "model")), "root": str(tmp_path / "runs")})
+    run = RunDirectory(named.run_path)
+
+    async def attach(address: str) -> None:
+        engine = start_remote(named, run, attach=address)
+        try:
+            with run.report("server") as reporter, pytest.raises(TimeoutError):
+                await asyncio.wait_for(engine.start(reporter), 5)
+        finally:
+            await engine.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # it takes connections, and says nothing
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        asyncio.run(attach(address))
+    said = f"nothing serves at {address} yet (no answer in 2 s): waiting. Is this the host:port of vLLM"
+    assert [said in message for message in caplog.messages].count(True) == 1
+
+
+@pytest.mark.parametrize("content", [None, "#!/bin/sh\nexec sleep 60\n"])
+def test_a_python_that_lists_no_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None) -> None:
+    monkeypatch.setattr(sglang, "OPTIONS_S", 0.2)
+    python = tmp_path / "python"
+    if content is not None:
+        python.write_text(content)
+        python.chmod(0o755)
+    named = config(backend="sglang", args={"tp-size": 2}, python=str(python))
+    with pytest.raises(ConfigError, match=rf"SGLang with {python} \(inference.python\): .*(No such|timed)"):
+        SGLangEngine.launch(named, 1, tmp_path)
+
+
+async def score(client: Any) -> None:
+    await client.score([7, 8])
+
+
+async def prepare(client: Any) -> None:
+    await client.prepare()
+
+
+async def checksums(client: Any) -> None:
+    await client._checksums()
+
+
+async def logprobs(client: Any) -> None:
+    await client._reports_before_temperature()
+
+
+async def verify(client: Any) -> None:
+    await client.verify(WeightRef(version=5, path="/nowhere", digest=""))
+
+
+@pytest.mark.parametrize(
+    ("kind", "ask"),
+    [
+        *((VLLMEngine, ask) for ask in (score, prepare, verify)),
+        *((SGLangEngine, ask) for ask in (score, prepare, checksums, logprobs)),
+    ],
+)
+def test_an_answer_of_another_shape_is_no_traceback(kind: Any, ask: Any) -> None:
+    routes = {path: {} for path in (*NEEDED, *vllm.NEEDED)}
+
+    async def run(address: str) -> None:
+        client = kind.client(config(), address)
+        try:
+            await ask(client)
+        finally:
+            await client.close()
+
+    with answering(200, {"paths": routes, "data": []}) as address, pytest.raises(FaultyAnswer, match="cannot be read"):
+        asyncio.run(run(address))
+
+
+def test_a_broadcast_of_which_the_digests_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "broadcast.json").write_text("{")
+    ref = WeightRef(version=5, path=str(tmp_path), digest="")
+    for client in (SGLangEngine("127.0.0.1:1"), VLLMEngine("127.0.0.1:1", "model", 256)):
+        with pytest.raises(EngineError, match=r"Cannot load version 5 into (SGLang|vLLM) at .*broadcast\.json"):
+            asyncio.run(client.load(ref))
+
+
+def test_a_tensor_without_elements() -> None:
+    assert vllm.differences({"a": "0"}, [{"a": ["0", 0, 0, []]}]) == [
+        "a: 0 of 0 elements are held where the engine computes from"
+    ]
+
+
 def test_a_server_that_dies_at_start_is_reported_within_two_seconds(tmp_path: Path) -> None:
     tiny_tokenizer(tmp_path / "model")
     tiny_model(tmp_path / "model")
@@ -371,6 +464,45 @@ def test_a_folder_that_lacks_its_file_is_not_sent(version: WeightRef) -> None:
 def test_keys_and_values_of_the_old_weights_that_were_not_forgotten(version: WeightRef) -> None:
     with answering(200, {"success": False}) as address, pytest.raises(EngineError, match="did not forget the keys"):
         asyncio.run(load_into(VLLMEngine(address, "model", 256), version))
+
+
+@pytest.mark.parametrize("lease", [0.1, 60.0])
+def test_a_pause_that_ends_in_mid_update_lets_no_request_through(
+    tmp_path: Path, version: WeightRef, lease: float
+) -> None:
+    """They would be completed by the new weights, and labelled with the old ones."""
+    tiny_tokenizer(tmp_path / "model")
+    tiny_model(tmp_path / "model")
+    named = config().model_copy(update={"model": Model(path=str(tmp_path / "model"))})
+    held = {name: [digest, 1, 1, []] for name, digest in hex_digests(load_file(tmp_path / "model.safetensors")).items()}
+    choice = {"token_ids": [7], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "length"}
+    loading = threading.Event()
+
+    async def answer(request: web.Request) -> web.Response:
+        if b"clew_load" in await request.read():
+            loading.set()
+            await asyncio.sleep(0.5)
+        return web.json_response({"results": [held], "choices": [choice]})
+
+    async def scenario(address: str) -> Completion:
+        engine = RemoteEngine(named, RemoteCore(named), VLLMEngine.client(named, address))
+        try:
+            await engine.pause(lease)
+            updating = asyncio.ensure_future(engine.load_weights(version))
+            await asyncio.to_thread(loading.wait, 60)
+            if lease > 1:
+                await engine.resume()
+            else:
+                await asyncio.sleep(2 * lease)
+            completion = await engine.generate(GenerateRequest([9], SamplingParams(max_new_tokens=1)))
+            await updating
+            assert not engine.paused
+            return completion
+        finally:
+            await engine.close()
+
+    with serving(answer) as address:
+        assert asyncio.run(scenario(address)).versions == [5]
 
 
 FROZEN_WORKER = """

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -29,6 +31,8 @@ def test_uniform_numbers_are_uniform_and_depend_on_seed_and_position_alone() -> 
     assert abs(neighbours.item()) < 0.02
     huge = RowParams.stack([SamplingParams(seed=2**64 - 1), SamplingParams(seed=2**63)], 4, CPU).seeds
     assert huge.tolist() == [-1, -(2**63)]
+    numpys: Any = np.int64(-5)
+    assert RowParams.stack([SamplingParams(seed=numpys)], 4, CPU).seeds.tolist() == [-5]
 
 
 def test_draws_by_inverting_the_cumulative_distribution() -> None:

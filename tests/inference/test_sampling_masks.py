@@ -90,6 +90,23 @@ def test_nobody_who_did_not_ask_gets_other_logprobs(tmp_path: Path) -> None:
     assert all(before < after for before, after in zip(plain.logprobs, asked.logprobs, strict=True))
 
 
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_top_k_that_cuts_nothing_off_has_no_mask_and_stops_no_engine(tmp_path: Path, fast: bool) -> None:
+    core = engines(folder_with(tmp_path))[int(fast)]
+    plain = SamplingParams(max_new_tokens=5, stop_token_ids=(), seed=3)
+    same = [replace(plain, top_k=top_k) for top_k in (core.vocab, 2**31, 2**64)]
+    cut = [replace(plain, top_k=top_k, top_p=0.5) for top_k in (0, 2**64)]
+
+    async def complete() -> list[Completion]:
+        requests = [GenerateRequest(PROMPT, params, sampling_mask=True) for params in (plain, *same, *cut)]
+        engine = LocalEngine(core)
+        return await asyncio.gather(*map(engine.generate, requests))
+
+    whole, *others, alone, both = asyncio.run(complete())
+    assert all(other.sampling_mask is None and other == whole for other in others)
+    assert both.sampling_mask is not None and both == alone
+
+
 def span(start: int, end: int, server: str) -> Span:
     return Span(start=start, end=end, server=server, version="7")
 

@@ -284,6 +284,8 @@ def test_a_long_text_holds_nobody_up_while_its_tokens_are_made(server: ServerPro
         ("/generate", {"input_ids": PROMPT, "sampling_params": {"stop": 7}}, "stop is 7, expected a string or a list"),
         ("/generate", {"input_ids": PROMPT, "sampling_params": {"n": -2}}, "n is -2"),
         ("/generate", {"input_ids": PROMPT, "sampling_params": {"json_schema": {}}}, "json_schema is {}, expected"),
+        ("/generate", {"input_ids": PROMPT, "sampling_params": {"n": 0}}, "n is 0, expected at least 1"),
+        ("/generate", {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 0}}, "max_new_tokens is 0, expected"),
         ("/pause_generation", {"mode": "retract"}, "abort"),
         ("/release_memory_occupation", {"tags": ["weights"]}, "kv_cache"),
         ("/abort_request", {}, "rid"),
@@ -294,6 +296,44 @@ def test_a_long_text_holds_nobody_up_while_its_tokens_are_made(server: ServerPro
 def test_refuses_with_words(server: ServerProcess, path: str, body: Any, words: str) -> None:
     status, answer = post(server, path, body)
     assert status == 400 and words in json.dumps(answer)
+
+
+def serve_with_a_small_cache(config: Config, **options: Any) -> None:
+    """`clew serve` with room for 128 tokens, which only a request that is submitted can exceed."""
+    small = config.inference.model_copy(update={"cache_gib": 4e-5})
+    serve(config.model_copy(update={"inference": small}), **options)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = tmp_path_factory.mktemp("small")
+    tiny_tokenizer(folder / "model")
+    tiny_model(folder / "model")
+    server = ServerProcess(folder, serve=serve_with_a_small_cache)
+    yield server
+    server.end()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_says_that_a_request_is_too_long_for_the_cache(small: ServerProcess, stream: bool) -> None:
+    request = GenerateRequest([7] * 200, SamplingParams(), on_token=(lambda *_: None) if stream else None)
+    with pytest.raises(RequestTooLong, match=r"refused /generate \(400\): a request of up to 256 tokens"):
+        with_engine(small, lambda engine: engine.generate(request))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_if_one_prompt_of_a_batch_is_refused_nothing_goes_on_with_the_others(
+    small: ServerProcess, stream: bool
+) -> None:
+    def waiting() -> int:
+        return with_engine(small, lambda engine: engine._request("GET", "/model_info", None))["waiting"]
+
+    assert post(small, "/pause_generation", {"lease_s": 60})[0] == 200
+    body = {"input_ids": [PROMPT, [7] * 200, PROMPT], "sampling_params": {"max_new_tokens": 50}, "stream": stream}
+    status, answer = post(small, "/generate", body)
+    assert status == (200 if stream else 400) and "inference.cache_gib" in json.dumps(answer)
+    assert waiting() == 0
+    assert post(small, "/continue_generation", {})[0] == 200
 
 
 def serve_broken(config: Config, **options: Any) -> None:
