@@ -10,9 +10,10 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 from clew.errors import EngineError, EpisodeError
 from clew.gateway.dialect import Ask, Refusal, Reply, Stream, Token, ToolCall, message_of
@@ -32,7 +33,7 @@ from clew.gateway.output_parser import (
 from clew.gateway.streaming import Draft, Speech, Transcript
 from clew.gateway.turns import Prompt, Turn, Turns
 from clew.http_server import LARGE_TEXT, max_text
-from clew.inference.protocol import EngineUnreachable, RequestTooLong, SchemaUnsupported
+from clew.inference.protocol import RequestTooLong, SchemaUnsupported, ServerFault
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +59,14 @@ class Submission:
     speech: Speech
     """Parts of the replies as they come, if the client wants a stream."""
     replies: asyncio.Task[list[Reply]]
-    abandoned: bool = False
-    """True if the client left before it had the reply, and no retry has come for it yet."""
+    left: bool = False
+    """True if the client left before it had the reply, and no retry has come since."""
+    delivered: bool = False
+    """True once a client had the reply. An old connection may be seen to break only after its retry had the reply."""
+
+    @property
+    def abandoned(self) -> bool:
+        return self.left and not self.delivered
 
     def stream(self) -> Stream:
         """Return a new stream of the replies, from the beginning. Any number of streams may be read side by side."""
@@ -95,13 +102,15 @@ class AgentSession:
         self.started_at = time.time()
         self.last_used = time.monotonic()
         self.received_bytes = 0
-        """Size of the received requests in bytes, retries included: a measure of the memory that they take."""
+        """Size in bytes of the requests that are kept: a measure of the memory that they take."""
         self._limits = limits
         self._warn = engine.warn
         self.turns = Turns(engine.tokenizer, engine.resources.context, engine.resources.vision)
         self._requests: list[Submission] = []
         self._failed: Counter[bytes] = Counter()
         """Number of failed attempts by request fingerprint. For each of them, one retry counts as a new attempt."""
+        self._arriving: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
+        """Locks by request fingerprint. A retry that comes while the prompt is being made waits, and then finds it."""
 
     @property
     def id(self) -> str:
@@ -120,8 +129,8 @@ class AgentSession:
     def warnings(self) -> list[str]:
         return list(self.engine.warnings)
 
-    async def submit(self, ask: Ask, fingerprint: bytes, *, retry: bool) -> Submission:
-        """Begin to answer a request, or return the earlier request that it is a retry of.
+    async def submit(self, ask: Ask, fingerprint: bytes, *, retry: bool, size: int = 0) -> Submission:
+        """Begin to answer a request of `size` bytes, or return the earlier request that it is a retry of.
 
         `fingerprint` is equal for a request and its retries; `retry` is True if the client says that this is a retry.
 
@@ -129,12 +138,16 @@ class AgentSession:
             Refusal: The session has ended, or its messages or parameters cannot be honoured.
         """
         self.last_used = time.monotonic()
+        async with self._arriving.setdefault(fingerprint, asyncio.Lock()):
+            return await self._submit(ask, fingerprint, retry, size)
+
+    async def _submit(self, ask: Ask, fingerprint: bytes, retry: bool, size: int) -> Submission:
         if retry and self._failed[fingerprint] > 0:
             retry = False
             self._failed[fingerprint] -= 1
         for earlier in reversed(self._requests):  # equal requests side by side are no retries: neither was abandoned
             if earlier.fingerprint == fingerprint and (retry or earlier.abandoned):
-                earlier.abandoned = False
+                earlier.left = False
                 return earlier
         self._refuse_beyond_limits()
         ask, begin = self._constrained(ask)
@@ -152,8 +165,8 @@ class AgentSession:
             replies=answer,
         )
         self._requests.append(request)
-        answer.add_done_callback(lambda done: self._forget_failure(request, done))
-        answer.add_done_callback(lambda _: speech.end())  # also when it was cancelled before it began
+        self.received_bytes += size
+        answer.add_done_callback(lambda done: self._settle(request, size, done))
         return request
 
     async def count_tokens(self, ask: Ask) -> int:
@@ -168,23 +181,32 @@ class AgentSession:
         """
         known = [interaction.id for interaction in self.engine.interactions]
         if not known or (id is not None and id not in known):
-            raise Refusal(404, f"no interaction {id or ''} in session {self.id}; it has {', '.join(known) or 'none'}.")
+            whole = ", ".join(known) or "none"
+            raise Refusal(404, f"Cannot reward {id or 'the last interaction'}: session {self.id} has only {whole}.")
         self.rewards[id or known[-1]] = reward
 
     def end(self, why: str) -> None:
         """Answer no further request, and drop replies that the client never saw: they had no part in the episode."""
         self.ended = self.ended or why
         for request in self._requests:
-            request.replies.cancel()
-            if request.abandoned and request.replies.done() and not request.replies.cancelled():
-                unseen = {reply.id for reply in request.replies.result()}
-                self.engine.interactions[:] = [each for each in self.engine.interactions if each.id not in unseen]
+            if not request.replies.done():
+                request.replies.cancel()
+                self._drop(request.ids)  # of several replies, those that are complete
+            elif request.abandoned:
+                self._drop(set(request.ids) - self.turns.followed())
 
     # One request -----------------------------------------------------------------------------------------------------
 
-    def _forget_failure(self, request: Submission, done: asyncio.Task[list[Reply]]) -> None:
+    def _drop(self, ids: Container[str]) -> None:
+        self.engine.interactions[:] = [each for each in self.engine.interactions if each.id not in ids]
+
+    def _settle(self, request: Submission, size: int, done: asyncio.Task[list[Reply]]) -> None:
+        self.last_used = time.monotonic()
+        request.speech.end()  # also when it was cancelled before it began
         if done.cancelled() or done.exception() is not None:  # a retry is a new attempt
+            self._drop(request.ids)
             self._requests.remove(request)
+            self.received_bytes -= size
             self._failed[request.fingerprint] += 1
 
     async def _prompt(self, ask: Ask, begin: str = "") -> Prompt:
@@ -211,11 +233,12 @@ class AgentSession:
         turns = len(self._requests)
         tokens = sum(len(interaction.output_ids) for interaction in self.engine.interactions)
         if self.ended is None and self._limits.turns is not None and turns >= self._limits.turns:
-            self.ended = f"it had its {self._limits.turns} requests (rollout.max_turns)"
+            self.ended = f"it has used its {self._limits.turns} requests (rollout.max_turns)"
         if self.ended is None and self._limits.tokens is not None and tokens >= self._limits.tokens:
-            self.ended = f"it had its {self._limits.tokens} generated tokens (rollout.max_episode_tokens)"
+            self.ended = f"it has used its {self._limits.tokens} generated tokens (rollout.max_episode_tokens)"
         if self.ended is not None:
-            raise Refusal(400, f"session {self.id} has ended: {self.ended}.", code="session_ended")
+            message = f"Cannot answer: session {self.id} has ended, because {self.ended}."
+            raise Refusal(400, message, code="session_ended")
 
     def _constrained(self, ask: Ask) -> tuple[Ask, str]:
         """Return the request as the engine can honour it, and the text that the reply begins with to force a tool call.
@@ -235,12 +258,12 @@ class AgentSession:
             ask = replace(ask, form=None)  # a form is one of text, and a forced call leaves no text
         if ask.form is not None and ask.shown_tools:
             message = (
-                f"Cannot honour {ask.form.param} beside tools: the engine holds all that the model says to the schema, "
-                f"so no tool could be called. Ask without tools, or with none as tool_choice."
+                f"Cannot honour {ask.form.param} together with tools: the schema would apply to the whole output, so "
+                f'the model could not call a tool. Send no tools, or set tool_choice to "none".'
             )
             raise Refusal(400, message, param=ask.form.param)
         ask = self._with_known_variables(ask)
-        if not ask.tools or not (forced or not ask.parallel_tool_calls):
+        if not ask.shown_tools or (ask.parallel_tool_calls and not forced):
             return ask, ""
         if CALL_OPENS not in str(self.engine.tokenizer.chat_template):
             param = "tool_choice" if forced else "parallel_tool_calls"
@@ -283,15 +306,16 @@ class AgentSession:
             self._warn(note, kind=note)
         if ask.form is not None:
             self._warn(
-                "replies are held to a JSON schema: the logprobs of their tokens are those among what the schema "
-                "allows, and not the policy's; do not train on them"
+                "replies follow a JSON schema: their logprobs are relative to the tokens that the schema allows, not "
+                "the policy's own. Do not train on them"
             )
         if "seed" in ask.sampling:
-            self._warn(f"the client sets seed={ask.sampling['seed']}: the episodes of a group then draw alike")
+            self._warn(f"the client sets seed={ask.sampling['seed']}: episodes of a group get the same random numbers")
 
     async def _answer(self, ask: Ask, prompt: Prompt, indices: list[int], speech: Speech) -> list[Reply]:
         drafts = [self._draft(ask, prompt, number, index, speech) for number, index in enumerate(indices)]
-        generating = [self._one(ask, prompt, *pair) for pair in zip(indices, drafts, strict=True)]
+        pairs = zip(indices, drafts, strict=True)
+        generating = [asyncio.ensure_future(self._one(ask, prompt, *pair)) for pair in pairs]
         try:
             replies = await asyncio.gather(*generating)
         except RequestTooLong as error:
@@ -302,7 +326,11 @@ class AgentSession:
         except EpisodeError as error:
             raise Refusal(400, str(error)) from None
         except EngineError as error:
-            raise Refusal(503 if isinstance(error, EngineUnreachable) else 400, str(error)) from None
+            raise Refusal(503 if isinstance(error, ServerFault) else 400, str(error)) from None
+        finally:  # if one reply failed, the request has failed: the others must not go on
+            for each in generating:
+                each.cancel()
+            await asyncio.gather(*generating, return_exceptions=True)
         turns = []
         for reply in replies:
             raw = self._decode(reply.interaction.output_ids)
@@ -319,13 +347,9 @@ class AgentSession:
             branch = self.turns.branch(turns[0])
         if branch is None:
             return
+        noted = {"of": branch.of.reply.id, "message": branch.message, "why": branch.why, "tokens": branch.tokens}
         for turn in turns:
-            turn.reply.interaction.details["branch"] = {
-                "of": branch.of.reply.id,
-                "message": branch.message,
-                "why": branch.why,
-                "tokens": branch.tokens,
-            }
+            turn.reply.interaction.details["branch"] = noted
         ids = ", ".join(turn.reply.id for turn in turns)
         self._warn(
             f"{ids} does not continue {branch.of.reply.id}: {branch.why}. A new sequence starts, and {branch.tokens} "
@@ -376,7 +400,7 @@ class AgentSession:
             try:
                 draft.finish(reply)
             except ValueError as error:
-                self._warn(f"{reply.id} was streamed otherwise than it is: {error}")
+                self._warn(f"the stream of {reply.id} differs from the recorded reply: {error}")
         return reply
 
     def _reply(self, ask: Ask, prompt: Prompt, interaction: Interaction) -> Reply:

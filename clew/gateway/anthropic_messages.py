@@ -193,15 +193,13 @@ def _ask(request: CountRequest, notes: list[str], **more: Any) -> Ask:
     choice, form, thread = request.tool_choice, request.output_config.format, request.thread
     follows = thread.previous_message_id if isinstance(thread, _ContinuedThread) else None
     tool_choice = {"any": "required", "tool": choice.name or ""}.get(choice.type, choice.type)
-    if follows is None:  # otherwise the tools are the thread's, which `clew.gateway.app` adds later
-        refuse_choice(tool_choice, request.tools)
+    if follows is None:  # otherwise the tools are the thread's: `clew.gateway.app` adds them, and checks the choice
+        refuse_choice(tool_choice, [tool.name for tool in request.tools])
     elif request.tools or request.system:
         message = "Cannot continue the thread: it has its tools and system already. Send neither."
         raise Refusal(400, message, param="thread")
     if request.messages[-1].role == "assistant":
-        message = (
-            "Cannot continue messages: the last is the assistant's, and the model takes no prefill. Send a user's."
-        )
+        message = "Cannot continue messages: the last is the assistant's, and the model takes no prefill. Add a user's."
         raise Refusal(400, message, param="messages")
     images: dict[str, bytes] = {}
     return Ask(

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import logging
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -28,6 +30,7 @@ from clew.gateway import anthropic_messages, openai_chat, openai_completions, op
 from clew.gateway.agent_session import AgentSession, Submission
 from clew.gateway.dialect import Ask, Dialect, Refusal, encoded, message_of
 from clew.gateway.fields import Fields, read
+from clew.gateway.tool_choice import refuse_choice
 from clew.http_server import LARGE_BODY
 
 log = logging.getLogger("clew.gateway")
@@ -191,25 +194,32 @@ def dialect_of(path: str) -> Dialect:
 
 
 async def _complete(sessions: Sessions, dialect: Dialect, http: HTTPRequest) -> Response:
-    raw = await _read(http)
-    session = sessions.find(key_of(http))
-    body = _object(raw)
-    if dialect is openai_responses:
-        body = openai_responses.with_items(body, session.turns.find)
-    ask = dialect.parse(body) if len(raw) < LARGE_BODY else await asyncio.to_thread(dialect.parse, body)
-    _refuse_unless_served(sessions, ask.model)
-    ask = _with_earlier(session, ask)
+    session, ask, raw = await _receive(sessions, http, dialect.parse)
     fingerprint = hashlib.sha256(http.url.path.encode() + b"\n" + raw).digest()
-    request = await session.submit(ask, fingerprint, retry=_is_retry(http))
-    session.received_bytes += len(raw)
+    request = await session.submit(ask, fingerprint, retry=_is_retry(http), size=len(raw))
     if not await _has_begun(request, http, ask.stream):
-        request.abandoned = True
+        request.left = True
         return GONE
     if request.replies.done():
         await request.answered()
     if ask.stream:
         return StreamingResponse(_stream(dialect, ask, request), media_type="text/event-stream", headers=STREAMED)
+    request.delivered = True
     return json_response(dialect.respond(ask, request.replies.result()))
+
+
+async def _receive(
+    sessions: Sessions, http: HTTPRequest, parse: Callable[[dict[str, Any]], Ask]
+) -> tuple[AgentSession, Ask, bytes]:
+    """Return the session of a request, the request as `parse` reads it, and its body."""
+    raw = await _read(http)
+    session = sessions.find(key_of(http))
+    body = _object(raw)
+    if parse is openai_responses.parse:
+        body = openai_responses.with_items(body, session.turns.find)
+    ask = parse(body) if len(raw) < LARGE_BODY else await asyncio.to_thread(parse, body)
+    _refuse_unless_served(sessions, ask.model)
+    return session, _with_earlier(session, ask), raw
 
 
 async def _has_begun(request: Submission, http: HTTPRequest, stream: bool) -> bool:
@@ -233,8 +243,8 @@ async def _has_begun(request: Submission, http: HTTPRequest, stream: bool) -> bo
 
 def _refuse_unless_served(sessions: Sessions, model: str) -> None:
     if sessions.models is not None and model not in sessions.models:
-        known = ", ".join(sessions.models)
-        raise Refusal(404, f"no model {model!r} here; served: {known}.", param="model", code="model_not_found")
+        message = f"Cannot find model {model!r}: this server has {', '.join(sessions.models)}. Use one of these names."
+        raise Refusal(404, message, param="model", code="model_not_found")
 
 
 STREAMED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -256,17 +266,16 @@ def _with_earlier(session: AgentSession, ask: Ask) -> Ask:
         {**message, "name": names[id]} if (id := message.get("tool_call_id")) in names else message
         for message in ask.messages[len(instructions) :]
     ]
-    return replace(
-        ask,
-        messages=[*instructions, *earlier, message_of(turn.reply), *new],
-        images={**turn.ask.images, **ask.images},
-        tools=turn.ask.tools if ask.extras.get("thread") else ask.tools,
-    )
+    if ask.extras.get("thread"):
+        ask = replace(ask, tools=turn.ask.tools)
+        refuse_choice(ask.tool_choice, [tool["function"]["name"] for tool in ask.tools])
+    messages = [*instructions, *earlier, message_of(turn.reply), *new]
+    return replace(ask, messages=messages, images={**turn.ask.images, **ask.images})
 
 
 async def _stream(dialect: Dialect, ask: Ask, request: Submission) -> AsyncIterator[bytes]:
     """Yield the dialect's events, and keep-alives between them."""
-    delivered, place = False, 0
+    place = 0
     events = dialect.events(ask, request.stream())
     upcoming: asyncio.Future[bytes | None] | None = None
     try:
@@ -281,22 +290,21 @@ async def _stream(dialect: Dialect, ask: Ask, request: Submission) -> AsyncItera
             answered = request.replies.done()
             yield event
             # An event that came after the reply was complete has been sent: the reply counts as delivered.
-            delivered, place = delivered or answered, place + 1
+            request.delivered, place = request.delivered or answered, place + 1
     except Refusal as refusal:
         yield dialect.refuse_in_stream(refusal, place)
     except Exception as error:
         log.exception("a defect of the gateway, in a stream")
         yield dialect.refuse_in_stream(Refusal(500, f"{type(error).__name__}: {error}"), place)
     finally:
-        request.abandoned = request.abandoned or not delivered
+        request.left = True
         if upcoming is not None:
             upcoming.cancel()
 
 
 async def _count_tokens(sessions: Sessions, dialect: Dialect, http: HTTPRequest) -> Response:
-    raw = await _read(http)
-    session = sessions.find(key_of(http))
-    return json_response({"input_tokens": await session.count_tokens(anthropic_messages.parse_count(_object(raw)))})
+    session, ask, _ = await _receive(sessions, http, anthropic_messages.parse_count)
+    return json_response({"input_tokens": await session.count_tokens(ask)})
 
 
 async def _start_session(sessions: Sessions, dialect: Dialect, http: HTTPRequest) -> Response:
@@ -344,7 +352,7 @@ async def _read(http: HTTPRequest) -> bytes:
         Refusal: Its objects have too many keys.
     """
     raw = await http.body()
-    if raw.count(b'":') > MAX_KEYS:
+    if next(itertools.islice(re.finditer(rb'"\s*:', raw), MAX_KEYS, None), None) is not None:
         raise Refusal(413, f"Cannot read the body: its objects have more than {MAX_KEYS} keys. Send less at once.")
     return raw
 

@@ -190,7 +190,7 @@ class EpisodeEngine:
         """
         vision = self.resources.vision
         if vision is None:
-            raise ImageError("the model or its inference engine takes no images.")
+            raise ImageError("Cannot show images: the model, or its inference engine, takes text only.")
         encoded: Any = self.tokenizer(vision.expanded(text, images))
         return list(encoded["input_ids"])
 

@@ -7,7 +7,7 @@ what is generated, and that cannot be honoured, is refused by name: see `REFUSED
 from __future__ import annotations
 
 import functools
-import json
+import re
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
@@ -120,7 +120,8 @@ class Fields(BaseModel):
     def _note_on(cls, name: str, given: dict[str, Any]) -> str:
         """Return the warning about a field that is not known. `Body` refuses some such fields instead."""
         role = given.get("role")
-        owner = f"{role} messages" if role else given.get("type") or cls.__name__.strip("_")
+        kind = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", cls.__name__.strip("_")).lower()  # CalledFunction: called function
+        owner = f"{role} messages" if role else given.get("type") or kind
         return f"the client adds {name!r:.80} to {owner!s:.80}: the model does not see it"
 
 
@@ -243,12 +244,3 @@ def _path(body: Any, location: tuple[int | str, ...]) -> str:
             continue
         path.append(str(part))
     return ".".join(path)
-
-
-def arguments_of(text: str) -> dict[str, Any] | str:
-    """Return a tool call's arguments as chat templates take them: an object, or the text itself if it is not one."""
-    try:
-        arguments = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-    return arguments if isinstance(arguments, dict) else text

@@ -8,18 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from clew.gateway.dialect import Ask, Form, Message, Refusal, Reply, Stream, Token, call_entry, encoded, pieces
-from clew.gateway.fields import (
-    LARGEST,
-    Fields,
-    IgnoresUnknown,
-    SampledBody,
-    Texts,
-    arguments_of,
-    read,
-    set_values,
-    text_as,
-)
+from clew.gateway.fields import LARGEST, Fields, IgnoresUnknown, SampledBody, Texts, read, set_values, text_as
 from clew.gateway.images import DataURL, content_of
+from clew.gateway.output_parser import arguments_of
 from clew.gateway.tool_choice import Function, allowed_functions, effort_variables, notes_on_strict, refuse_choice
 
 KEEP_ALIVE: bytes = b": waiting for the model\n\n"
@@ -202,7 +193,7 @@ def parse(body: dict[str, Any]) -> Ask:
         notes.append(note)
     else:
         tool_choice = choice if isinstance(choice, str) else choice.function.name
-    refuse_choice(tool_choice, functions)
+    refuse_choice(tool_choice, [function.name for function in functions])
     images: dict[str, bytes] = {}
     return Ask(
         model=request.model,

@@ -163,7 +163,7 @@ def parse(body: dict[str, Any]) -> Ask:
         notes.append(note)
     else:
         tool_choice = choice.name or "" if choice.type == "function" else choice.type
-    refuse_choice(tool_choice, functions)
+    refuse_choice(tool_choice, [function.name for function in functions])
     images: dict[str, bytes] = {}
     instructions = [{"role": "system", "content": request.instructions}] if request.instructions else []
     return Ask(

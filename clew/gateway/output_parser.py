@@ -243,6 +243,7 @@ def without_beginning(text: str, mark: str) -> str:
 def _by_template(tokenizer: PreTrainedTokenizerBase, raw: str, prompt: str, tools: list[dict[str, Any]]) -> Parsed:
     try:
         message = tokenizer.parse_response(raw, prefix=prompt, tools=tools or None)  # pyright: ignore[reportArgumentType]
+        json.dumps(message, allow_nan=False)
     except (ValueError, KeyError, TypeError) as error:
         return Parsed(content=raw, unparsed=f"the tokenizer's response template cannot parse it ({error})")
     assert isinstance(message, dict)
@@ -290,6 +291,13 @@ def _call_of(text: str, arguments: str) -> Call | None:
 def _json_object(text: str) -> dict[str, Any] | None:
     try:
         value = json.loads(text)
+        json.dumps(value, allow_nan=False)  # Python reads NaN, Infinity and 1e999, which are not JSON
     except (ValueError, RecursionError):  # a model may write brackets without end
         return None
     return value if isinstance(value, dict) else None
+
+
+def arguments_of(text: str) -> dict[str, Any] | str:
+    """Return a tool call's arguments as chat templates take them: an object, or the text itself if it is not one."""
+    arguments = _json_object(text)
+    return text if arguments is None else arguments

@@ -7,6 +7,7 @@ passed on unchanged, and cannot be trained on.
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import signal
 import socket
@@ -29,6 +30,8 @@ from clew.inference.detect_server import FoundEngine, find_engine
 from clew.models.loading import load_tokenizer
 from clew.models.vision import load_vision
 from clew.printing import print
+
+log = logging.getLogger("clew.gateway")
 
 DROPPED = frozenset(("host", "connection", "content-length", "transfer-encoding", "content-encoding", "keep-alive"))
 """Headers that belong to one connection, and are not passed on."""
@@ -74,6 +77,8 @@ class PassThrough:
         try:
             back = {name: value for name, value in answer.headers.items() if name not in DROPPED}
             await StreamingResponse(answer.aiter_bytes(), answer.status_code, back)(scope, receive, send)
+        except httpx2.HTTPError as error:  # the server then closes the connection, so that the client sees it, too
+            log.warning("the provider at %s broke off its answer: %s", self._url, error)
         finally:
             await answer.aclose()
 
@@ -143,7 +148,7 @@ async def _serve_engine(config: Config, url: str, server: FoundEngine, record: P
     tokenizer = load_tokenizer(server.model)
     gateway = make_gateway(config, server.engine, tokenizer, server.model, record, key, vision=vision)
     listener, address = _listen(config.inference.listen)
-    print(f"in front of {server.kind} at {url}, with the tokenizer of {server.model}", flush=True)
+    print(f"Gateway in front of {server.kind} at {url}, using the tokenizer of {server.model}", flush=True)
     if advice := wrong or server.engine.advice:
         print(f"warning: {advice}.", flush=True)
     gateway.launched(address)
@@ -167,8 +172,8 @@ async def _serve_provider(listen: str, url: str, api_key: str, key: str) -> None
     passed_on = PassThrough(url, api_key)
     listener, address = _listen(listen)
     print(
-        f"in front of the provider at {url}: requests are passed on as they are. It takes no token ids, so no "
-        f"tokens are captured, and nothing of this can be trained on.\nexport OPENAI_BASE_URL=http://{address}/v1",
+        f"Passing requests on to the provider at {url}, unchanged. API providers do not take token IDs, so no tokens "
+        f"are captured and none of this can be trained on.\nexport OPENAI_BASE_URL=http://{address}/v1",
         flush=True,
     )
     try:

@@ -9,8 +9,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from clew.gateway.dialect import Message, Refusal, call_entry
-from clew.gateway.fields import Fields, arguments_of, text_as
-from clew.gateway.images import Content, DataURL, content_of
+from clew.gateway.fields import Fields, text_as
+from clew.gateway.images import DataURL, content_of
+from clew.gateway.output_parser import arguments_of
 
 
 class _Text(Fields):
@@ -101,21 +102,21 @@ def messages_of(items: Sequence[Item], images: dict[str, bytes]) -> list[Message
     """The assistant's message that items are added to."""
     for item in items:
         if isinstance(item, _FunctionCallOutput):
-            content = _joined(item.output, images)
+            content = content_of([part.shown for part in item.output], images)
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
             if name := item.name or names.get(item.call_id):
                 messages[-1]["name"] = name
             said = None
         elif isinstance(item, _Message) and item.role != "assistant":
             role = "system" if item.role == "developer" else item.role
-            messages.append({"role": role, "content": _joined(item.content, images)})
+            messages.append({"role": role, "content": content_of([part.shown for part in item.content], images)})
             said = None
         else:
             begins = isinstance(item, _Reasoning) or (isinstance(item, _Message) and said and said["content"])
             if said is None or (begins and said != _SILENT):
                 messages.append(said := dict(_SILENT))
             if isinstance(item, _Message):
-                said["content"] = _joined(item.content, images)
+                said["content"] = content_of([part.shown for part in item.content], images)
             elif isinstance(item, _FunctionCall):
                 names[item.call_id] = name = f"{item.namespace}.{item.name}" if item.namespace else item.name
                 call = call_entry(item.call_id, name, arguments_of(item.arguments))
@@ -126,10 +127,6 @@ def messages_of(items: Sequence[Item], images: dict[str, bytes]) -> list[Message
 
 
 _SILENT: Message = {"role": "assistant", "content": ""}  # a message to which no item has been added yet
-
-
-def _joined(parts: Sequence[_Text | _Image], images: dict[str, bytes]) -> Content:
-    return content_of([part.shown for part in parts], images)
 
 
 def _reasoning_of(item: _Reasoning) -> str:

@@ -70,12 +70,15 @@ class StandaloneGateway:
         self._resources = replace(resources, on_warning=WarningLog(log).add)
         self._run = RunDirectory(record) if record is not None else None
         self._sessions: dict[str, AgentSession] = {}
-        settled = self._run.inbox.names() if self._run is not None else set()
-        self._count = 1 + max((int(name[1:]) for name in settled), default=-1)  # continue after the inbox's groups
+        self._count = 0
+        if self._run is not None:
+            self._lock = self._run.hold("rollout")  # two processes would give their groups the same numbers
+            numbers = (int(name[1:]) for name in self._run.finished_groups() if name[1:].isdecimal())
+            self._count = 1 + max(numbers, default=-1)
 
     def find(self, key: str) -> AgentSession:
         """See `Sessions.find` in `clew.gateway.app`."""
-        self._make_room(sessions=0 if key in self._sessions else 1)
+        self._make_room(key)
         if key not in self._sessions:
             self._open(key)
         return self._sessions[key]
@@ -83,9 +86,7 @@ class StandaloneGateway:
     def own(self, key: str) -> AgentSession:
         """See `Sessions.own`."""
         if not key or key not in self._sessions:
-            message = (
-                "Cannot find the session: no open session has this API key. Reward and end a session with its own key."
-            )
+            message = "Cannot find the session: no open session has this API key. Use the key of the session itself."
             raise Refusal(401, message, code="invalid_api_key")
         return self._sessions[key]
 
@@ -95,8 +96,8 @@ class StandaloneGateway:
 
     def start(self, key: str) -> tuple[AgentSession, str]:
         """See `Sessions.start`."""
-        self._make_room(sessions=1)
         new = f"sk-clew-{secrets.token_urlsafe(12)}"
+        self._make_room(new)
         self._open(new)
         return self._sessions[new], new
 
@@ -109,31 +110,37 @@ class StandaloneGateway:
         try:
             while True:
                 await asyncio.sleep(IDLE_S / 60)
-                since = time.monotonic() - IDLE_S
-                for key in [key for key, session in self._sessions.items() if session.last_used < since]:
+                for key in self._unused(time.monotonic() - IDLE_S):
                     self._end(key)
         finally:
             for key in list(self._sessions):
                 self._end(key)
 
-    def _make_room(self, *, sessions: int) -> None:
-        """End the sessions that were unused for longest, until there is room for a request and for the new sessions.
+    def _unused(self, since: float) -> list[str]:
+        """Return the keys of the sessions that were not used since that time, the one unused for longest first."""
+        unused = [key for key, session in self._sessions.items() if session.last_used < since and not session.busy]
+        return sorted(unused, key=lambda key: self._sessions[key].last_used)
+
+    def _make_room(self, key: str) -> None:
+        """End the sessions that were unused for longest, until there is room for a request with this key.
+
+        The session of this key is not ended: it would split a conversation into two episodes.
 
         Raises:
             Refusal: The remaining sessions are in use.
         """
-        while len(self._sessions) + sessions > MAX_SESSIONS or self._bytes() >= MAX_BYTES:
-            # Idle sessions sort before busy ones, the one unused for longest first. If the minimum is busy, all are.
-            key, oldest = min(self._sessions.items(), key=lambda entry: (entry[1].busy, entry[1].last_used))
-            if oldest.busy or oldest.last_used > time.monotonic() - UNUSED_S:
+        new = key not in self._sessions
+        while len(self._sessions) + new > MAX_SESSIONS or self._bytes() >= MAX_BYTES:
+            oldest = next((each for each in self._unused(time.monotonic() - UNUSED_S) if each != key), None)
+            if oldest is None:
                 raise Refusal(
                     429,
                     f"Cannot take another request: {len(self._sessions)} sessions are open (limit {MAX_SESSIONS}), "
-                    f"with {self._bytes() >> 20} MiB of requests (limit {MAX_BYTES >> 20}). End those that are over, "
-                    f"with POST /rl/end_session and their key, or wait {UNUSED_S:g} s.",
+                    f"with {self._bytes() >> 20} MiB of requests (limit {MAX_BYTES >> 20}). End sessions that you no "
+                    f"longer need (POST /rl/end_session with the session's key), or try again in {UNUSED_S:g} s.",
                     code="rate_limit_exceeded",
                 )
-            self._end(key)
+            self._end(oldest)
 
     def _bytes(self) -> int:
         return sum(session.received_bytes for session in self._sessions.values())

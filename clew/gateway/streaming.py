@@ -191,7 +191,8 @@ class Draft:
             self._tell(Delta(index=self._index, call=call))
         words, whole = reasoning + content, reply.reasoning + reply.content
         raise ValueError(
-            f"told were {words!r:.300} and {len(calls)} calls, of {whole!r:.300} and {len(reply.tool_calls)} calls"
+            f"it sent {words!r:.300} and {len(calls)} calls, the reply is {whole!r:.300} with {len(reply.tool_calls)} "
+            f"calls"
         )
 
     def _read(self, text: str) -> None:

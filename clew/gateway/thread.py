@@ -51,14 +51,10 @@ class EpisodeKeys(Generic[T]):
         if key in self._ended:
             raise Refusal(401, f"session {self._ended[key]} has ended: its episode is over.", code="session_ended")
         shown = f"{key[:12]}…" if len(key) > 12 else key
-        message = (
-            f"Cannot find the session: no session has the API key {shown!r}. Use the key that the agent was given."
-        )
+        message = f"Cannot find the session: no session has the API key {shown!r}. Use the key that the agent got."
         raise Refusal(401, message, code="invalid_api_key")
 
-    def own(self, key: str) -> T:
-        """See `Sessions.own`. It is the same as `find`, which opens no session here."""
-        return self.find(key)
+    own = find  # which opens no session here
 
     def close(self, key: str) -> T:
         """Drop the key of an episode that has ended, and return the value that was kept for it."""
@@ -75,7 +71,8 @@ class EpisodeSessions(EpisodeKeys[AgentSession]):
 
     def start(self, key: str) -> tuple[AgentSession, str]:
         """See `Sessions.start`: always refused, because in training each episode has its session already."""
-        raise Refusal(400, "in training each episode has its session, with the API key that its agent was given.")
+        message = "Cannot start a session: in training, each episode already has one. Use the agent's API key."
+        raise Refusal(400, message)
 
     async def end(self, key: str) -> None:
         """See `Sessions.end`: requests are refused from now on. Everything so far counts when the episode ends."""

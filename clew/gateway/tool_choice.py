@@ -32,14 +32,14 @@ def notes_on_strict(functions: Sequence[Function]) -> list[str]:
     return [f"the client sets strict for {names}: the engine cannot hold arguments to a schema, check them"]
 
 
-def refuse_choice(choice: str, functions: Sequence[Function]) -> None:
-    """Raise Refusal for a tool_choice (auto, none, required, or a tool's name) that none of the tools can meet."""
-    if choice == "required" and not functions:
-        message = "Cannot honour tool_choice: it wants a tool call, and there are no tools. Send tools."
-        raise Refusal(400, message, param="tool_choice")
-    if choice not in ("auto", "none", "required", *(function.name for function in functions)):
-        message = f"Cannot honour tool_choice: it names {choice!r}, which is not among the tools."
-        raise Refusal(400, message, param="tool_choice")
+def refuse_choice(choice: str, names: Sequence[str]) -> None:
+    """Raise Refusal for a tool_choice (auto, none, required, a tool's name) that tools of these names cannot meet."""
+    if choice in ("auto", "none", *names) or (choice == "required" and names):
+        return
+    why = f"it names {choice!r}, which is not among the tools. Name one of: {', '.join(names)}."
+    if not names:
+        why = "it requires a tool call, but the request has no tools. Send tools, or leave tool_choice out."
+    raise Refusal(400, f"Cannot honour tool_choice: {why}", param="tool_choice")
 
 
 def allowed_functions(
@@ -54,7 +54,7 @@ def allowed_functions(
         Refusal: A name is not among the tools.
     """
     for name in names:
-        refuse_choice(name, functions)
+        refuse_choice(name, [function.name for function in functions])
     allowed = [function for function in functions if function.name in names]
     if len(allowed) == len(functions):
         note = "the client sends tool_choice allowed_tools with all tools: it has no effect and is ignored"

@@ -151,6 +151,10 @@ class Turns:
                 return turn
         raise Refusal(404, f"there is no response {id!r} in this session.", code="previous_response_not_found")
 
+    def followed(self) -> set[str]:
+        """Return the IDs of the replies that a later turn continues."""
+        return {turn.follows.reply.id for turn in self._turns if turn.follows is not None}
+
     def prompt(self, ask: Ask, begin: str = "") -> Prompt:
         """Return the prompt of a request, which ends with `begin`, a prefilled beginning of the reply.
 
@@ -161,7 +165,8 @@ class Turns:
             self._refuse_what_never_fits(ask.text, "prompt")
             return Prompt(input_ids=self._encode(ask.text, special=True), rendered=ask.text)
         if ask.images and self._vision is None:
-            raise Refusal(400, "the model is handed tokens, and takes no images.", param="messages")
+            message = "Cannot read the images: this model takes text only. Send no images."
+            raise Refusal(400, message, param="messages")
         images = image_names(ask.messages) if ask.images else []
         rendered = self._render(ask, ask.messages) + begin
         self._refuse_what_never_fits(rendered, "messages")
@@ -320,10 +325,13 @@ class Turns:
         """Return the number of tokens of a text."""
         return len(self._encode(text))
 
-    def _render(self, ask: Ask, messages: Sequence[Message], *, generation: bool = True) -> str:
+    def _render(
+        self, ask: Ask, messages: Sequence[Message], *, generation: bool = True, parts: bool | None = None
+    ) -> str:
         if self._tokenizer.chat_template is None:
             raise Refusal(400, "the model's tokenizer has no chat template; /v1/completions takes plain text.")
-        given = [_in_parts(message) for message in messages] if self._wants_parts else list(messages)
+        parts = self._wants_parts if parts is None else parts
+        given = [_in_parts(message) for message in messages] if parts else list(messages)
         try:
             text = self._tokenizer.apply_chat_template(
                 given,
@@ -334,8 +342,9 @@ class Turns:
             )
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
             if len(one := with_one_system(messages)) < len(messages):
-                return self._render(ask, one, generation=generation)
-            raise Refusal(400, f"the chat template does not take these messages: {error}", param="messages") from None
+                return self._render(ask, one, generation=generation, parts=parts)
+            why = f"Cannot render the messages: the model's chat template refuses them: {error}"
+            raise Refusal(400, why, param="messages") from None
         if self._vision is None:
             return str(text)
         try:
@@ -348,9 +357,8 @@ class Turns:
         """Return whether the template takes content only as a list of parts, as some vision models' templates do."""
         if self._vision is None or self._tokenizer.chat_template is None:
             return False
-        self.__dict__["_wants_parts"] = False  # the cached value, for the call of _render below
         try:
-            return "clew" not in self._render(Ask(model=""), [{"role": "user", "content": "clew"}])
+            return "clew" not in self._render(Ask(model=""), [{"role": "user", "content": "clew"}], parts=False)
         except Refusal:
             return True
 

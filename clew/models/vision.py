@@ -15,6 +15,7 @@ import hashlib
 import io
 import itertools
 import os
+import threading
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -50,6 +51,7 @@ class Vision:
         """Token ID that the model replaces by what it sees. An image has one or many of these tokens."""
         self._known: dict[bytes, tuple[int, ...]] = {}
         """Tokens of images, by the SHA-256 of the images."""
+        self._lock = threading.Lock()  # the gateway makes prompts in threads
 
     def tokens_of(self, image: bytes) -> tuple[int, ...]:
         """Return the tokens that stand for an image. Raises ImageError if it is not an image."""
@@ -57,9 +59,10 @@ class Vision:
         if (tokens := self._known.get(digest)) is None:
             made = self._processor(text=[self.placeholder], images=[[_opened(image)]], add_special_tokens=False)
             tokens = tuple(made["input_ids"][0])
-            if len(self._known) >= REMEMBERED:
-                self._known.pop(next(iter(self._known)), None)
-            self._known[digest] = tokens
+            with self._lock:
+                if len(self._known) >= REMEMBERED:
+                    del self._known[next(iter(self._known))]
+                self._known[digest] = tokens
         return tokens
 
     def expanded(self, text: str, images: Sequence[bytes]) -> str:
@@ -126,8 +129,8 @@ class Vision:
         found, expected = ids.count(self.image_id), self._image_tokens(images)
         if found != expected:
             raise ImageError(
-                f"input_ids holds the image token ({self.image_id}) {found} times, but the {len(images)} images take "
-                f"{expected}."
+                f"Cannot match the images with input_ids: it has image token {self.image_id} {found} times, but the "
+                f"{len(images)} images need it {expected} times. Write one placeholder for each image."
             )
 
     def inputs(self, input_ids_BT: Tensor, images: Sequence[Sequence[bytes]], dtype: torch.dtype) -> dict[str, Tensor]:

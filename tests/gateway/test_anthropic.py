@@ -188,7 +188,7 @@ def assistant(*blocks):
         (assistant({"type": "redacted_thinking", "data": "x"}), "messages.0.content.0", "'redacted_thinking' is not"),
         (assistant({"type": "text", "text": "a", "citations": [{}]}), "messages.0.content.0.citations", "at most 0"),
         ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools.0.type", "only 'custom'"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice", "wants a tool"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice", "requires a tool call"),
         ({"tool_choice": {"type": "tool", "name": "x"}, "tools": [TIME]}, "tool_choice", "'x', which is not among"),
         ({"stop_sequences": [""]}, "stop_sequences.0", "at least 1 character"),
         ({"thinking": {"type": "between_tools"}}, "thinking.type", "not served"),

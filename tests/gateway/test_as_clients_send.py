@@ -277,6 +277,37 @@ def test_threads_that_cannot_go_on(told: Told) -> None:
         assert refused["type"] == "invalid_request_error" and "thread" in refused["message"]
 
 
+def test_a_thread_that_goes_on_is_counted_whole_and_its_tools_are_those_to_choose_from(told: Told) -> None:
+    told.says = [f"I add:\n{CALLS}<|im_end|>", "3<|im_end|>", '2, "b": 3}}\n</tool_call><|im_end|>', "3<|im_end|>"]
+    create = {"thread": {"type": "create"}, "system": "Be good.", "tools": [CLAUDE_TOOL]}
+    first = told.post("/messages", {**THREAD, **create, "messages": [QUESTION]})
+    results = [
+        {"type": "tool_result", "tool_use_id": block["id"], "content": "3"}
+        for block in first["content"]
+        if block["type"] == "tool_use"
+    ]
+    went_on: Body = {"thread": {"type": "continue", "previous_message_id": first["id"]}}
+    went_on["messages"] = [{"role": "user", "content": results}]
+    counted = told.post("/messages/count_tokens", went_on)
+    asked = {**THREAD, **went_on}
+    assert counted["input_tokens"] == told.post("/messages", asked)["usage"]["input_tokens"]
+    for choice in ({"type": "tool", "name": "nope"}, {"type": "tool", "name": "add"}):
+        status = 400 if choice["name"] == "nope" else 200
+        answer = told.post("/messages", {**asked, "tool_choice": choice}, status)
+        if status == 400:
+            assert "names 'nope', which is not among the tools. Name one of: add." in answer["error"]["message"]
+    plain = told.post("/messages", {**THREAD, "thread": {"type": "create"}, "messages": [QUESTION]})
+    went_on = {"thread": {"type": "continue", "previous_message_id": plain["id"]}, "messages": [QUESTION]}
+    refused = told.post("/messages", {**THREAD, **went_on, "tool_choice": {"type": "any"}}, 400)
+    assert "it requires a tool call, but the request has no tools" in refused["error"]["message"]
+
+
+def test_the_tokens_of_another_model_are_not_counted(told: Told) -> None:
+    told.gateway.sessions.models = ["mine"]  # pyright: ignore[reportAttributeAccessIssue]
+    error = told.post("/messages/count_tokens", {"messages": [QUESTION]}, 404)["error"]
+    assert error["type"] == "not_found_error"
+
+
 CLAUDE_CODE = {
     "max_tokens": 500,
     "metadata": {"user_id": '{"device_id":"0","session_id":"1"}'},

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from clew.gateway import agent_session, app
 from clew.gateway.agent_session import AgentSession, Limits
 from clew.gateway.sequences import assemble
 from clew.gateway.thread import GatewayThread
-from clew.inference.protocol import EngineUnreachable, RequestTooLong
+from clew.inference.protocol import Completion, EngineUnreachable, FaultyAnswer, GenerateRequest, RequestTooLong
 from tests.gateway.chatml import chatml_tokenizer
 from tests.gateway.spoken import Spoken, session_on
 
@@ -128,6 +130,39 @@ def test_several_choices_are_interactions_of_their_own(running: Running) -> None
     assert len({params.seed for params in running.engine.params}) == 3
 
 
+@pytest.mark.parametrize("ended_by", ["a failure", "the end of the session"])
+def test_of_several_choices_all_are_recorded_or_none(running: Running, ended_by: str) -> None:
+    """The first choice is complete, the second is not yet, and the third may fail."""
+    begun, cancelled = itertools.count(), asyncio.Event()
+    complete = running.engine.generate
+
+    async def generate(request: GenerateRequest) -> Completion:
+        place = next(begun)
+        await asyncio.sleep(0.1 * place)
+        if place == 2 and ended_by == "a failure":
+            raise RequestTooLong("planted")
+        try:
+            await asyncio.sleep(0 if place == 0 else 0.5)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+        return await complete(request)
+
+    running.engine.generate = generate
+
+    async def ask() -> None:
+        async with running.client(max_retries=0) as client:
+            asking = asyncio.ensure_future(client.chat.completions.create(model="x", messages=[USER], n=3))
+            if ended_by != "a failure":
+                await asyncio.sleep(0.3)
+                await running.gateway.close(running.key)
+            with pytest.raises(openai.BadRequestError, match="planted" if ended_by == "a failure" else "has ended"):
+                await asking
+
+    asyncio.run(ask())
+    assert running.recorded() == [] and cancelled.is_set() and not running.session.busy
+
+
 def test_plain_completions_and_models(running: Running) -> None:
     async def ask() -> tuple[Any, Any, list[str]]:
         async with running.client() as client:
@@ -167,6 +202,50 @@ def test_a_retry_is_served_once_and_recorded_once(running: Running, said_by: str
 
     assert asyncio.run(ask()).id == "g000000.e0.i0"
     assert running.recorded() == ["g000000.e0.i0"] and len(running.engine.requests) == 1
+
+
+def test_a_retry_that_comes_while_a_long_prompt_is_made_gets_the_same_answer(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_session, "LARGE_TEXT", 0)  # all prompts are made in threads
+    make = running.session.turns.prompt
+
+    def slowly(*arguments: Any) -> Any:
+        time.sleep(1.5)  # the client asks again after its timeout, and a pause of up to half a second
+        return make(*arguments)
+
+    monkeypatch.setattr(running.session.turns, "prompt", slowly)
+
+    async def ask() -> ChatCompletion:
+        async with running.client(timeout=0.2, max_retries=3) as client:
+            return await client.chat.completions.create(model="x", messages=[USER])
+
+    assert asyncio.run(ask()).id == "g000000.e0.i0"
+    assert running.recorded() == ["g000000.e0.i0"] and len(running.engine.requests) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_reply_that_a_retry_got_counts_although_the_first_connection_breaks_later(
+    running: Running, stream: bool
+) -> None:
+    """The proxy of a client may keep the first connection open, and close it after the retry has come."""
+    running.engine.delay_s = 0.5
+    body = json.dumps({"model": "x", "messages": [USER], "stream": stream}).encode()
+    retry = {"X-Stainless-Retry-Count": "1"}
+
+    async def ask() -> None:
+        url, given = running.gateway.base_url + "/chat/completions", {"Authorization": f"Bearer {running.key}"}
+        async with aiohttp.ClientSession(headers={**given, "Content-Type": "application/json"}) as client:
+            first = asyncio.ensure_future(client.post(url, data=body))
+            await asyncio.sleep(0.1)
+            second = asyncio.ensure_future(client.post(url, data=body, headers=retry))
+            await asyncio.sleep(0.1)
+            first.cancel()
+            assert "answer" in await (await second).text()
+        await running.gateway.close(running.key)
+
+    asyncio.run(ask())
+    assert running.recorded() == ["g000000.e0.i0"] and running.session.received_bytes == len(body)
 
 
 def test_two_equal_requests_side_by_side_are_two_interactions(running: Running) -> None:
@@ -216,7 +295,9 @@ def test_keys_sessions_and_limits(tmp_path: Path) -> None:
         async with running.client() as client:
             for _ in range(2):
                 await client.chat.completions.create(model="x", messages=[USER])
-            with pytest.raises(openai.BadRequestError, match=r"has ended: it had its 2 requests") as refused:
+            with pytest.raises(
+                openai.BadRequestError, match=r"has ended, because it has used its 2 requests"
+            ) as refused:
                 await client.chat.completions.create(model="x", messages=[USER])
             assert refused.value.code == "session_ended"
         async with running.client("sk-nobody") as client:
@@ -354,7 +435,7 @@ def test_images_are_refused_in_each_dialects_form_by_a_model_that_takes_none(
     if path == "/completions":  # which knows no parts
         assert error["message"].startswith(f"{param}: ")
     else:
-        assert error["message"] == "the model is handed tokens, and takes no images."
+        assert error["message"] == "Cannot read the images: this model takes text only. Send no images."
     assert answer["type"] == "error" if path == "/messages" else error["param"] == param
 
 
@@ -405,6 +486,8 @@ def test_an_engine_that_is_away_or_refuses(running: Running) -> None:
     for stream in (False, True):
         refused = asyncio.run(ask(stream))
         assert isinstance(refused, openai.BadRequestError) and refused.code == "context_length_exceeded"
+    running.engine.failure = FaultyAnswer("here", "its logprobs are NaN.")
+    assert isinstance(faulty := asyncio.run(ask(False)), openai.InternalServerError) and faulty.status_code == 503
     running.engine.failure = EngineUnreachable("here", "killed")
 
     async def comes_back() -> str | None:
@@ -444,6 +527,28 @@ def test_a_defect_in_a_stream_is_told_in_the_stream(
             return await response.text()
 
     assert "ZeroDivisionError: planted" in asyncio.run(ask()).strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize("colon", [b":", b" : ", b"\t\n :"])
+def test_a_body_with_too_many_keys_is_refused_however_it_is_spaced(running: Running, colon: bytes) -> None:
+    keys = b",".join(b'""%s1' % colon for _ in range(app.MAX_KEYS))
+    body = b'{"model": "x", "messages": [{"role": "user", "content": "a"}], "metadata": {%s}}' % keys
+    status, answer = asyncio.run(running.post("/chat/completions", body))
+    assert status == 413 and "more than 100000 keys" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+@pytest.mark.parametrize("form", [CALL, '{"name": "add", "parameters": {"a": 1}}<|im_end|>'])
+def test_a_call_with_numbers_that_json_does_not_have_stays_text(running: Running, number: str, form: str) -> None:
+    running.engine.script = lambda prompt: form.replace("1}", f"{number}}}")
+
+    async def ask() -> ChatCompletion:
+        async with running.client() as client:
+            return await client.chat.completions.create(model="x", messages=[USER], tools=[ADD])
+
+    [choice] = asyncio.run(ask()).choices
+    assert choice.finish_reason == "stop" and not choice.message.tool_calls
+    assert number in (choice.message.content or "")
 
 
 HALF_A_PAIR = '<tool_call>\n{"name": "add", "arguments": {"a": "\\ud83d"}}\n</tool_call><|im_end|>'
@@ -591,7 +696,7 @@ def test_a_model_by_its_name(running: Running) -> None:
         running.gateway.sessions.models = ["mine", "folder/mine"]  # pyright: ignore[reportAttributeAccessIssue]
         async with running.client(max_retries=0) as client:
             assert (await client.models.retrieve("folder/mine")).owned_by == "clew"
-            with pytest.raises(openai.NotFoundError, match="no model 'gpt-5' here; served: mine, folder/mine") as error:
+            with pytest.raises(openai.NotFoundError, match="this server has mine, folder/mine") as error:
                 await client.models.retrieve("gpt-5")
             assert error.value.code == "model_not_found"
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from clew.gateway.agent_session import AgentSession, Limits
 from clew.gateway.app import _with_earlier
 from clew.gateway.dialect import Refusal, Reply
 from clew.gateway.sequences import assemble
+from clew.models import vision as vision_module
 from clew.models.loading import load_tokenizer
 from clew.models.vision import Vision, load_vision
 from clew.record.media import media_name
@@ -175,19 +178,71 @@ def test_tokens_are_counted_with_those_of_the_image(folder: Path) -> None:
     assert counted[1] - counted[0] == 2 * len(seeing.vision.tokens_of(RED))
 
 
+PARTS = (
+    "{% for message in messages %}<|{{ message['role'] }}|>"
+    "{% for part in message['content'] | selectattr('type', 'equalto', 'image') %}<image>{% endfor %}"
+    "{% for part in message['content'] | selectattr('type', 'equalto', 'text') %}{{ part['text'] }}{% endfor %}"
+    "{% endfor %}<|assistant|>"
+)
+"""Chat template as LLaVA's own, which goes through the content part by part."""
+
+
 def test_a_template_that_takes_parts_alone_gets_parts(folder: Path) -> None:
-    """Render as LLaVA's own template does, which goes through the content part by part."""
-    parts = (
-        "{% for message in messages %}<|{{ message['role'] }}|>"
-        "{% for part in message['content'] | selectattr('type', 'equalto', 'image') %}<image>{% endfor %}"
-        "{% for part in message['content'] | selectattr('type', 'equalto', 'text') %}{{ part['text'] }}{% endfor %}"
-        "{% endfor %}<|assistant|>"
-    )
-    seeing = Seeing(folder, parts)
+    seeing = Seeing(folder, PARTS)
     body = {"messages": [{"role": "system", "content": "Look."}, *chat(chat_part(RED))["messages"]]}
     reply = asyncio.run(seeing.ask(openai_chat, body))
     text = seeing.tokenizer.decode(reply.interaction.input_ids, skip_special_tokens=False)
     assert text == "<|system|>Look.<|user|><image><image><image><image><|assistant|>"
+
+
+def test_two_first_requests_side_by_side_both_get_parts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one tries out on a short message, in a thread, what the template takes. The second comes meanwhile."""
+    seeing = Seeing(folder, PARTS)
+    apply = seeing.tokenizer.apply_chat_template
+
+    def slowly(messages: Any, **options: Any) -> Any:
+        if messages[0]["content"] == "clew":
+            time.sleep(0.5)
+        return apply(messages, **options)
+
+    monkeypatch.setattr(seeing.tokenizer, "apply_chat_template", slowly)
+
+    def body(word: str) -> dict[str, Any]:
+        return {"messages": [{"role": "system", "content": word}, *chat(chat_part(RED))["messages"]]}
+
+    async def both() -> list[Reply]:
+        first = asyncio.ensure_future(seeing.ask(openai_chat, body("Look.")))
+        await asyncio.sleep(0.2)
+        return [await seeing.ask(openai_chat, body("See.")), await first]
+
+    texts = [seeing.tokenizer.decode(reply.interaction.input_ids) for reply in asyncio.run(both())]
+    assert "See." in texts[0] and "Look." in texts[1]
+
+
+def test_threads_may_ask_for_the_tokens_of_images_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vision_module, "REMEMBERED", 1)
+    vision = Seeing(folder).vision
+
+    class Slow(dict[bytes, tuple[int, ...]]):
+        """Dictionary that is slow enough for another thread to change it meanwhile."""
+
+        def __iter__(self) -> Iterator[bytes]:
+            iterator = super().__iter__()
+            time.sleep(0.03)
+            return iterator
+
+        def __setitem__(self, key: bytes, value: tuple[int, ...]) -> None:
+            time.sleep(0.05)
+            super().__setitem__(key, value)
+
+    vision._known = Slow()
+    images = [picture(color) for color in ("red", "blue", "green", "white")]
+    expected = [Seeing(folder).vision.tokens_of(image) for image in images]
+    vision.tokens_of(images[0])  # from here on, each new image takes the place of another
+    with ThreadPoolExecutor(len(images)) as pool:
+        for _ in range(3):
+            assert list(pool.map(vision.tokens_of, images)) == expected
+    assert len(vision._known) == 1
 
 
 def test_what_is_no_image_is_refused(folder: Path) -> None:
@@ -218,5 +273,5 @@ def test_a_workflow_sees_too(folder: Path) -> None:
     with pytest.raises(ImageError, match=r"there are 0 placeholders '<image>' for 1 images"):
         engine.see("a", [RED])
     engine.resources = replace(engine.resources, vision=None)
-    with pytest.raises(ImageError, match="the model or its inference engine takes no images"):
+    with pytest.raises(ImageError, match="the model, or its inference engine, takes text only"):
         engine.see("a", [])

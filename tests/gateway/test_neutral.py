@@ -151,6 +151,14 @@ def test_keys_that_frameworks_add_to_messages_are_ignored_with_one_warning_each(
     assert told.session.warnings[-1] == "the client adds 'created' to user messages: the model does not see it"
 
 
+def test_keys_that_are_added_to_an_object_without_a_type_are_named_with_words(told: Told) -> None:
+    told.says = [SAID]
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}", "parsed": 1}}
+    result = {"role": "tool", "tool_call_id": "c", "content": "3"}
+    told.post("/chat/completions", {"messages": [QUESTION, {"role": "assistant", "tool_calls": [call]}, result]})
+    assert told.session.warnings == ["the client adds 'parsed' to called function: the model does not see it"]
+
+
 def test_keys_that_frameworks_add_to_claudes_messages(told: Told) -> None:
     told.says = [SAID]
     result = {"type": "tool_result", "tool_use_id": "c", "content": "3", "name": "add"}
@@ -245,3 +253,15 @@ def test_what_real_clients_send_with_neutral_settings(told: Told) -> None:
     assert asyncio.run(ask()) == ["3"] * 4
     assert any("frequency_penalty=0" in warning for warning in told.session.warnings)
     assert any("repetition_penalty=1.0" in warning for warning in told.session.warnings)
+
+
+@pytest.mark.parametrize("calls", ["as Hermes", "in another form"])
+def test_one_call_at_most_has_no_effect_where_no_tool_is_shown(told: Told, calls: str) -> None:
+    if calls == "in another form":
+        template = str(told.engine.tokenizer.chat_template)
+        told.engine.tokenizer.chat_template = template.replace("tool_call>", "call>")
+    said = "I write </tool_call> and go on"
+    told.says = [f"{said}<|im_end|>"]
+    body = {"messages": [QUESTION], "tools": [CHAT_TOOL], "tool_choice": "none", "parallel_tool_calls": False}
+    assert told.post("/chat/completions", body)["choices"][0]["message"]["content"] == said
+    assert told.engine.params[0].stop == ()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +18,7 @@ import openai
 import pytest
 from aiohttp import web
 
-from clew.gateway import standalone
+from clew.gateway import openai_chat, standalone
 from clew.gateway.dialect import Refusal
 from clew.gateway.episode_engine import Resources
 from clew.gateway.proxy import PassThrough
@@ -26,6 +28,8 @@ from clew.models.loading import load_tokenizer
 from clew.record.rows import from_table
 from clew.record.run import RunDirectory
 from tests.forked import clew
+from tests.gateway.chatml import chatml_tokenizer
+from tests.gateway.spoken import Spoken, session_on
 from tests.models import tiny_model, tiny_tokenizer
 
 
@@ -83,7 +87,7 @@ def test_a_served_model_records_the_sessions_of_any_key(config: Path, tmp_path: 
             async with openai.AsyncOpenAI(base_url=url, api_key="x") as client:
                 await client.completions.create(model="gpt-5", prompt="a")
 
-        with pytest.raises(openai.NotFoundError, match="no model 'gpt-5' here; served: "):
+        with pytest.raises(openai.NotFoundError, match="Cannot find model 'gpt-5': this server has "):
             asyncio.run(wrong_model())
     filed = {name: from_table(table) for name, table in RunDirectory(record).inbox.scan().items()}
     assert sorted(filed) == ["g000000", "g000001"]
@@ -118,7 +122,7 @@ async def refused_schemas(url: str) -> list[tuple[str, str | None]]:
 def test_in_front_of_a_server_that_takes_token_ids(config: Path, behind: str, tmp_path: Path) -> None:
     record = tmp_path / "record"
     with serving(str(config), "--engine", behind, "--record", str(record)) as (url, lines):
-        assert lines[0].startswith(f"in front of clew serve at {behind}")
+        assert lines[0].startswith(f"Gateway in front of clew serve at {behind}")
         assert asyncio.run(talk(url, "model")) == ["g000000.e0.i0", "g000000.e0.i1", "g000001.e0.i0"]
         for asked in (behind, url):  # the embedded engine by itself, and over HTTP
             said = asyncio.run(refused_schemas(asked))
@@ -131,7 +135,7 @@ def test_in_front_of_a_provider_requests_are_passed_on_and_nothing_is_captured(c
     # /model_info is what tells `clew serve` from a provider: one level deeper there is none
     provider = behind.removesuffix("/v1") + "/nowhere"
     with serving(str(config), "--engine", provider, OPENAI_API_KEY="sk-theirs") as (url, lines):
-        assert lines[0].startswith("in front of the provider") and "no tokens are captured" in lines[0]
+        assert lines[0].startswith("Passing requests on to the provider") and "no tokens are captured" in lines[0]
 
         async def ask() -> None:
             async with openai.AsyncOpenAI(base_url=url, api_key="sk-mine", max_retries=0) as client:
@@ -250,6 +254,37 @@ def test_a_provider_need_not_answer_whom_nobody_waits_for() -> None:
     asyncio.run(run())
 
 
+def test_a_provider_that_breaks_off_its_answer(caplog: pytest.LogCaptureFixture) -> None:
+    """The client sees it, too, and the log has a line and no traceback."""
+
+    async def run() -> None:
+        async def answer(request: web.Request) -> web.StreamResponse:
+            response = web.StreamResponse()
+            await response.prepare(request)
+            await response.write(b"data: {}\n\n")
+            await asyncio.sleep(0.1)
+            assert request.transport is not None
+            request.transport.abort()
+            return response
+
+        application = web.Application()
+        application.router.add_post("/{tail:.*}", answer)
+        runner = web.AppRunner(application)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        passed_on = PassThrough("http://{}:{}/v1".format(*runner.addresses[0][:2]), "sk-theirs")
+        thread = ServingThread(passed_on, close=passed_on.close)
+        async with httpx2.AsyncClient() as client:
+            with pytest.raises(httpx2.RemoteProtocolError):
+                await client.post(f"{thread.base_url}/chat/completions", json={}, timeout=60)
+        await asyncio.to_thread(thread.stop)
+        await runner.cleanup()
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(run())
+    assert "broke off its answer" in caplog.text and "Traceback" not in caplog.text
+
+
 def test_an_agent_whose_conversations_branch(config: Path, behind: str, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": "2+2="}\n')
     asked = ["tests.rollout.user_agents.Clock", "--data", str(tmp_path / "rows.jsonl"), "--n", "2"]
@@ -310,7 +345,48 @@ def test_sessions_are_limited_in_number_and_bytes(
     with pytest.raises(Refusal, match="1024 MiB of requests"):
         sessions.find("c")
     third.last_used -= 61
-    assert sessions.find("c") is not third
+    with pytest.raises(Refusal, match="1024 MiB of requests"):  # nobody's request ends the session that it belongs to
+        sessions.find("c")
+    assert sessions.find("e") and third.ended is not None
+
+
+def test_a_session_is_in_use_while_it_waits_for_a_reply_and_unused_from_then_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(standalone, "IDLE_S", 0.3)
+    monkeypatch.setattr(standalone, "UNUSED_S", 0.2)
+    monkeypatch.setattr(standalone, "MAX_SESSIONS", 1)
+    engine = Spoken(chatml_tokenizer(tmp_path), lambda prompt: "hello<|im_end|>", delay_s=0.6)
+    sessions = standalone.StandaloneGateway(session_on(engine).resources, ["x"], key="", record=None)
+
+    async def talk() -> None:
+        ending = asyncio.ensure_future(sessions.run())
+        session = sessions.find("a")
+        ask = openai_chat.parse({"model": "x", "messages": [{"role": "user", "content": "hello"}]})
+        [reply] = await (await session.submit(ask, b"", retry=False)).answered()
+        with pytest.raises(Refusal, match="1 sessions are open"):
+            sessions.find("b")
+        assert reply.content == "hello" and sessions.find("a") is session
+        await asyncio.sleep(0.4)
+        assert not sessions.has_session("a") and session.ended is not None
+        ending.cancel()
+
+    asyncio.run(talk())
+
+
+def test_recorded_sessions_get_numbers_that_are_new_to_the_run(config: Path, tmp_path: Path) -> None:
+    """Groups that a step has consumed, and rejected ones, count; files that are no groups of Clew's do not."""
+    run = RunDirectory(tmp_path)
+    (run.inbox.folder / "g000004.arrows").touch()
+    (run.inbox.folder / "gnome.arrows").touch()
+    (run.rejected / "g000008.parquet").touch()
+    shared = session_on(Spoken(chatml_tokenizer(tmp_path), lambda prompt: "")).resources
+    sessions = standalone.StandaloneGateway(shared, ["x"], key="", record=tmp_path)
+    assert sessions.find("a").id == "g000009.e0"
+    arguments = ("serve", str(config), "trial=second", "--record", str(tmp_path))
+    with clew(*arguments) as second:
+        said = second.communicate(60)[1]
+        assert f"(pid {os.getpid()}) already works on {tmp_path}" in said and second.returncode == 2
 
 
 def test_beyond_this_machine_a_session_wants_a_key(config: Path, behind: str) -> None:

@@ -157,7 +157,7 @@ def test_the_schema_reaches_the_server_and_the_record(remote: Remote, ask: Any) 
         recorded = remote.session.engine.interactions[-1].as_dict()
         assert json.loads(recorded["sampling"]["json_schema"]) == schema
     [warning] = remote.session.warnings
-    assert "held to a JSON schema" in warning and "do not train on them" in warning
+    assert "follow a JSON schema" in warning and "Do not train on them" in warning
 
 
 def test_without_a_form_nothing_of_it_is_sent(remote: Remote) -> None:
@@ -191,7 +191,7 @@ def test_with_tools_that_could_never_be_called_it_is_refused(remote: Remote) -> 
             )
             return answer.choices[0].message.content or ""
 
-    with pytest.raises(openai.BadRequestError, match="no tool could be called") as refused:
+    with pytest.raises(openai.BadRequestError, match="could not call a tool") as refused:
         asyncio.run(ask())
     assert refused.value.param == "response_format" and remote.bodies == []
     assert asyncio.run(ask(tool_choice="none")) == SAID

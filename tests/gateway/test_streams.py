@@ -315,6 +315,34 @@ def test_a_stream_that_nobody_reads_to_its_end_is_no_part_of_the_episode(halting
     assert halting.session.engine.interactions == []
 
 
+def test_a_reply_that_the_conversation_goes_on_from_is_part_of_the_episode(halting: Halting) -> None:
+    """The client leaves when it has the whole call, before the model has ended its turn."""
+    halting.halt_at = len(odd_ids(halting.engine.tokenizer, SAID)) - 1
+
+    async def leave_and_go_on() -> None:
+        asked: Any = {"model": "x", "tools": [ADD]}
+        async with halting.openai() as client:
+            stream = await client.chat.completions.create(**asked, messages=[USER], stream=True)
+            async for chunk in stream:
+                if chunk.choices[0].delta.tool_calls:
+                    break
+            await stream.close()
+            [request] = halting.session._requests
+            await until(lambda: request.abandoned)
+            halting.go_on()
+            await until(request.replies.done)
+            message: Any = halting.session.engine.interactions[0].details["reply"]
+            [call] = message["tool_calls"]
+            call["function"] = {"name": "add", "arguments": json.dumps(call["function"]["arguments"])}
+            result: Any = {"role": "tool", "tool_call_id": call["id"], "content": "2"}
+            await client.chat.completions.create(**asked, messages=[USER, message, result])
+        await halting.gateway.close(halting.key)
+
+    asyncio.run(leave_and_go_on())
+    first, second = halting.session.engine.interactions
+    assert second.details["follows"] == first.id
+
+
 OUTPUTS = [
     "plain words, and no more",
     "<think>a</think>b",
