@@ -100,6 +100,17 @@ def hold_lock(path: Path, what: str, patience_s: float = PATIENCE_S) -> IO[str]:
     return file
 
 
+def is_lock_free(path: Path) -> bool:
+    """Return True if nobody holds this lock; False if somebody does, or if that cannot be found out."""
+    # a pid would say less: it may be another process by now, a zombie, or a number of another container
+    try:
+        with path.open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:  # held, or there is no such file, or it may not be read
+        return False
+    return True
+
+
 def free_port() -> int:
     """Return a port of 127.0.0.1 on which nobody listens now."""
     with socket.socket() as probe:

@@ -68,6 +68,7 @@ FROM_HUB = ["launch.mode=inline", "root=/tmp/nowhere", "model.path=org/name", "d
     [
         ("torch", "train", f"clew.train('examples/addition/grpo.yaml', {FROM_HUB})"),
         ("torch", "train", "clew.rollout_batch([{'prompt': ''}], model='nowhere')"),
+        ("datasets", "train", "clew.rollout_batch('org/data', model='nowhere')"),
         ("peft", "lora", "with clew.errors.explain_missing(): import clew.training.lora"),
         ("httpx2", "agents", "with clew.errors.explain_missing(): import clew.rollout.agents"),
         ("pandas", "pandas", "clew.Run.steps.fget(type('R', (), {'__len__': lambda _: 0, 'directory': None})())"),
@@ -107,3 +108,11 @@ def test_recorded_batches_need_one_rank(tmp_path: Path) -> None:
     )
     with pytest.raises(clew.ClewError, match=r"launch\.ranks=2: this process is one rank"):
         clew.train(tmp_path / "run.yaml")
+
+
+def test_a_wrong_field_of_a_batch_is_named() -> None:
+    rows = [{"prompt": ""}]
+    with pytest.raises(clew.ClewError, match=r"no field 'rollout\.n_sample'; did you mean 'rollout\.n_samples'\?"):
+        clew.rollout_batch(rows, model="nowhere", n_sample=4)
+    with pytest.raises(clew.ClewError, match=r"^clew\.rollout_batch: there is no field 'sampling\.max_tokens'"):
+        clew.rollout_batch(rows, model="nowhere", sampling={"max_tokens": 3})

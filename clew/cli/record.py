@@ -186,7 +186,7 @@ def bundle(
     directory = open_run(run)
     path = write_bundle(directory, step, stages_only=stages_only, to=to)
     summary = directory.steps.read(step)
-    usage = f"`clew replay {path}` runs it, on any machine."
+    usage = f"`clew replay {path}` {'checks its stages' if stages_only else 'runs it'}, on any machine."
     if not directory.steps.by_clew:  # then nothing says how the loss was computed
         usage = f"`clew replay {path} --stage data` checks it, `clew show {path}` shows it."
     print(f"{path} ({path.stat().st_size / 1e6:.2f} MB). {usage}")

@@ -183,7 +183,7 @@ class RunDirectory:
         return settled
 
     def checkpointed(self) -> list[int]:
-        """Return the versions that have a checkpoint, oldest first, without folders with other names, such as copies."""
+        """Return the versions that have a checkpoint, oldest first. Folders with other names (copies) are left out."""
         numbers = (path.parent.name.removeprefix("step-") for path in self.checkpoints.glob("step-*/checkpoint.json"))
         return sorted(int(number) for number in numbers if number.isdecimal())
 

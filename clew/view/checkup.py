@@ -79,7 +79,8 @@ def print_health(
         console.print(Text(f"health  {sound} in {steps}.{without}"))
         return
     number = "1 thing deserves" if len(concerns) == 1 else f"{len(concerns)} things deserve"
-    console.print(Text(f"health  {number} a look. {steps[0].upper()}{steps[1:]} were looked at.{without}"))
+    looked = f"{steps.capitalize()} {'was' if count == 1 else 'were'} looked at" if count else "No step is on record"
+    console.print(Text(f"health  {number} a look. {looked}.{without}"))
     lines = []
     for concern in concerns:
         then = health.command(concern.then, path)

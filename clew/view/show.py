@@ -29,6 +29,7 @@ from clew.view.find import Found, Name, committed_steps, find_group, read_batch,
 from clew.view.health import Collector
 from clew.view.off_policy import show_off_policy
 from clew.view.prompt import show_prompt
+from clew.view.terminal import ended_early
 from clew.view.text import MISSING, Rows, as_text, duration, moment, number, one_line, pairs, prompt_text, visible
 
 STEPS_SHOWN = 20
@@ -213,6 +214,8 @@ def _show_run(
             ]
         )
     )
+    if line := ended_early(run):
+        console.print(Text(line, "yellow"))
     if warned:
         console.print()
         console.print(pairs(("warning", line) for line in in_words(warned)))
@@ -329,8 +332,6 @@ def _show_step(console: Console, run: RunDirectory, step: int) -> None:
     summary = run.steps.read(step)
     oldest, newest = summary["versions"]
     metrics, timings, plan = (summary.get(name) or {} for name in ("metrics", "timings", "plan"))
-    environment = dict(summary.get("environment", {}))
-    packages = environment.pop("packages", {})
     console.print(
         pairs(
             [
@@ -339,8 +340,6 @@ def _show_step(console: Console, run: RunDirectory, step: int) -> None:
                 *([("versions", f"{oldest} to {newest} (of the trained tokens)")] if newest >= 0 else []),
                 *((f"digest of {name}", _flat(value)) for name, value in summary["digests"].items()),
                 ("plan", f"micro-batches of each update: {_counts(plan)}"),
-                ("environment", "  ".join(f"{name} {_flat(value)}" for name, value in environment.items())),
-                ("packages", "  ".join(f"{name} {version}" for name, version in packages.items())),
                 ("seconds", "  ".join(f"{name} {value:.3f}" for name, value in timings.items())),
             ]
         )
@@ -354,6 +353,8 @@ def _show_step(console: Console, run: RunDirectory, step: int) -> None:
         _show_groups(console, run, step)
     else:
         console.print(run.steps.gone(step))
+    console.print()
+    console.print(pairs([("environment", _flat(summary.get("environment", {})))]))  # last, because it is long
 
 
 def _show_groups(console: Console, run: RunDirectory, step: int) -> None:

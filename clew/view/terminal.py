@@ -5,10 +5,11 @@ Both only read the run directory. So they show the same from any terminal, even 
 
 from __future__ import annotations
 
+import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NotRequired
 
 from pydantic import with_config
@@ -21,15 +22,18 @@ from typing_extensions import TypedDict
 from clew.console import EscapingConsole
 from clew.errors import RecordError
 from clew.printing import print
+from clew.processes import is_lock_free
 from clew.reading import STRICT, Count, Moment, read_json
 from clew.record.run import RunDirectory, read_evaluation
 from clew.record.summary import spent
 from clew.record.warned import in_words, read_warnings
+from clew.view.find import settings_of
 from clew.view.text import MISSING, Rows, number, one_line, pairs
 from clew.waits import OLD_S
 
 ROLES = ("trainer", "rollout", "server")
 ENDED = ("ended", "failed")
+"""Words with which `doing` begins after the end of a process."""
 
 
 @with_config(STRICT)
@@ -64,40 +68,56 @@ STALE_S = 5.0
 
 
 def read_statuses(run: RunDirectory) -> list[dict[str, Any]]:
-    """Return the contents of the status files of a run's processes, trainer first."""
+    """Return the contents of the status files of a run's processes, trainer first. `doing` says if one was killed."""
     paths = sorted(run.status.glob("[!.]*.json"), key=lambda p: ROLES.index(p.stem) if p.stem in ROLES else 9)
-    return [read_json(path, Status) for path in paths]
+    statuses: list[dict[str, Any]] = []
+    for path in paths:
+        statuses.append(status := read_json(path, Status))
+        here = status.get("host") == socket.gethostname()  # locks do not reach all other machines
+        if here and not status["doing"].startswith(ENDED) and is_lock_free(path.with_suffix(".lock")):
+            status["doing"] = f"ended (pid {status['pid']} is gone)"
+    return statuses
+
+
+def ended_early(run: RunDirectory) -> str:
+    """Return a line that says at which step a run has ended before its last one; "" if it has not."""
+    with suppress(RecordError):  # what cannot be read is reported where it is shown
+        ended = {each["process"]: each["doing"].startswith(ENDED) for each in read_statuses(run)}
+        config, step = settings_of(run), run.steps.count() or max(run.checkpointed(), default=0)
+        # `clew replay` with other settings trains fewer steps than the configuration says
+        wanted = 0 if config.get("debug.replay_rollout_data") else config.get("training.steps")
+        if "trainer" in ended and all(ended.values()) and isinstance(wanted, int) and step < wanted:
+            return f"The run has ended at step {step} of {wanted}. Start it again with the same command to go on."
+    return ""
 
 
 def status_table(run: RunDirectory) -> Group:
-    """Return a table of the processes: version, activity, and up to four waits each, with age and numbers."""
+    """Return a table of the processes: version, activity, up to four waits each; then their warnings and errors."""
     table = Table(expand=True, box=None, pad_edge=False)
     for column in ("process", "version", "doing", "waiting for", "since", "numbers", "unblocked by"):
         table.add_column(column, overflow="fold", no_wrap=column in ("process", "version", "since"))
     now, captions = time.time(), list[str]()
     for status in read_statuses(run):
-        doing = status["doing"]
-        age = now - status["updated"]
-        if doing not in ENDED and age > STALE_S:
+        doing, age = status["doing"], now - status["updated"]
+        alive = not doing.startswith(ENDED)
+        if alive and age > STALE_S:
             doing = f"no sign of life for {age:.0f} s (pid {status['pid']})"
-        alive = doing not in ENDED
-        waits = status["waits"][:4] if alive else []
-        first = waits[0] if waits else None
+        waits = [_wait_cells(wait, now) for wait in status["waits"][:4] if alive] or [()]
         version = "" if status["version"] is None else str(status["version"])
-        table.add_row(
-            status["process"], version, status.get("error", doing) if not alive else doing, *_wait_cells(first, now)
-        )
+        table.add_row(status["process"], version, doing, *waits[0])
         for wait in waits[1:]:
-            table.add_row("", "", "", *_wait_cells(wait, now))
-        notes = [status["warning"]] if alive and status.get("warning") else []
-        if branched := branched_share(status.get("episodes_branched"), status.get("episodes")):
-            notes.append(branched)
-        captions += [f"{status['process']}: {note}" for note in notes]
+            table.add_row("", "", "", *wait)
+        error = status.get("error", "").strip().rpartition("\n")[2]  # a traceback may be above it
+        said = status.get("warning") if alive else one_line(error, 400).plain
+        branched = branched_share(status.get("episodes_branched"), status.get("episodes"))
+        captions += [f"{status['process']}: {note}" for note in (said, branched) if note]
     return Group(table, *(Text(each, "yellow", overflow="fold", no_wrap=False) for each in captions))
 
 
 def show_status(console: Console, run: RunDirectory) -> None:
     console.print(status_table(run))
+    if line := ended_early(run):
+        console.print(Text(line, "yellow"))
     if warned := in_words(read_warnings(run.warnings_path)[0]):
         console.print()
         console.print(pairs(("warning", line) for line in warned))
@@ -113,9 +133,7 @@ def branched_share(branched: Any, episodes: Any) -> str:
     )
 
 
-def _wait_cells(wait: dict[str, Any] | None, now: float) -> tuple[str, ...]:
-    if wait is None:
-        return ("", "", "", "")
+def _wait_cells(wait: dict[str, Any], now: float) -> tuple[str, ...]:
     alike = f" (and {wait['alike'] - 1} more)" if wait["alike"] > 1 else ""
     return (wait["what"] + alike, f"{now - wait['since']:.1f} s", wait["numbers"], wait["unblocks"])
 
@@ -267,7 +285,7 @@ class Progress:
             for wait in status["waits"][:1]:
                 age = time.time() - wait["since"]
                 key = (status["process"], wait["since"])
-                if status["doing"] not in ENDED and age >= self._told.get(key, patience):
+                if not status["doing"].startswith(ENDED) and age >= self._told.get(key, patience):
                     self._told[key] = 2 * age
                     numbers = f" ({wait['numbers']})" if wait["numbers"] else ""
                     self._console.print(

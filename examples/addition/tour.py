@@ -116,6 +116,8 @@ def main() -> None:
     run = parser.parse_args().run
     if not (run / "steps" / f"step-{STEP + 1:06d}.json").exists():
         raise SystemExit(f"{run} has no {STEP + 2} steps: run `make demo` first.")
+    copies = f"{run.parent / 'tour-1'} to tour-{len(FAULTS)}"
+    console.print(f"Five faults in copies of {run} ({copies}), each found by one command.", soft_wrap=True)
     for number, (title, plant) in enumerate(FAULTS.items(), 1):
         console.rule(f"{number}. {title}", align="left")
         console.print(f"planted: {plant.__doc__}\n", style="dim")

@@ -94,7 +94,7 @@ def test_a_run_gives_the_numbers_of_its_own_evaluation(
 
 
 def test_the_reward_is_that_of_the_first_run_that_names_one(run: RunDirectory, held_out: str, tmp_path: Path) -> None:
-    """As after `clew eval SFT GRPO`: a run of `clew sft` names no reward."""
+    """Evaluate `SFT GRPO`, as after `clew sft`, whose run names no reward."""
     without = tmp_path / "runs" / "e" / "sft"
     shutil.copytree(run.path, without)
     values = yaml.safe_load((without / "config.yaml").read_text())

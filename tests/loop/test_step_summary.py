@@ -1,4 +1,4 @@
-"""What the index of the steps repeats about a batch."""
+"""Facts about a batch that the index of the steps repeats."""
 
 from __future__ import annotations
 

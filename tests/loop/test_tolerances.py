@@ -1,4 +1,4 @@
-"""What the comparison of two computations says about the values that differ."""
+"""Comparing two computations: words about the values that differ."""
 
 from __future__ import annotations
 

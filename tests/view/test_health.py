@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
 import random
 from pathlib import Path
@@ -134,6 +135,13 @@ def test_a_planted_cause_is_found_alone(cause: str, tmp_path: Path) -> None:
         "health": "1 thing deserves a look. All 40 steps on record were looked at.",
         cause: expected.format(run=run.path, usual=usual),
     }
+
+
+def test_a_run_with_warnings_and_no_step(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    with run.report("rollout"):
+        logging.getLogger("clew.rollout").warning("a tool was slow")
+    assert health(run)["health"] == "1 thing deserves a look. No step is on record."
 
 
 def test_one_step_that_rejects_almost_all_of_its_tokens(tmp_path: Path) -> None:

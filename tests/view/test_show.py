@@ -17,6 +17,7 @@ from rich.console import Console
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel
 
+from clew.cli.record import bundle
 from clew.errors import RecordError
 from clew.record import rows
 from clew.record.bundle import write_bundle
@@ -248,6 +249,13 @@ def test_a_bundle(run: RunDirectory, tmp_path: Path) -> None:
     assert broken.returncode == 2 and "small.zip: it is neither a run directory nor a bundle" in broken.stderr
 
 
+def test_a_bundle_without_weights_is_said_to_be_checked_not_run(
+    run: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle(run.path, 1, stages_only=True, to=(file := tmp_path / "a.zip"))
+    assert f"`clew replay {file}` checks its stages, on any machine." in capsys.readouterr().out
+
+
 def test_a_record_in_the_making(run: RunDirectory) -> None:
     """Committed, but killed before the line in the index; half-written files beside."""
     run.steps.write_data(3, rows.to_table(group("g000006")))
@@ -359,6 +367,11 @@ def test_a_step(run: RunDirectory) -> None:
     assert line(text, "g000004") == [
         *("g000004", "2", "1.00/1", "0.500", "0.500", "0", "1", "-1.50", "-1.50", "What", "is", "2+2?")
     ]
+
+
+def test_the_environment_of_a_step_comes_last(run: RunDirectory) -> None:
+    text = shown(run, "2")
+    assert text.index("lag_max") < text.index("g000004") < text.index("environment")
 
 
 def test_no_such_step(run: RunDirectory, tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import logging
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -16,7 +18,9 @@ from clew import console
 from clew.record.run import RunDirectory
 from clew.view.learning_curve import _draw_seconds
 from clew.view.terminal import Progress, show_status, step_cells
+from tests.training.sequences import make_config
 from tests.view.test_show import METRICS, commit, group
+from tests.view.test_show import shown as shown_record
 
 ADVICE = "nothing to learn for 8 steps: " + " ".join(f"word{number}" for number in range(40)) + " the end of it"
 SECONDS = "waiting 0.21  training 0.52  recording 0.03"
@@ -65,6 +69,65 @@ def test_status_lists_the_warnings(tmp_path: Path) -> None:
             logging.getLogger("clew.rollout").warning("a tool was slow: %d s", number)
         show_status(shown, run)
     assert "warning  rollout, 2 times: a tool was slow: 5 s\n" in shown.export_text()
+
+
+TRAINER = """
+import sys, time
+from pathlib import Path
+from clew.record.run import RunDirectory
+from clew.waits import waiting
+run = RunDirectory(Path(sys.argv[1]))
+with run.hold("trainer"), run.report("trainer") as reporter, waiting("a batch", unblocks="rollout"):
+    reporter.set(doing="training", version=2)
+    reporter.write()
+    print("training", flush=True)
+    time.sleep(60)
+"""
+
+
+def status_of(run: RunDirectory) -> str:
+    show_status(output := Console(file=io.StringIO(), width=120, record=True), run)
+    return output.export_text()
+
+
+def test_a_run_that_was_killed_has_ended_at_once_and_says_how_to_go_on(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.describe(make_config("a/model"), threads=2)
+    go_on = "The run has ended at step {} of 20. Start it again with the same command to go on.\n"
+    assert "has ended" not in shown_record(run), "no process has begun"
+    command = [sys.executable, "-c", TRAINER, str(run.path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout is not None and trainer.stdout.readline() == "training\n"
+        alive = status_of(run)
+        assert "a batch" in alive and "ended" not in alive + shown_record(run)
+        trainer.kill()
+    killed = status_of(run)
+    assert f"ended (pid {trainer.pid} is gone)" in " ".join(killed.split()) and "a batch" not in killed
+    assert go_on.format(0) in killed and go_on.format(0) in shown_record(run)
+    commit(run, 0, group("g000000"))
+    assert go_on.format(1) in status_of(run)
+    with run.hold("rollout"), run.report("rollout"):
+        assert "The run has ended" not in status_of(run), "its rollout goes on"
+    for step in range(1, 20):
+        commit(run, step, group(f"g{step:06d}"))
+    assert "The run has ended" not in status_of(run), "it is complete"
+
+
+def test_a_replay_with_other_settings_is_complete_before_the_last_step_of_its_configuration(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.describe(make_config("a/model", debug={"replay_rollout_data": True, "path": "runs/other"}), threads=2)
+    with run.report("trainer"):
+        pass
+    assert "The run has ended" not in status_of(run)
+
+
+def test_status_has_the_last_line_of_an_error_below_the_table(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    with pytest.raises(ValueError, match="Traceback"), run.report("rollout"):
+        raise ValueError("Traceback (most recent call last):\n  File x, line 1\nKeyError: 'answer'\n")
+    text = status_of(run)
+    assert re.search(r"rollout +failed", text) and "\nrollout: KeyError: 'answer'\n" in text
+    assert "Traceback" not in text
 
 
 def test_a_long_command_says_what_it_does_after_two_seconds(
