@@ -292,7 +292,7 @@ def test_a_run_with_other_instruction_sets_differs_by_rounding(
     path.write_text(json.dumps(said))
     seal(limited)
     assert diff(first, limited.path, ignore=["trial"], plot=None)
-    assert "does not say which instruction sets" in capsys.readouterr().out
+    assert "does not say which CPU instruction sets" in capsys.readouterr().out
     position = generated_at(limited, 1, 0)
     name = change_stage(limited, 1, "loss", 0, position, 0.5)
     assert f"step 1, loss: {name}, token {position}" in told(capsys, first, limited.path)

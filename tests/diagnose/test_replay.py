@@ -434,7 +434,7 @@ def test_a_record_of_older_formulas_is_compared_within_rounding_where_it_differs
     for step in range(3):
         change_summary(run, step, lambda said: said["environment"].pop("rounding"))
     assert again(run)
-    assert "this is within rounding, and the record does not say which instruction sets" in capsys.readouterr().out
+    assert "this is within rounding, and the record does not say which CPU instruction sets" in capsys.readouterr().out
     shutil.rmtree(run.checkpoints / "step-000003")
     learn_inline(config, lambda step, summary: None)  # it goes on within the tolerance
     assert "step 0: compared within 0.001 + 0.001 x |recorded|, not bit for bit: " in caplog.text
