@@ -222,7 +222,8 @@ def evaluate(
     from clew.errors import ConfigError
     from clew.view.evaluation import show_failed, show_missed, show_models
 
-    names = [each for each in models if "=" not in each or Path(each).exists()]
+    # os.path.exists, unlike Path.exists, takes a text that is too long for a path, as an override may be.
+    names = [each for each in models if "=" not in each or os.path.exists(each)]  # noqa: PTH110
     if not names:
         raise typer.BadParameter("name a model, a checkpoint or a run before the fields to override")
     if to is not None and not os.access(to.absolute().parent, os.W_OK):

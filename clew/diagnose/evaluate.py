@@ -125,11 +125,11 @@ def _settings(models: Sequence[str], data: str | None, reward: str | None, overr
         ConfigError: Neither the options nor a run name the prompts or the reward; or a field is invalid.
     """
     configs = [_checkpoint_of(name).parent.parent / "config.yaml" for name in models]
-    runs = {path: read_yaml(path) for path in configs if (path.parent / "status").is_dir() and path.exists()}
-    found = next((path for path, each in runs.items() if _gives_rewards(each)), next(iter(runs), None))
+    runs = [path for path in configs if (path.parent / "status").is_dir() and path.exists()]
+    found = next((path for path in runs if _gives_rewards(read_yaml(path))), next(iter(runs), None))
     values: dict[str, Any] = {"experiment": "eval", "algorithm": {"advantages": "none"}}  # which compares no episodes
     if found is not None:
-        values = runs[found]
+        values = read_yaml(found)
     given = {
         "model": {"path": str(_checkpoint_of(models[0]))},
         "launch": {"mode": "local"},  # inline mode has no time limit for rewards

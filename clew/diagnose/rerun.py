@@ -167,8 +167,9 @@ def _range(run: RunDirectory, steps: str | None, bundle: dict[str, Any] | None) 
 
 def _step_of(run: RunDirectory, only: str, first: int, last: int) -> int:
     """Return the step that trained on the group, the episode or the sequence with this ID."""
-    for step in range(first, last + 1):
-        if any(only in (row.id, row.episode_id, row.group_id) for row in run.steps.read_data(step)):
+    for step in tracked(range(first, last + 1), f"searching for {only}", total=last + 1 - first, unit="steps"):
+        table = run.steps.read_table(step)
+        if any(only in table.column(name).to_pylist() for name in ("id", "episode_id", "group_id")):
             return step
     raise RecordError(f"Cannot find {only}: {_named(first, last)} of {run.path} did not train on it.")
 

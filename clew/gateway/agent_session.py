@@ -181,8 +181,8 @@ class AgentSession:
         """
         known = [interaction.id for interaction in self.engine.interactions]
         if not known or (id is not None and id not in known):
-            whole = ", ".join(known) or "none"
-            raise Refusal(404, f"Cannot reward {id or 'the last interaction'}: session {self.id} has only {whole}.")
+            has = f"has only {', '.join(known)}" if known else "has no interaction yet"
+            raise Refusal(404, f"Cannot reward {id or 'the last interaction'}: session {self.id} {has}.")
         self.rewards[id or known[-1]] = reward
 
     def end(self, why: str) -> None:

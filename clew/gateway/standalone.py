@@ -137,7 +137,8 @@ class StandaloneGateway:
                     429,
                     f"Cannot take another request: {len(self._sessions)} sessions are open (limit {MAX_SESSIONS}), "
                     f"with {self._bytes() >> 20} MiB of requests (limit {MAX_BYTES >> 20}). End sessions that you no "
-                    f"longer need (POST /rl/end_session with the session's key), or try again in {UNUSED_S:g} s.",
+                    f"longer need (POST /rl/end_session with the session's key). Sessions of others are ended after "
+                    f"{UNUSED_S:g} s without use.",
                     code="rate_limit_exceeded",
                 )
             self._end(oldest)

@@ -95,7 +95,9 @@ def _next(verdict: Verdict, actors: Sequence[Actor]) -> str:
     pids = " ".join(map(str, verdict.pids))
     first = verdict.pids[0] if verdict.pids else 0
     if verdict.pattern in APART and (script := _script(actors)):
-        count = max([2, *(rank + 1 for rank in verdict.ranks)])  # the smallest job that still has the ranks at fault
+        most = max((actor.process.local_world or 8 for actor in actors), default=8)
+        # The smallest job that still has the ranks at fault, if one node can hold it.
+        count = min(most, max([2, *(rank + 1 for rank in verdict.ranks)]))
         return f"TORCH_DISTRIBUTED_DEBUG=DETAIL torchrun --nproc-per-node {count} {script}  # a mismatch raises"
     match verdict.pattern:
         case "stopped" if verdict.cause == "stopped":

@@ -36,9 +36,10 @@ def answers(process: Process, ports: tuple[int, ...], source: str) -> dict[str, 
     for port in ports[:2]:
         health = _get(port, "health")
         if health is None:
-            found["health"] = "no answer"
+            found.setdefault("health", "no answer")
             continue  # the other port may speak HTTP
-        found["health"] = str(health[0])
+        if found.get("health", "no answer") == "no answer" or health[0] >= 500:
+            found["health"] = str(health[0])
         paused = _get(port, "is_paused")
         if paused is not None and (said := _paused(paused[1])):
             found["is_paused"] = said
@@ -48,7 +49,6 @@ def answers(process: Process, ports: tuple[int, ...], source: str) -> dict[str, 
             after = _get(port, "metrics")
             moved = after is not None and COUNTERS.findall(before[1]) != COUNTERS.findall(after[1])
             found["metrics"] = "moving" if moved else "still"
-        break
     return found
 
 

@@ -195,7 +195,8 @@ def _dead(sink: Sink) -> Verdict | None:
         why = f"What has ended: {said}. So nothing can end this wait: {sink.one.says}."
         return verdict_about("dead", sink.culprits, why, others, cause="dead", structural=True)
     by = next((a for a in sink.waiters if a.process.inside.ended_threads and not a.moving), None)
-    if by is not None and sink.act.kind == "sleep":  # it asks for something that a thread of another process may make
+    # The culprit asks for something that a thread of another process may make. Ranks in a collective await only it.
+    if by is not None and sink.act.kind == "sleep" and not sink.blocked_ranks:
         threads = ", ".join(by.process.inside.ended_threads[:4])
         why = f"A thread of {by.process.label} has ended: {threads}. It may have made what is awaited here: "
         why += f"{sink.one.says}."

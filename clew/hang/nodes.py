@@ -67,7 +67,7 @@ def gather(commands: Mapping[str, Sequence[str]], limit_s: float = ANSWER_S) -> 
         raise LaunchError(f"Cannot look at {', '.join(commands)}: none of them gave a report.\n{said}")
     notes = [f"{name} gave no report: {error}" for name, error in failed.items()]
     snapshot = merge.snapshot(notes)
-    return replace(snapshot, absent=tuple(failed))
+    return replace(snapshot, absent=(*snapshot.absent, *failed))
 
 
 def _answer(command: Sequence[str], limit_s: float) -> tuple[str, str]:

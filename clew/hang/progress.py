@@ -17,7 +17,7 @@ from clew.hang.observed import Look, Process, Thread
 
 WAITING_NAMES = re.compile(
     r"(^|[._(])(n|num_)?(wait\w*|try|tries|attempt\w*|retr(y|ies|ied|ying)|poll(s|ed|ing)?|spin\w*|elapsed|deadline|timeout|"
-    r"\w*time|now|(heart)?beats?|ticks?|pid|port|seed|fd|pause\w*|backoff|delay)s?($|[^a-z])",
+    r"\w*time(r|stamp)?|now|(heart)?beats?|ticks?|pid|port|seed|fd|pause\w*|backoff|delay)s?($|[^a-z])",
     re.I,
 )
 """Names of counters that a loop advances while it waits: whole words, as `timestep` and `entries` count work."""

@@ -60,7 +60,9 @@ def _members(one: Activity, ranks: Sequence[Actor]) -> set[int]:
 def application_edges(live: Sequence[Actor]) -> Edges:
     """Return which processes could end each process's application wait, as pids."""
     # A forked client has its parent's listening sockets, too, but it does not serve the port that it is connected to.
-    servers = [(port, a) for a in live for port in a.process.listens if port not in a.process.peers]
+    own = {(a.pid, port) for a in live for port in a.process.listens}
+    forked = {(a.pid, port) for a in live for port in a.process.peers if (a.process.parent, port) in own}
+    servers = [(port, a) for a in live for port in a.process.listens if (a.pid, port) not in forked]
     # Peers are known by port alone: a server on the client's own host comes before one on another host.
     listening = {(host, port): a for port, a in servers for host in ("", a.process.host)}
     return {actor.pid: _could_end(actor, live, listening) - {actor.pid} for actor in live}

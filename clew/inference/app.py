@@ -98,7 +98,7 @@ class Application:
 
     async def _generate(self, receive: Receive, send: Send) -> None:
         body = (await receive()).get("body", b"")
-        work: asyncio.Future[Any] | None = None
+        gone: asyncio.Future[None] | None = None
         try:
             self.refuse_while_starting()
             content, stop_ids = orjson.loads(body), self.engine.core.default_stop_ids
@@ -121,7 +121,7 @@ class Application:
                     task.cancel()
             await respond(send, 200, content)
         except asyncio.CancelledError:
-            if work is None or not work.cancelled():  # the server is ending; otherwise the client has gone
+            if gone is None or not gone.done():  # the server is ending; otherwise the client has gone
                 raise
         except orjson.JSONDecodeError as error:
             await respond(send, 400, {"error": {"message": f"the body is not JSON: {error}"}})

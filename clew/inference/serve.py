@@ -125,7 +125,11 @@ async def _serve(
     reporter.set(doing=f"loading {config.model.path}", address=address)
     run.register_server(entry)
     engine = await _open_engine(name, attach, config, run, reporter)
-    beside = make_beside(engine, key) if make_beside is not None else None
+    try:
+        beside = make_beside(engine, key) if make_beside is not None else None
+    except BaseException:
+        await engine.close()
+        raise
     published = [] if config.inference.weights is None else [outside_folder(config.inference.weights, run.path)]
     application = Application(
         engine,

@@ -391,7 +391,9 @@ def known_options(python: str) -> set[str]:
     try:
         done = subprocess.run([python, "-c", LIST_OPTIONS], capture_output=True, text=True, timeout=OPTIONS_S)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"Cannot start SGLang with {python} (inference.python): {first_line(error)}") from None
+        late = isinstance(error, subprocess.TimeoutExpired)  # its text has the whole program
+        why = f"it did not list its options within {OPTIONS_S:g} s" if late else first_line(error)
+        raise ConfigError(f"Cannot start SGLang with {python} (inference.python): {why}") from None
     for line in done.stdout.splitlines():
         if line.startswith("OPTIONS "):
             return set(orjson.loads(line.removeprefix("OPTIONS ")))

@@ -52,8 +52,8 @@ def place(ranks: int, arguments: list[str], logs: Path | None = None) -> None:
     """
     with tempfile.TemporaryDirectory(prefix="clew-ranks-") as folder:
         errors = [Path(folder) / f"rank-{rank}.json" for rank in range(ranks)]
-        files = (_log(rank, error, logs) for rank, error in enumerate(errors))
-        begins = [log.stat().st_size if log.exists() else 0 for log in files]
+        written = [_log(rank, error, logs) for rank, error in enumerate(errors)]
+        begins = [log.stat().st_size if log.exists() else 0 for log in written]
         port = free_port()
         children: list[subprocess.Popen[bytes]] = []
 
@@ -152,9 +152,8 @@ def _wait(children: list[subprocess.Popen[bytes]]) -> dict[int, int]:
 
     while any(child.poll() is None for child in children) and not failed():
         time.sleep(POLL_S)
-    first = (
-        failed()
-    )  # polled again: the rank that made another one fail ended earlier, but may have been polled too early
+    # Polled again: the rank that made another one fail ended earlier, but may have been polled too early.
+    first = failed()
     deadline = time.monotonic() + TOGETHER_S
     while time.monotonic() < deadline and any(child.poll() is None for child in children):
         time.sleep(POLL_S)

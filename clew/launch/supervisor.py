@@ -55,6 +55,7 @@ class Child:
     def start(self) -> None:
         """Start the process in its own session, so that Ctrl-C reaches only the supervisor. Output goes to
         logs/<role>.log."""
+        (self.run.status / f"{self.role}.json").unlink(missing_ok=True)  # it is about the process before this one
         with (self.run.logs / f"{self.role}.log").open("ab") as log:
             self.given_up, self.log_begin = False, log.tell()
             self.process = subprocess.Popen(

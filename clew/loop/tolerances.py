@@ -233,7 +233,7 @@ def in_stage(
         tokens += int(differs.sum())
         names.append(name)
         by = np.abs(np.subtract(then, now, dtype=np.float64))[differs]
-        largest = max(largest, float(np.nan_to_num(by, nan=np.inf).max()))  # max() ignores a NaN
+        largest = max(largest, float(np.where(np.isnan(by), np.inf, by).max()))  # max() ignores a NaN
         if first is None:
             at = int(differs.argmax())
             first = Difference(step=step, stage=stage, where=name, position=at, recorded=then[at], found=now[at])

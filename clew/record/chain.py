@@ -49,6 +49,14 @@ _SEALED = (b'"seal": "', b'"rows": "', b'"follows": "', b'"follows": null')
 """Keys that show that a seal is missing: every sealed file has at least one of them, and older files have none."""
 _CHECKPOINT = re.compile(r"checkpoints/step-(\d{6,})/checkpoint\.json")
 _EVALUATION = re.compile(r"evals/version-(\d{6,})\.json")
+CHECKPOINT_FOLDER = re.compile(r"step-\d{6,}")
+"""Name of a checkpoint's folder."""
+
+
+def checkpoint_folders(checkpoints: Path) -> list[Path]:
+    """Return the folders of a run's checkpoints, oldest first, without those with other names, such as copies."""
+    found = (path for path in checkpoints.glob("step-*") if CHECKPOINT_FOLDER.fullmatch(path.name))
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,9 +103,7 @@ def link(steps: Steps, step: int, evaluation: Mapping[str, Any] | None) -> dict[
     """
     run = steps.folder.parent
     files = [steps.data_path(step), *steps.stage_paths(step)]
-    newest = max(run.glob("checkpoints/step-*/checkpoint.json"), default=None)
-    if newest is not None:
-        files.append(newest)
+    files += [folder / "checkpoint.json" for folder in checkpoint_folders(run / "checkpoints")[-1:]]
     if evaluation is not None:
         files.append(run / "evals" / f"version-{evaluation['version']:06d}.json")
     before = {_name(step - 1): committed_digest(steps, step - 1)} if step else {}
@@ -284,9 +290,9 @@ class _Chain:
             named = (self._chain_of(step) or {}).get(_name(step - 1))
             if named is not None:
                 yield ("step", step - 1), ("step", step), named
-        for path in self.run.checkpoints.glob("step-*/checkpoint.json"):
-            said, version = _parsed(path), path.parent.name.removeprefix("step-")
-            if version.isdecimal() and isinstance(said.get("follows"), str):
+        for folder in checkpoint_folders(self.run.checkpoints):
+            said, version = _parsed(folder / "checkpoint.json"), folder.name.removeprefix("step-")
+            if isinstance(said.get("follows"), str):
                 yield ("step", int(version) - 1), ("checkpoint", int(version)), said["follows"]
 
     def _misfit(self, file: tuple[str, int], others: list[tuple[str, int]]) -> Break:
@@ -307,7 +313,7 @@ class _Chain:
 
     def _sealed(self) -> Iterator[Break]:
         """Yield the checkpoints and evaluations that are missing or were changed after they were written."""
-        folders = sorted(self.run.checkpoints.glob("step-*"))  # each appears whole
+        folders = checkpoint_folders(self.run.checkpoints)  # each appears whole
         evaluations = sorted(self.run.evals.glob("version-*.json"))
         for path in [*(folder / "checkpoint.json" for folder in folders), *evaluations]:
             name = path.relative_to(self.run.path).as_posix()

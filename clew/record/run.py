@@ -183,9 +183,9 @@ class RunDirectory:
         return settled
 
     def checkpointed(self) -> list[int]:
-        """Return the versions that have a checkpoint, oldest first. Folders with other names (copies) are left out."""
-        numbers = (path.parent.name.removeprefix("step-") for path in self.checkpoints.glob("step-*/checkpoint.json"))
-        return sorted(int(number) for number in numbers if number.isdecimal())
+        """Return the versions that have a checkpoint, oldest first."""
+        folders = chain.checkpoint_folders(self.checkpoints)
+        return [int(each.name.removeprefix("step-")) for each in folders if (each / "checkpoint.json").exists()]
 
     def best_in_words(self) -> str:
         """Return text to append to a line: the best evaluated checkpoint; "" if that is the newest, or none is."""

@@ -154,17 +154,17 @@ def _add_hook() -> None:
 def calls_noted(functions: Iterable[tuple[ModuleType, str]], note: Callable[..., None]) -> Iterator[None]:
     """Call `note` with the caller's frame, the function's name and the arguments before each call, while entered."""
 
-    def noting(original: Callable[..., Any]) -> Callable[..., Any]:
+    def noting(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def call(*arguments: Any, **named: Any) -> Any:
-            note(sys._getframe(1), original.__name__, *arguments, **named)
+            note(sys._getframe(1), name, *arguments, **named)
             return original(*arguments, **named)
 
         return call
 
     originals = [(module, name, getattr(module, name)) for module, name in functions]
     for module, name, original in originals:
-        setattr(module, name, noting(original))
+        setattr(module, name, noting(name, original))
     try:
         yield
     finally:

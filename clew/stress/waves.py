@@ -234,7 +234,7 @@ class Stage:
         model = self.requests.with_the_model() if not still else {}
         for episode in list(self.running & tasks.keys()):
             if episode.stopped:
-                if now - episode.stopped_at > CANCEL_S:
+                if not episode.abandoned and now - episode.stopped_at > CANCEL_S:
                     episode.abandoned = True
                     tasks[episode].cancel()
                 continue

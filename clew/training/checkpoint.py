@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from hashlib import file_digest
 from pathlib import Path
 from typing import Any, NotRequired, cast
@@ -43,8 +42,6 @@ from clew.training.sharding import collect, like, state_of
 
 log = logging.getLogger("clew.training")
 
-FOLDER = re.compile(r"step-\d{6,}")
-"""Name of a checkpoint's folder."""
 FORMAT = 1
 """Version of the format of checkpoint.json. Newer ones are refused."""
 STATE = "trainer/state.safetensors"
@@ -210,9 +207,8 @@ def check_files(folder: Path) -> None:
 
 
 def saved(checkpoints: Path) -> list[Path]:
-    """Return the checkpoints in a folder of checkpoints, oldest first; not those with other names, such as copies."""
-    folders = (path.parent for path in checkpoints.glob("step-*/checkpoint.json"))
-    return sorted(folder for folder in folders if FOLDER.fullmatch(folder.name))
+    """Return the checkpoints in a folder of checkpoints, oldest first."""
+    return [folder for folder in chain.checkpoint_folders(checkpoints) if (folder / "checkpoint.json").exists()]
 
 
 def latest_version(checkpoints: Path) -> int:
@@ -326,7 +322,7 @@ def read_manifest(folder: Path) -> Manifest:
     check_fields(path, manifest, Manifest, GO_ON)
     if chain.seal_broken(read_bytes(path)):
         raise _altered(folder, "the seal of checkpoint.json does not match its content")
-    if FOLDER.fullmatch(folder.name) and folder.name != f"step-{manifest['version']:06d}":
+    if chain.CHECKPOINT_FOLDER.fullmatch(folder.name) and folder.name != f"step-{manifest['version']:06d}":
         raise _altered(folder, f"checkpoint.json says that it is of version {manifest['version']}")
     return cast(Manifest, manifest)
 

@@ -243,7 +243,8 @@ class Policy:
     def _seen(self, tokens: Tokens, rows: list[int], input_ids_BT: Tensor) -> dict[str, Tensor]:
         """Return the model's inputs for the images of these rows."""
         if self.vision is None:
-            shows = next(name for name, images in zip(tokens.ids, tokens.images or [], strict=True) if images)
+            assert tokens.images is not None  # else there is nothing to see
+            shows = next(name for name, images in zip(tokens.ids, tokens.images, strict=True) if images)
             raise TrainingError(
                 f"Cannot train on {shows}: it shows images, and {self.config.model.path} takes none. Use a "
                 f"vision-language model, or a batch without images."

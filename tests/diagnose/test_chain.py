@@ -166,6 +166,15 @@ def test_the_index_is_held_against_the_steps(run: RunDirectory, how: str) -> Non
     assert chain.breaks(run) == []
 
 
+def test_a_copy_of_a_checkpoint_is_no_part_of_the_chain(run: RunDirectory) -> None:
+    newest = run.checkpoints / f"step-{run.checkpointed()[-1]:06d}"
+    before = run.checkpointed(), chain.link(run.steps, 0, None)
+    for name in ("step-best", f"{newest.name}-copy", "step-5"):
+        shutil.copytree(newest, run.checkpoints / name)
+    (run.checkpoints / "step-best" / "checkpoint.json").unlink()  # weights alone, for another program
+    assert (run.checkpointed(), chain.link(run.steps, 0, None)) == before and not broken(run)
+
+
 def test_a_checkpoint_of_another_run_is_named(run: RunDirectory, twin: Path) -> None:
     folder = run.checkpoints / "step-000004"
     shutil.rmtree(folder)

@@ -19,6 +19,7 @@ from clew.hang.engines import answers
 from clew.hang.graph import sinks
 from clew.hang.judge import Verdict, judge
 from clew.hang.observed import Frame, Group, Inside, Look, Process, Snapshot, Thread, snapshot_from
+from clew.hang.progress import WAITING_NAMES
 from clew.hang.reduce import reduced
 from clew.hang.report import Report
 from clew.hang.verdict import Actor
@@ -349,6 +350,34 @@ def test_a_client_is_served_on_its_own_host() -> None:
     servers = [one(2, "a", listens=(8000,)), one(12, "b", listens=(8000,))]
     edges = application_edges([*clients, *servers])
     assert edges[1] == {2} and edges[11] == {12}
+
+
+def test_an_ended_thread_of_a_rank_that_waits_in_a_collective_is_not_the_cause() -> None:
+    waits = replace(rank(0, 5, "all_reduce"), inside=Inside(ended_threads=("checkpoint writer",)))
+    verdict = judged(waits, rank(1, 8))
+    assert (verdict.pattern, verdict.ranks) == ("missing rank", (1,))
+
+
+def test_only_a_fork_of_a_server_is_no_server_of_the_port_that_it_is_connected_to() -> None:
+    def one(pid: int, parent: int, listens: tuple[int, ...] = (), peers: tuple[int, ...] = ()) -> Actor:
+        looks = (Look(at=0.0, state="S"),)
+        process = Process(pid=pid, parent=parent, looks=looks, listens=listens, peers=peers)
+        return Actor(process=process, activity=Activity(kind="network" if peers else "lock"))
+
+    checks_itself = [one(1, 0, listens=(8000,), peers=(8000,)), one(2, 0, peers=(8000,))]
+    assert application_edges(checks_itself)[2] == {1}
+    forked = [one(1, 0, listens=(8000,)), one(2, 1, listens=(8000,), peers=(8000,)), one(3, 1, (8000,), (8000,))]
+    assert application_edges(forked)[2] == application_edges(forked)[3] == {1}
+
+
+@pytest.mark.parametrize("name", ["timestep", "entries", "self.num_timesteps", "report", "known"])
+def test_a_counter_of_work_is_not_taken_for_one_of_waiting(name: str) -> None:
+    assert not WAITING_NAMES.search(name)
+
+
+@pytest.mark.parametrize("name", ["timestamp", "retries", "self.wait_s", "last_time", "n_attempts"])
+def test_a_counter_of_waiting_is_known(name: str) -> None:
+    assert WAITING_NAMES.search(name)
 
 
 def test_a_port_that_speaks_no_http_does_not_hide_the_answer_of_another() -> None:
