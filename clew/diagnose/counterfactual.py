@@ -18,7 +18,7 @@ from clew.diagnose.stages import batch_as_it_is
 from clew.errors import ConfigError, Interrupted, RecordError
 from clew.loop.trainer_process import learn_from_record
 from clew.printing import print
-from clew.record.foreign import mark_foreign, why_foreign
+from clew.record.origin import mark_foreign, why_foreign
 from clew.record.run import RunDirectory
 from clew.training.optimizer import GradientError
 

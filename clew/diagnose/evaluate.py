@@ -29,7 +29,7 @@ from clew.record.inbox import group_name
 from clew.rollout.episode import Episode
 from clew.rollout.evaluation import group_id, interval, passed, summarize
 from clew.rollout.given_rows import run_rows
-from clew.rollout.overlong import leave_out_overlong
+from clew.rollout.long_prompts import leave_out_overlong
 
 EPISODES = pa.schema(
     [

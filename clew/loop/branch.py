@@ -11,7 +11,7 @@ from clew.errors import RecordError
 from clew.loop.loop import save_checkpoint
 from clew.loop.replay import engine_at, replay
 from clew.record.files import explain_disk_errors, write_bytes
-from clew.record.foreign import why_foreign
+from clew.record.origin import why_foreign
 from clew.record.run import RunDirectory
 from clew.training import checkpoint
 from clew.training.engine import TrainEngine

@@ -21,7 +21,7 @@ from clew.errors import ClewError, RecordError
 from clew.reading import STRICT, Count, read_json
 from clew.record import rows
 from clew.record.files import explain_disk_errors, write_json
-from clew.record.foreign import NAME, why_foreign
+from clew.record.origin import NAME, why_foreign
 from clew.record.run import RunDirectory, no_run, open_run
 
 MEMBERS = 100_000

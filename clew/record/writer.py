@@ -22,9 +22,9 @@ from clew.errors import RecordError
 from clew.record import chain, rows
 from clew.record.digest import digest_batch, digest_rows
 from clew.record.files import write_bytes
-from clew.record.foreign import IMPORTED
 from clew.record.inbox import group_name
 from clew.record.media import is_media_name
+from clew.record.origin import IMPORTED
 from clew.record.run import RunDirectory
 from clew.record.steps import OF_ROWS
 

@@ -18,7 +18,7 @@ from clew.inference.protocol import Engine
 from clew.models.loading import load_tokenizer
 from clew.models.model_folder import config_of
 from clew.record.run import RunDirectory
-from clew.rollout.overlong import leave_out_overlong
+from clew.rollout.long_prompts import leave_out_overlong
 from clew.rollout.runner import RolloutRunner
 from clew.rollout.server_pool import ServerPool
 from clew.waits import Reporter

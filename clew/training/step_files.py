@@ -15,7 +15,7 @@ from clew.console import tracked
 from clew.errors import ConfigError, RecordError
 from clew.record import rows
 from clew.record.files import explain_disk_errors, write_bytes
-from clew.record.foreign import IMPORTED
+from clew.record.origin import IMPORTED
 from clew.record.run import RunDirectory
 from clew.record.steps import parse_steps
 from clew.record.writer import Writer

@@ -18,7 +18,7 @@ from clew.errors import ConfigError
 from clew.reading import read_json
 from clew.record.bundle import opened, write_bundle
 from clew.record.files import write_json
-from clew.record.foreign import why_foreign
+from clew.record.origin import why_foreign
 from clew.record.run import RunDirectory
 from clew.training.step_files import export_steps, import_steps
 

@@ -9,7 +9,7 @@ import pytest
 
 from clew.config import Config
 from clew.errors import DataError
-from clew.rollout.overlong import count_tokens, leave_out_overlong
+from clew.rollout.long_prompts import count_tokens, leave_out_overlong
 from tests.models import tiny_tokenizer
 from tests.rollout.scripted import config_for
 
