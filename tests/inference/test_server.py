@@ -718,7 +718,7 @@ def test_images_come_over_http_as_they_would_in_this_process(tmp_path: Path) -> 
         assert blue.logprobs != expected.logprobs
         with pytest.raises(ImageError, match=r"7 bytes cannot be read as an image"):
             await there.generate(GenerateRequest(prompt, params, images=(b"a photo",)))
-        with pytest.raises(ImageError, match=r"the 0 images take 0"):
+        with pytest.raises(ImageError, match=r"the 0 images need it 0 times"):
             await there.generate(GenerateRequest(prompt, params))
         async with aiohttp.ClientSession() as client:
             body = {"input_ids": prompt, "image_data": "https://example.com/cat.png"}
