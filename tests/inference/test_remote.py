@@ -294,7 +294,7 @@ def test_a_python_that_lists_no_options(tmp_path: Path, monkeypatch: pytest.Monk
         python.write_text(content)
         python.chmod(0o755)
     named = config(backend="sglang", args={"tp-size": 2}, python=str(python))
-    with pytest.raises(ConfigError, match=rf"SGLang with {python} \(inference.python\): .*(No such|timed)"):
+    with pytest.raises(ConfigError, match=rf"SGLang with {python} \(inference.python\): .*(No such|did not list)"):
         SGLangEngine.launch(named, 1, tmp_path)
 
 
