@@ -141,8 +141,8 @@ def test_what_is_served_is_the_sum_although_only_adapters_travel(served: Served)
 class Swallows(VLLMEngine):
     """A server that answers 200 and loads nothing."""
 
-    async def _post(self, path: str, body: dict[str, Any]) -> Any:
-        return {} if path == LOAD_ADAPTER else await super()._post(path, body)
+    async def _post(self, path: str, body: dict[str, Any], *take: Any) -> Any:
+        return {} if path == LOAD_ADAPTER else await super()._post(path, body, *take)
 
 
 def test_adapters_that_were_never_loaded(served: Served) -> None:
@@ -161,10 +161,10 @@ def test_adapters_that_were_loaded_by_half(served: Served) -> None:
     half = {name: tensor for name, tensor in whole.items() if "layers.1.self_attn.k_proj" not in name}
 
     class Halves(VLLMEngine):
-        async def _post(self, path: str, body: dict[str, Any]) -> Any:
+        async def _post(self, path: str, body: dict[str, Any], *take: Any) -> Any:
             if path == LOAD_ADAPTER:
                 save_file(half, file, metadata=metadata)
-            answer = await super()._post(path, body)
+            answer = await super()._post(path, body, *take)
             if path == LOAD_ADAPTER:
                 save_file(whole, file, metadata=metadata)
             return answer
