@@ -60,6 +60,16 @@ def _watch_parent(parent_pid: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def how_it_ended(code: int) -> str:
+    """Return in words how a process with this exit code of `subprocess` has ended."""
+    return f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+
+
+def written_since(log: Path, begin: int) -> str:
+    """Return what a log has from byte `begin` on. Before it, an earlier start may have written an error of its own."""
+    return log.read_bytes()[begin:].decode(errors="replace")
+
+
 def cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -270,11 +270,12 @@ def cycle(culprits: list[Actor], waiters: list[Actor], sources: Mapping[str, str
     if kinds <= set(MESSAGES):
         callers = _callers(culprits)
         told += "".join(f" Rank {rank} was called there by {f.function} at {_site(f)}." for rank, f in callers.items())
-        pattern, why = "send/receive cycle", f"Ranks {names(culprits)} wait for one another in send and recv, so none "
-        why += f"of them proceeds. {told}"
         if kinds == {"recv"} and (parted := _left_a_loop(culprits, sources)):
             pattern = "pipeline micro-batch mismatch"
             why = f"Every one of ranks {names(culprits)} receives, and none sends to it. {parted[1]} {told}"
+        else:
+            pattern = "send/receive cycle"
+            why = f"Ranks {names(culprits)} wait for one another in send and recv, so none of them proceeds. {told}"
         found = verdict_about(pattern, culprits, why, waiters, structural=True)
         return found.at(*(_site(frame) for frame in callers.values()))
     # A stage of a pipeline has gone on to a collective while its neighbour still exchanges micro-batches.

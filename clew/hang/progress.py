@@ -92,6 +92,7 @@ def _counters(look: Look, process: Process, sources: Mapping[str, str]) -> dict[
     works = busy(process)
     own = works and own_code_only(process)
     for thread in look.threads:
+        where = "main" if thread.os_id == process.pid else f"main{thread.at}" if thread.task else str(thread.os_id)
         around = ""
         for depth, frame in enumerate(reversed(thread.frames)):
             if installed(frame.file) and frame.file != PROGRAM:
@@ -106,12 +107,10 @@ def _counters(look: Look, process: Process, sources: Mapping[str, str]) -> dict[
             mark = around or ("~" if isinstance(loop, ast.While) or spins else "")
             around = mark if own else ""
             for name, value in frame.locals.items():
-                where = "main" if thread.os_id == process.pid else f"main{thread.at}" if thread.task else ""
-                where = where or str(thread.os_id)
                 if re.fullmatch(r"-?\d{1,15}", value) and not WAITING_NAMES.search(name) and not hidden(name, skipped):
-                    if name.startswith("len("):  # a new list in each round does not grow
-                        where += f"@{frame.addresses.get(name[4:-1], 0):x}"
-                    found[f"{where}{mark}:{depth}:{frame.name}.{name}"] = int(value)
+                    # A new list in each round does not grow.
+                    at = f"@{frame.addresses.get(name[4:-1], 0):x}" if name.startswith("len(") else ""
+                    found[f"{where}{at}{mark}:{depth}:{frame.name}.{name}"] = int(value)
                 elif name in until and re.fullmatch(r"\d{1,12}\.\d+", value):
                     found[f"{where}:{depth}:{frame.name}.{DEADLINE} {name} (in ms)"] = round(1000 * float(value))
     return found

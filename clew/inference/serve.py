@@ -100,7 +100,7 @@ def _hold(run: RunDirectory, name: str, stack: ExitStack) -> str:
     names = ["server", *(f"server-{number}" for number in range(1, MAX_SERVERS))]
     for free in names:
         with suppress(RecordError):
-            stack.enter_context(run.hold(free, patience_s=0))
+            stack.enter_context(run.hold(free, patience_s=0.1))  # not 0: `clew status` may be looking at the lock
             return free
     raise EngineError(f"Cannot start a server: {run.path} has {MAX_SERVERS} already. End one of them.")
 

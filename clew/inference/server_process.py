@@ -12,6 +12,7 @@ from pathlib import Path
 
 from clew.errors import EngineError
 from clew.inference.backend import Launch
+from clew.processes import how_it_ended, written_since
 
 GRACE_S = 5.0
 """Seconds between asking a server to end and killing it with all that it has started."""
@@ -67,8 +68,7 @@ class ServerProcess:
         code = self._process.poll()
         if code is None:
             return None
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-        return f"{how}: {self.cause()} (its log: {self.log})"
+        return f"{how_it_ended(code)}: {self.cause()} (its log: {self.log})"
 
     def stopped(self) -> str:
         """Return the name and pid of one of the server's processes that a signal has stopped; "" if none is."""
@@ -82,10 +82,7 @@ class ServerProcess:
 
     def cause(self) -> str:
         """Return the error in the log that the others follow from, or else the log's last line."""
-        with self.log.open("rb") as file:
-            file.seek(self._skip)
-            text = file.read().decode(errors="replace")
-        lines = [line for line in text.splitlines() if line.strip()]
+        lines = [line for line in written_since(self.log, self._skip).splitlines() if line.strip()]
         causes = [found[0] for line in lines if not _CONSEQUENCE.search(line) and (found := _CAUSE.search(line))]
         return causes[-1].strip() if causes else lines[-1].strip() if lines else "it wrote nothing"
 

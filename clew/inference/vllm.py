@@ -214,8 +214,8 @@ class VLLMEngine(Backend):
             )
         if self._vision is not None and not self.takes_images:
             lacks.append(f"it takes no images, although its model does: it has no {GENERATE} (vLLM 0.32 has it).")
-        if self.advice:
-            lacks.append(self.advice.replace(f"vLLM at {self.address}", "it", 1))
+        if unfit := self._unfit_logprobs:
+            lacks.append(f"it {unfit}")
         return lacks
 
     async def resolved(self) -> dict[str, Any]:
@@ -336,13 +336,15 @@ class VLLMEngine(Backend):
 
     @property
     def advice(self) -> str:
+        return f"vLLM at {self.address} {unfit}" if (unfit := self._unfit_logprobs) else ""
+
+    @property
+    def _unfit_logprobs(self) -> str:
+        """Return the rest of a sentence about this server: what is wrong with its logprobs; "" if nothing is."""
         if self.logprobs_mode == "processed":
             return ""
         why = "before temperature" if self.logprobs_mode == "raw" else "of a kind that cannot be told from a probe"
-        return (
-            f"vLLM at {self.address} reports logprobs {why}: only at temperature 1 can its tokens be trained on. "
-            f"{RESTART}"
-        )
+        return f"reports logprobs {why}: only at temperature 1 can its tokens be trained on. {RESTART}"
 
     def wrong_logprobs(self, params: SamplingParams, masked: bool = False) -> str:
         """Return why the logprobs of a request with these parameters are not what training needs; "" if they are.

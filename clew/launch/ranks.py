@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from clew.errors import ConfigError, Interrupted, LaunchError, RecordError
-from clew.processes import PARENT_VARIABLE, SOCKET_VARIABLE, free_port
+from clew.processes import PARENT_VARIABLE, SOCKET_VARIABLE, free_port, how_it_ended, written_since
 
 ERROR_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 """Variable that names the file where a rank writes why it failed, as in torch.distributed.elastic. torchrun and `place`
@@ -52,7 +52,7 @@ def place(ranks: int, arguments: list[str], logs: Path | None = None) -> None:
     """
     with tempfile.TemporaryDirectory(prefix="clew-ranks-") as folder:
         errors = [Path(folder) / f"rank-{rank}.json" for rank in range(ranks)]
-        written = [_log(rank, error, logs) for rank, error in enumerate(errors)]
+        written = [(logs or Path(folder)) / f"trainer-{rank}.log" for rank in range(ranks)]
         begins = [log.stat().st_size if log.exists() else 0 for log in written]
         port = free_port()
         children: list[subprocess.Popen[bytes]] = []
@@ -64,7 +64,7 @@ def place(ranks: int, arguments: list[str], logs: Path | None = None) -> None:
 
         try:
             for rank in range(ranks):
-                children.append(_start(rank, ranks, port, arguments, errors[rank], logs))
+                children.append(_start(rank, ranks, port, arguments, errors[rank], written[rank]))
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 signal.signal(number, pass_on)
             failed = _wait(children)
@@ -73,7 +73,9 @@ def place(ranks: int, arguments: list[str], logs: Path | None = None) -> None:
                 child.kill()
                 child.wait()
         if failed:
-            cause = _first_cause(failed, ranks, errors, logs, begins)
+            # Rank 0 wrote on the terminal.
+            ends = [_last_lines(*pair, kept=logs is not None) for pair in zip(written[1:], begins[1:], strict=True)]
+            cause = _first_cause(failed, errors, ["", *ends])
             if not cause:  # a rank has said all, and its exit code is the answer
                 raise SystemExit(max(failed.values()))
             raise Interrupted(cause) if min(failed.values()) > 128 else LaunchError(cause)
@@ -121,14 +123,11 @@ def check_world(ranks: int) -> None:
         )
 
 
-def _start(
-    rank: int, ranks: int, port: int, arguments: list[str], error: Path, logs: Path | None
-) -> subprocess.Popen[bytes]:
+def _start(rank: int, ranks: int, port: int, arguments: list[str], error: Path, log: Path) -> subprocess.Popen[bytes]:
     """Start one rank in its own session, so that Ctrl-C reaches only the parent."""
     environment = {**os.environ, **named(rank, ranks, port), PLACED_VARIABLE: "1", ERROR_VARIABLE: str(error)}
     if len(os.fsencode(served := error.with_suffix(".sock"))) < LONGEST_SOCKET:
         environment[SOCKET_VARIABLE] = str(served)
-    log = _log(rank, error, logs)
     with log.open("ab") if rank else nullcontext() as output:  # rank 0 writes where this process does
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "clew", *arguments],
@@ -160,40 +159,30 @@ def _wait(children: list[subprocess.Popen[bytes]]) -> dict[int, int]:
     return {rank: code for rank, code in failed().items() if rank in first or code >= 0 or code == -signal.SIGKILL}
 
 
-def _first_cause(failed: dict[int, int], ranks: int, errors: list[Path], logs: Path | None, begins: list[int]) -> str:
-    """Return which rank failed first and its error; empty when that rank has already printed everything. `failed` are
-    the exit codes of the ranks that ended before the others were killed, `begins` the sizes of the logs before."""
+def _first_cause(failed: dict[int, int], errors: list[Path], ends: list[str]) -> str:
+    """Return which rank failed first and its error; empty when that rank has already printed everything.
+
+    Args:
+        failed: Exit codes of the ranks that ended before the others were killed.
+        errors: File of each rank, see `tell`.
+        ends: Last lines of each rank, for one that has told nothing.
+    """
+    ranks = len(errors)
     killed = [rank for rank, code in failed.items() if code < 0]
     said = {rank: told for rank in failed if (told := _told(errors[rank])) is not None}
     if killed or not said:  # a killed rank reports nothing, and others only report that it is gone
         rank = (killed or list(failed))[0]
-        code = failed[rank]
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-        return f"trainer rank {rank} of {ranks} {how}.{_last_lines(rank, errors[rank], logs, begins[rank])}"
+        return f"trainer rank {rank} of {ranks} {how_it_ended(failed[rank])}.{ends[rank]}"
     first = min(said, key=lambda rank: said[rank][0])
     message = said[first][1]
     everyone = len(said) == ranks and all(each == message for _, each in said.values())
     return message if everyone or not message else f"trainer rank {first} of {ranks}: {message}"
 
 
-def _log(rank: int, error: Path, logs: Path | None) -> Path:
-    """Return the file for the output of a rank other than rank 0; without `logs`, it lies beside `error`."""
-    return (logs or error.parent) / f"trainer-{rank}.log"
-
-
-def read_from(log: Path, begin: int) -> str:
-    """Return what was written to a log from byte `begin` on. Logs are appended to: before it, an earlier start of the
-    process may have written its own error."""
-    return log.read_bytes()[begin:].decode(errors="replace")
-
-
-def _last_lines(rank: int, error: Path, logs: Path | None, begin: int) -> str:
-    """Return the end of what a rank wrote, as the rest of a message; "" for rank 0, which wrote on the terminal."""
-    if not rank:
-        return ""
-    log = _log(rank, error, logs)
-    where = "" if logs is None else f" (full log: {log})"
-    lines = read_from(log, begin).splitlines()[-LAST_LINES:]
+def _last_lines(log: Path, begin: int, *, kept: bool) -> str:
+    """Return the end of what a rank wrote, as the rest of a message. It names the log if that is `kept`."""
+    lines = written_since(log, begin).splitlines()[-LAST_LINES:]
+    where = f" (full log: {log})" if kept else ""
     return "\n".join([f" Its last lines{where}:", *lines]) if lines else " It wrote nothing."
 
 

@@ -24,9 +24,9 @@ from clew.config import SERVERS_ALIAS, SERVERS_VARIABLE, TOKEN_VARIABLE, Config,
 from clew.devices import gpus, server_names, shared_out
 from clew.errors import ConfigError, Interrupted, LaunchError, RecordError
 from clew.launch.no_progress import SUPERVISED_VARIABLE, Hang, Watch
-from clew.launch.ranks import LAST_LINES, read_from
+from clew.launch.ranks import LAST_LINES
 from clew.printing import print
-from clew.processes import PARENT_VARIABLE
+from clew.processes import PARENT_VARIABLE, how_it_ended, written_since
 from clew.reading import read_json
 from clew.record.run import RunDirectory
 
@@ -76,7 +76,7 @@ class Child:
                 return str(words["error"])
         if shutil.disk_usage(self.run.path).free < 2**16:
             return f"There is no space left in {self.run.path}. Free some, then start the same command again to go on."
-        log = read_from(self.run.logs / f"{self.role}.log", self.log_begin).strip()
+        log = written_since(self.run.logs / f"{self.role}.log", self.log_begin).strip()
         *_, error = log.rsplit("\nclew: ", 1)
         # A failed rank's error has one line more than the last lines of its log, which it quotes.
         lines = error.removeprefix("clew: ").splitlines()[-LAST_LINES - 1 :]
@@ -219,11 +219,10 @@ def _check(config: Config, run: RunDirectory, children: dict[str, Child]) -> boo
             run.remove_server(role)
             log.error("%s ended with code %d, and the run goes on without it: %s", role, code, child.last_words())
             continue
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         often = f", after {child.restarts} restarts (launch.restarts)" if child.restarts else ""
         raise LaunchError(
-            f"the {role} {how}{often}, at step {run.steps.count()} of {config.training.steps}:\n{child.last_words()}\n"
-            f"(full log: {run.logs / f'{role}.log'})"
+            f"the {role} {how_it_ended(code)}{often}, at step {run.steps.count()} of {config.training.steps}:\n"
+            f"{child.last_words()}\n(full log: {run.logs / f'{role}.log'})"
         )
     return False
 

@@ -148,7 +148,8 @@ def driven(clew_drives: Coroutine, episode: Episode, stepped: Stepped | None) ->
             if episode.abandoned:
                 try:
                     clew_drives.close()
-                except RuntimeError:  # it swallows GeneratorExit, too; collected as garbage, it might go on for ever
+                except RuntimeError:
+                    # It swallows GeneratorExit, too. Collected as garbage, even by Python's own end, it would go on.
                     ctypes.pythonapi.Py_IncRef(ctypes.py_object(clew_drives))
                 raise
             thrown = error
