@@ -13,6 +13,7 @@ import itertools
 import re
 import sys
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import Context, ContextVar
@@ -66,6 +67,8 @@ class Change:
     known: bool
     """True if the new last element of a list had been in it before, or if the list became shorter: perhaps a pool."""
     episode: Episode
+    at: float
+    """time.monotonic() after the step."""
 
     @property
     def place(self) -> tuple[str, str]:
@@ -135,7 +138,17 @@ class State:
             shown = repr(value)[:80] if isinstance(value, _PLAIN) else type(value).__qualname__
             top = self._tops.get(name) or full_name(name, key)
             self.changes.append(
-                Change(name=name, top=top, key=key, kind=kind, value=shown, number=number, known=known, episode=episode)
+                Change(
+                    name=name,
+                    top=top,
+                    key=key,
+                    kind=kind,
+                    value=shown,
+                    number=number,
+                    known=known,
+                    episode=episode,
+                    at=time.monotonic(),
+                )
             )
 
         if isinstance(now, dict) and isinstance(before, dict):
@@ -323,9 +336,9 @@ def _several_rows(changes: Sequence[Change]) -> bool:
 
 
 def _overlapping(made: Sequence[Change]) -> tuple[Change, Change] | None:
-    """Return two successive changes by different episodes of which the second began before the first had ended."""
+    """Return two successive changes by different episodes of which the second came while the first one ran."""
     for a, b in itertools.pairwise(made):
-        if a.episode is not b.episode and b.episode.started < a.episode.finished:
+        if a.episode is not b.episode and b.at < a.episode.finished:
             return a, b
     return None
 
