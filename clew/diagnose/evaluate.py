@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -86,7 +86,14 @@ def evaluate(
     for name in models:
         check_folder(str(_checkpoint_of(name)), "config.json", "model", "Name a model, a checkpoint or a run.", "MODEL")
     config = _settings(models, data, reward, overrides)
-    return [_evaluate(name, config) for name in models]
+    path = config.eval.path or ""
+    loaded = load_rows(path, columns=[config.data.prompt])
+    kept = loaded
+    for name in models:  # each has a tokenizer of its own, and all are compared on the same prompts
+        kept = leave_out_overlong(kept, path, config, load_tokenizer(str(_checkpoint_of(name))))
+    # `leave_out_overlong` returns the same dictionaries, so their identities tell which rows are left
+    number_of = {id(row): number for number, row in enumerate(loaded)}
+    return [_evaluate(name, config, {number_of[id(row)]: row for row in kept}) for name in models]
 
 
 def write_episodes(evaluations: Sequence[Evaluation], path: Path) -> None:
@@ -163,21 +170,18 @@ def _version_of(checkpoint: Path) -> int | None:
     return int(read_json(path, dict[str, Any])["version"]) if path.exists() else None
 
 
-def _evaluate(name: str, config: Config) -> Evaluation:
+def _evaluate(name: str, config: Config, data: Mapping[int, dict[str, Any]]) -> Evaluation:
+    """Evaluate one model on the rows of the data, which are given by their numbers."""
     checkpoint = _checkpoint_of(name)
     version = _version_of(checkpoint)
     config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(checkpoint)})})
-    loaded = load_rows(config.eval.path or "", columns=[config.data.prompt])
-    data = leave_out_overlong(loaded, config.eval.path or "", config, load_tokenizer(config.model.path))
-    # `leave_out_overlong` returns the same dictionaries, so their identities tell which rows are left
-    number_of = {id(row): number for number, row in enumerate(loaded)}
     n_samples = config.eval.n_samples
     began = time.monotonic()
     with progress(f"evaluating {name}", total=len(data) * n_samples, unit="episodes") as advance:
         episodes = asyncio.run(
             run_rows(
                 config,
-                data,
+                list(data.values()),
                 lambda: load_engine(config),
                 # A run names its own evaluations like this. Seeds derive from the names, so the results are the same.
                 name=group_name if version is None else lambda place: group_id(version, place),
@@ -197,7 +201,7 @@ def _evaluate(name: str, config: Config) -> Evaluation:
     found = [
         {
             "model": name,
-            "row": number_of[id(row)],
+            "row": number,
             "episode": episode.id,
             "reward": None if episode.error is not None else episode.reward,
             "passed": passed(episode, above),
@@ -207,7 +211,7 @@ def _evaluate(name: str, config: Config) -> Evaluation:
             "answer": _answer(episode),
             "data": json.dumps(row, ensure_ascii=False, default=str),
         }
-        for row, of_row in zip(data, episodes, strict=True)
+        for (number, row), of_row in zip(data.items(), episodes, strict=True)
         for episode in of_row
     ]
     return Evaluation(name=name, config=config, episodes=found, summary=summary)

@@ -7,8 +7,9 @@ import copy
 import math
 import time
 import traceback
+from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -19,6 +20,8 @@ from clew.gateway.sequences import sequences_of
 from clew.printing import counted
 from clew.record.rows import ALIGNED, Sequence
 from clew.rollout.rewards import Reward, by_name, checked, total
+
+T = TypeVar("T")
 
 
 class Workflow(Protocol):
@@ -150,3 +153,13 @@ def _failed(episode_id: str, error: str, session: EpisodeEngine, columns: dict[s
         **{name: np.empty(0, dtype) for name, dtype in ALIGNED.items()},
         **columns,
     )
+
+
+async def side_by_side(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run all coroutines side by side and return their results, in order. If one raises, the others are cancelled."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(coroutine) for coroutine in work]
+    except BaseExceptionGroup as raised:
+        raise raised.exceptions[0] from None
+    return [task.result() for task in tasks]

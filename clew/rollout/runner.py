@@ -18,10 +18,10 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from clew.config import Config
 from clew.data import order
@@ -34,7 +34,7 @@ from clew.record.rejected import FILTERED
 from clew.record.run import RunDirectory
 from clew.rollout.admission import may_start
 from clew.rollout.agents import AgentWorkflow, agent_workflow
-from clew.rollout.episode import Episode, run_episode
+from clew.rollout.episode import Episode, run_episode, side_by_side
 from clew.rollout.evaluation import group_id as eval_group_id
 from clew.rollout.evaluation import summarize
 from clew.rollout.failures import FailureWatch
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("clew.rollout")
 
-T = TypeVar("T")
 
 POLL_S = 0.005
 """Seconds between two checks whether the inbox's folder has changed (a check takes 2 microseconds)."""
@@ -269,7 +268,7 @@ class RolloutRunner:
             self._generated.append((time.monotonic(), finished.tokens))
             return finished
 
-        return await _side_by_side(episode(number) for number in range(n_samples))
+        return await side_by_side(episode(number) for number in range(n_samples))
 
     def _failure_watch(self, where: Path) -> FailureWatch:
         rollout = self._config.rollout
@@ -324,7 +323,7 @@ class RolloutRunner:
         began = time.monotonic()
         n_samples = self._config.eval.n_samples
         by_temperature = self._resources.at_temperature(self._config.eval.temperature)
-        prompts = await _side_by_side(
+        prompts = await side_by_side(
             self._episodes(by_temperature, eval_group_id(version, number), row, n_samples, version)
             for number, row in enumerate(self._eval_rows)
         )
@@ -403,13 +402,3 @@ class RolloutRunner:
 
     def _inbox_time(self) -> int:
         return self._run.inbox.folder.stat().st_mtime_ns
-
-
-async def _side_by_side(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run all coroutines side by side and return their results, in order. If one raises, the others are cancelled."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(coroutine) for coroutine in work]
-    except BaseExceptionGroup as raised:
-        raise raised.exceptions[0] from None
-    return [task.result() for task in tasks]

@@ -15,9 +15,11 @@ import yaml
 from clew.cli.main import app
 from clew.errors import ConfigError, DataError, ModelError, RolloutError
 from clew.loop.trainer_process import learn_inline
+from clew.models.loading import load_tokenizer
 from clew.record import rows
 from clew.record.run import RunDirectory
 from clew.rollout.evaluation import interval, pass_interval
+from clew.rollout.long_prompts import count_tokens
 from tests.diagnose.planted import configure
 
 
@@ -74,6 +76,24 @@ def test_checkpoints_and_a_model_are_compared_on_the_same_prompts(
         assert 0 <= low <= float(cells[1]) <= high <= 1
     assert "best" in shown and "pass@4" in shown and "5 prompts, 4 samples each at temperature 1" in shown
     assert "reward is above 0.3" in shown
+
+
+def test_a_prompt_too_long_for_one_model_is_left_out_for_all(run: RunDirectory, folder: Path, tmp_path: Path) -> None:
+    path, to = tmp_path / "rows.jsonl", tmp_path / "episodes.parquet"
+    path.write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in ("123456 + 2 =", "1 + 2 =")))
+    longer = shutil.copytree(folder / "model", tmp_path / "longer")
+    values = json.loads((longer / "tokenizer.json").read_text())
+    values["normalizer"] = {"type": "Prepend", "prepend": "01"}
+    (longer / "tokenizer.json").write_text(json.dumps(values))
+    [limit, _], lengths = (
+        count_tokens(["123456 + 2 =", "1 + 2 ="], load_tokenizer(str(each))) for each in (folder / "model", longer)
+    )
+    assert lengths[0] > limit >= lengths[1]
+    evaluated(run.path, longer, data=str(path), to=str(to), data__max_prompt_tokens=str(limit))
+    assert [(each["model"], each["row"]) for each in pq.read_table(to).to_pylist()] == [
+        (str(run.path), 1),
+        (str(longer), 1),
+    ]
 
 
 def test_a_run_gives_the_numbers_of_its_own_evaluation(
