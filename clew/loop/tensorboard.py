@@ -17,22 +17,23 @@ class Tensorboard:
 
         self._run = run
         self._writer = SummaryWriter(str(run.reports / "tensorboard"), purge_step=first_step, flush_secs=10)
-        self._evaluated = -1
+        self._evaluated = {each["version"] for each in run.read_evals() if each["version"] < first_step}
 
     def add(self, step: int, summary: dict[str, Any]) -> None:
-        """Add a committed step, and the evaluations since the last call; the first call adds all of the run."""
+        """Add a committed step, and the evaluations that are not there yet."""
         with only_shown("TensorBoard's files"):
             for name, value in summary["metrics"].items():
                 self._writer.add_scalar(name, value, step)
             for name, value in summary["timings"].items():
                 self._writer.add_scalar(f"seconds/{name}", value, step)
             for evaluation in self._run.read_evals():
-                if evaluation["version"] <= self._evaluated:
+                version = evaluation["version"]
+                if version in self._evaluated:
                     continue
-                self._evaluated = evaluation["version"]
+                self._evaluated.add(version)
                 for name, value in evaluation.items():
                     if isinstance(value, (int, float)) and name != "version":
-                        self._writer.add_scalar(f"eval/{name}", value, self._evaluated)
+                        self._writer.add_scalar(f"eval/{name}", value, version)
 
     def close(self) -> None:
         with only_shown("TensorBoard's files"):

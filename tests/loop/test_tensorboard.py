@@ -1,0 +1,35 @@
+"""TensorBoard's files of a run that was restarted, read with TensorBoard's own reader."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from clew.loop.tensorboard import Tensorboard
+from clew.record.run import RunDirectory
+
+
+def test_each_step_and_evaluation_is_shown_once_after_a_restart(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+
+    def evaluate(version: int) -> None:
+        run.write_eval(version, [], {"pass@1": version / 10})
+
+    def add(board: Tensorboard, *steps: int) -> None:
+        for step in steps:
+            board.add(step, {"metrics": {"loss": float(step)}, "timings": {"train": 1.0}})
+
+    for version in (0, 2):
+        evaluate(version)
+    killed = Tensorboard(run, first_step=0)
+    add(killed, 0, 1, 2, 3)
+    killed.close()
+    restarted = Tensorboard(run, first_step=2)
+    evaluate(1)
+    add(restarted, 2, 3)
+    restarted.close()
+    shown = EventAccumulator(str(run.reports / "tensorboard")).Reload()
+    assert [event.step for event in shown.Scalars("loss")] == [0, 1, 2, 3]
+    assert sorted(event.step for event in shown.Scalars("eval/pass@1")) == [0, 1, 2]
+    assert set(shown.Tags()["scalars"]) == {"loss", "seconds/train", "eval/pass@1"}
