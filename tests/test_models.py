@@ -137,6 +137,14 @@ def test_a_run_is_no_model_but_its_checkpoints_are(tmp_path: Path) -> None:
         check_folder(str(tmp_path), "config.json", "model", "Save the model there with save_pretrained.")
 
 
+def test_a_model_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(ModelError, match=f"there is no folder {tmp_path}/model"):
+        check_folder("~/model", "config.json", "model", "")
+    tiny_model(tmp_path / "model")
+    check_folder("~/model", "config.json", "model", "")
+
+
 def test_a_name_that_no_hub_knows_is_refused_at_once_and_leaves_nothing(tmp_path: Path) -> None:
     """Use a hub that refuses connections, and one that has no model at all."""
 

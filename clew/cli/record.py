@@ -173,7 +173,8 @@ def bundle(
         bool, typer.Option("--stages-only", help="Without weights: for `clew replay --stage`, show and diff.")
     ] = False,
     to: Annotated[
-        Path | None, typer.Option(help="File to write. Default: named after the run and the step, in this folder.")
+        Path | None,
+        typer.Option(help="File or folder to write to. In a folder, the file is named after the run and the step."),
     ] = None,
 ) -> None:
     """Write one file that holds what a step needs to be replayed elsewhere.

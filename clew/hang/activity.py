@@ -134,6 +134,11 @@ class Activity:
         """Return the user's call site as file:line."""
         return f"{PurePath(self.file).name}:{self.line}" if self.file else ""
 
+    @property
+    def place(self) -> str:
+        """Return the user's call site with its line of source, if that is known."""
+        return f"{self.site}: {self.text}" if self.text else self.site
+
 
 WORKS = re.compile(r"\.len\([^)]*(pending|work|handle|future|req|flight|outstanding)", re.I)
 """Lengths, in `Activity.counters`, of lists that keep asynchronous operations until they have ended."""

@@ -167,13 +167,11 @@ def line_of(table: bytes, first: int, instruction: int) -> int:
         if code in (10, 11, 12):
             line += code - 10
         elif code in (13, 14):
-            number, shift, place = 0, 0, at
-            while True:
-                number |= (table[place] & 63) << shift
-                shift += 6
-                if not table[place] & 64:
+            number = 0
+            for place, byte in enumerate(table[at:]):
+                number |= (byte & 63) << 6 * place
+                if not byte & 64:
                     break
-                place += 1
             line += -(number >> 1) if number & 1 else number >> 1
         while at < len(table) and not table[at] & 128:
             at += 1

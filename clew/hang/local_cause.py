@@ -105,7 +105,7 @@ def _blocked_loop(sink: Sink) -> Verdict | None:
     if not blocked:
         return None
     one = blocked[0]
-    where = f"{one.activity.site} ({one.activity.text})"
+    where = one.activity.place
     why = f"The event loop of {one.process.label} is blocked at {where}: no coroutine on it can run."
     others = [*sink.waiters, *(a for a in sink.culprits if a is not one)]
     return verdict_about("event loop blocked", [one], why, others, cause="event loop blocked")
@@ -225,7 +225,7 @@ def _outlived(sink: Sink) -> Verdict | None:
     if sink.act.op != "_shutdown" or sink.one.moving:
         return None
     kept = [each for each in sink.one.threads if each.site and each is not sink.act and not installed(each.file)]
-    at = f": {kept[0].thread} is at {kept[0].site} ({kept[0].text})" if kept else ""
+    at = f": {kept[0].thread} is at {kept[0].place}" if kept else ""
     why = (
         f"The main program of {sink.one.process.label} has ended, by its end or by an exception. Python waits for its "
         f"threads that are no daemons{at}.{_waiting(sink)}"
@@ -259,7 +259,7 @@ def _joins_its_producer(sink: Sink) -> Verdict | None:
     hidden = f" {sink.one.hidden_exception} was raised, and is hidden until then." if sink.one.hidden_exception else ""
     why = (
         f"{sink.one.process.label} waits{where} at {joining.site} for the end of thread {sink.act.thread}, which waits "
-        f"for room in a full queue at {sink.act.site}: {sink.act.text}. Whoever emptied the queue has stopped, so both "
+        f"for room in a full queue at {sink.act.place}. Whoever emptied the queue has stopped, so both "
         f"wait for ever.{hidden}{_waiting(sink)}"
     )
     pattern = "cleanup deadlock" if joining.cleanup else "lock or I/O"
@@ -422,7 +422,7 @@ def _loader(sink: Sink) -> Verdict | None:
         return None
     rank = sink.parent or sink.one
     words = LOCAL[sink.act.kind][1]
-    why = f"A worker of the data loader of {rank.process.label} {words} at {sink.act.site}: {sink.act.text}"
+    why = f"A worker of the data loader of {rank.process.label} {words} at {sink.act.place}"
     found = verdict_about("data loading", [rank], why, [*sink.culprits, *sink.waiters]).at(sink.act.site)
     return replace(found, pids=(rank.pid, *(c.pid for c in sink.culprits)))
 
@@ -512,7 +512,7 @@ def _both_poll(sink: Sink) -> Verdict | None:
     if not all(loop_at(sources.get(each.file, ""), each.line) for each in (sink.act, by.activity)):
         return None
     why = (
-        f"{by.says}. Its worker {sink.one.process.label} waits for work at {sink.act.site}: {sink.act.text}. So what "
+        f"{by.says}. Its worker {sink.one.process.label} waits for work at {sink.act.place}. So what "
         f"is awaited was never given to a worker, or was lost."
     )
     found = verdict_about("rollout blocked", [by], why, sink.live, cause="sleep", confidence="medium")
@@ -523,7 +523,7 @@ def _polling(sink: Sink) -> Verdict | None:
     """Judge a loop that sleeps until a file appears."""
     if sink.act.kind != "sleep" or not FILE_CALLS.search(sink.loop_text):
         return None
-    why = f"{sink.one.process.label} polls for a file that does not appear, at {sink.act.site}: {sink.act.text}."
+    why = f"{sink.one.process.label} polls for a file that does not appear, at {sink.act.place}."
     return verdict_about("external wait", sink.culprits, why + _waiting(sink), sink.waiters, cause="file")
 
 
@@ -567,7 +567,7 @@ def _blocked(sink: Sink) -> Verdict | None:
     """Name the call in which the culprit is blocked."""
     pattern = LOCAL[sink.act.kind][0]
     mains = [t for t in sink.one.threads if t.thread == "MainThread" and t.kind in WAITS_INSIDE and t.site]
-    circle = "".join(f" Meanwhile the main thread {words_of(t)} at {t.site}: {t.text}." for t in mains)
+    circle = "".join(f" Meanwhile the main thread {words_of(t)} at {t.place}." for t in mains)
     if sink.act.kind == "sleep" and not sink.blocked_ranks:
         # A thread that asks again and again while the main one waits in the same process: they wait for one another.
         inside = sink.act.thread != "MainThread" and not sink.one.process.peers
@@ -622,7 +622,7 @@ def _beside(sink: Sink) -> str:
     for each in waiting:
         if each.file and not (installed(each.file) or each.heartbeat or each.dispatches):
             name = each.thread or "a coroutine"
-            places.setdefault(each.site, f" Beside it, {name} {words_of(each)} at {each.site}: {each.text}.")
+            places.setdefault(each.site, f" Beside it, {name} {words_of(each)} at {each.place}.")
     return "".join(list(places.values())[:3])
 
 
@@ -646,7 +646,7 @@ def lock_holders(actor: Actor, sink: Sink) -> dict[str, str]:
                 if does.thread == actor.activity.thread:
                     found[f"It has locked {place} itself"] = ""
                 else:
-                    words = f"{words_of(does)} at {does.site}: {does.text}"
+                    words = f"{words_of(does)} at {does.place}"
                     who = "The" if thread.task else "Thread"  # a coroutine is named "task Task-3"
                     found[f"{who} {thread.name} has locked {place}, and {words}"] = does.site
     return found

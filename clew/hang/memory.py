@@ -169,7 +169,7 @@ class Memory:
         return {self.text(key): value for key, value in self.entries(address) if self.type_name(key) == "str"}
 
     def attributes(self, address: int) -> dict[str, int]:
-        """Return the addresses of an instance's attributes by name; empty if its class gives it none."""
+        """Return the addresses of an instance's attributes by name; empty if it has none, or is an exception."""
         if not self.word(self.word(address + 8) + 168) & MANAGED:
             return {}
         # 3.12 has one word before the object: the values if it is odd, else a dict. 3.11 has a word for each.

@@ -38,7 +38,8 @@ def over_ssh(hosts: Sequence[str], arguments: Sequence[str]) -> dict[str, list[s
         if host.startswith("-"):
             raise ConfigError(f"Cannot connect to {host!r}: a host does not begin with a dash.")
     python, rest = shlex.quote(sys.executable), shlex.join(["hang", *arguments, "--json", "-"])
-    remote = f"if {python} -c 'import clew' 2>/dev/null; then exec {python} -P -m clew {rest}; fi; exec clew {rest}"
+    has_clew = f"{python} -P -c 'import clew.cli.main' 2>/dev/null"
+    remote = f"if {has_clew}; then exec {python} -P -m clew {rest}; fi; exec clew {rest}"
     return {host: [*SSH, "--", host, remote] for host in hosts}
 
 
@@ -80,6 +81,6 @@ def _answer(command: Sequence[str], limit_s: float) -> tuple[str, str]:
         return "", f"no answer within {limit_s:.0f} s"
     except OSError as error:
         return "", str(error)
-    if ended.returncode not in ANSWERS:
+    if ended.returncode not in ANSWERS or not ended.stdout:
         return "", " ".join(ended.stderr.split())[-300:] or f"the command ended with code {ended.returncode}"
     return ended.stdout, ""

@@ -13,10 +13,16 @@ PROC = Path("/proc")
 LISTENING, ESTABLISHED = "0A", "01"
 
 
+def said_of(pid: int, name: str) -> str:
+    """Return what /proc says of a process, such as its "stat". Raises OSError if it is gone or may not be read."""
+    # A process may have any bytes as its name, also half a character: the kernel cuts names.
+    return (PROC / str(pid) / name).read_text(errors="replace")
+
+
 def pid_within(pid: int) -> int:
     """Return the number that a process has in its own pid namespace, as in a container."""
     try:
-        text = (PROC / str(pid) / "status").read_text(errors="replace")
+        text = said_of(pid, "status")
     except OSError:
         return pid
     line = next((line for line in text.splitlines() if line.startswith("NSpid:")), "")
@@ -26,7 +32,7 @@ def pid_within(pid: int) -> int:
 def stat_of(pid: int) -> tuple[str, int, float] | None:
     """Return state, parent and CPU seconds of a process; None if it is gone."""
     try:
-        fields = (PROC / str(pid) / "stat").read_text().rpartition(") ")[2].split()
+        fields = said_of(pid, "stat").rpartition(") ")[2].split()
     except OSError:
         return None
     return fields[0], int(fields[1]), (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
@@ -35,7 +41,7 @@ def stat_of(pid: int) -> tuple[str, int, float] | None:
 def exit_of(pid: int) -> str:
     """Return how a zombie has ended, such as "by signal 9"; empty if the process lives or is gone."""
     with suppress(OSError, ValueError):
-        fields = (PROC / str(pid) / "stat").read_text().rpartition(") ")[2].split()
+        fields = said_of(pid, "stat").rpartition(") ")[2].split()
         status = int(fields[49])  # field 52 of proc(5), in the form of wait(2): `fields` begins with field 3
         if fields[0] in "ZX":
             killed = status & 0x7F
@@ -46,7 +52,7 @@ def exit_of(pid: int) -> str:
 def switches_of(pid: int) -> int:
     """Return the voluntary context switches of a process's main thread; 0 if they cannot be read."""
     with suppress(OSError):
-        found = re.search(r"^voluntary_ctxt_switches:\s*(\d+)", (PROC / str(pid) / "status").read_text(), re.M)
+        found = re.search(r"^voluntary_ctxt_switches:\s*(\d+)", said_of(pid, "status"), re.M)
         return int(found[1]) if found else 0
     return 0
 
@@ -54,7 +60,7 @@ def switches_of(pid: int) -> int:
 def written_by(pid: int) -> int:
     """Return the bytes that a process has written; 0 if that cannot be read."""
     with suppress(OSError):
-        found = re.search(r"^wchar: (\d+)", (PROC / str(pid) / "io").read_text(), re.M)
+        found = re.search(r"^wchar: (\d+)", said_of(pid, "io"), re.M)
         return int(found[1]) if found else 0
     return 0
 
@@ -110,7 +116,7 @@ def blocked_in(pid: int) -> str:
     """Return the kernel function in which the main thread sleeps; "" if it runs, or if that may not be read."""
     wchan = ""
     with suppress(OSError):
-        wchan = (PROC / str(pid) / "wchan").read_text().strip()
+        wchan = said_of(pid, "wchan").strip()
     return "" if wchan == "0" else wchan
 
 

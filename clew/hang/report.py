@@ -141,7 +141,10 @@ class Report:
             lines += ["", f"Next: {self.next}"]
         if verdict.exit_code and len(self.classes) > 1:
             lines += ["", "Stacks (all of them with --stacks):", *self._in_short()]
-        lines += ["", f"{self.count} processes, watched for {self.seen.seconds:.1f} s"]
+        lines += [
+            "",
+            f"{self.count} {'process' if self.count == 1 else 'processes'}, watched for {self.seen.seconds:.1f} s",
+        ]
         return "\n".join(lines)
 
     def _in_short(self) -> Iterator[str]:

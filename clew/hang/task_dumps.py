@@ -52,6 +52,6 @@ def catches(pid: int) -> bool:
     if ASKING is None:
         return False
     with suppress(OSError):
-        caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", (proc.PROC / str(pid) / "status").read_text(), re.M)
+        caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", proc.said_of(pid, "status"), re.M)
         return caught is not None and bool(int(caught[1], 16) >> (ASKING - 1) & 1)
     return False

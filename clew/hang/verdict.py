@@ -136,7 +136,7 @@ class Actor:
         )
         if one.kind == "pipe" and self.process.waits_in.endswith("pipe_write"):
             what = "writes to a full pipe, which nobody reads,"
-        return f"{self.process.label} {what}" + (f" at {one.site}: {one.text}" if one.site else "")
+        return f"{self.process.label} {what}" + (f" at {one.place}" if one.site else "")
 
 
 def verdict_about(pattern: str, culprits: Sequence[Actor], why: str, others: Sequence[Actor] = (), **more) -> Verdict:

@@ -11,6 +11,7 @@ again, and ends with the same weights.
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from rich.console import Console
 
@@ -48,7 +49,7 @@ def sft(config: Config) -> None:
             config, run, ranks, demonstrations, held_out, console=console, reporter=reporter, interrupts=interrupts
         )
         with around:
-            train_here(config, run, around, lambda step, summary: progress.say(step + 1, summary["metrics"]))
+            train_here(config, run, around, lambda step, summary: progress.say(step + 1, summary))
         model = f"{run.checkpoints / 'latest'}{run.best_in_words()}"
         console.print(f"{run.steps.count()} steps are trained. The model: {model}")
 
@@ -132,16 +133,18 @@ class _Progress:
     def __init__(self, console: Console, steps: int) -> None:
         self._console = console
         self._steps = steps
-        self._said_at = self._since = time.monotonic()
-        self._tokens = 0.0
+        self._said_at = time.monotonic()
+        self._tokens = self._seconds = 0.0
 
-    def say(self, step: int, metrics: dict[str, float]) -> None:
+    def say(self, step: int, summary: dict[str, Any]) -> None:
+        metrics: dict[str, float] = summary["metrics"]
         self._tokens += metrics["tokens"]
+        self._seconds += sum(summary["timings"].values())
         now = time.monotonic()
         if now - self._said_at < PROGRESS_S and step < self._steps:
             return
         self._said_at = now
-        speed = self._tokens / max(1e-9, now - self._since)
+        speed = self._tokens / max(1e-9, self._seconds)
         right = metrics.get("preference/accuracy")
         self._console.print(
             f"step {step:>{len(str(self._steps))}}/{self._steps}  loss {metrics['loss']:.4f}  "

@@ -34,9 +34,10 @@ def is_named(path: str, token: str | None) -> bool:
 
 def check_folder(path: str, needed: str, what: str, remedy: str, field: str = "model.path") -> None:
     """Raise ModelError if a folder lacks a needed file, or if the hub has no model of this name."""
+    path = os.path.expanduser(path)  # noqa: PTH111 - a hub name is no path
     # "name" and "owner/name" are hub names, unless they exist here, or "owner" does: then a folder was meant.
     in_a_folder = "/" in path and Path(path).parent.is_dir()
-    if not (path.startswith((".", "/", "~")) or path.count("/") > 1 or in_a_folder or Path(path).exists()):
+    if not (path.startswith((".", "/")) or path.count("/") > 1 or in_a_folder or Path(path).exists()):
         _check_on_hub(path, field)
         return
     if not Path(path).is_dir():

@@ -66,7 +66,8 @@ def write_bundle(run: RunDirectory, step: int, *, stages_only: bool, to: Path | 
     Args:
         stages_only: Bundle only the step's own files, without weights. Otherwise the bundle also holds the nearest
             checkpoint before the step, the first checkpoint (the reference of the KL term) and the steps in between.
-        to: Path of the bundle; its folder is created. By default it is named after the run, in the current folder.
+        to: Path of the bundle, whose folder is created, or a folder that is there. By default the current folder; in a
+            folder, the bundle is named after the run and the step.
 
     Raises:
         RecordError: There is no such step, no checkpoint at or before it, a file is missing, or the disk is full.
@@ -92,7 +93,8 @@ def write_bundle(run: RunDirectory, step: int, *, stages_only: bool, to: Path | 
         "run": str(run.path),
     }
     kind = ".stages.clew.zip" if stages_only else ".clew.zip"
-    path = to or Path(f"{run.path.parent.name}-{run.path.name}-step-{step:06d}{kind}")
+    named = f"{run.path.parent.name}-{run.path.name}-step-{step:06d}{kind}"
+    path = Path(named) if to is None else to / named if to.is_dir() else to
     files = [run.run_json]
     if run.config_path.exists() or "trainer" not in run.facts():  # another trainer may have none
         files.append(run.config_path)

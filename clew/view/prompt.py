@@ -23,6 +23,9 @@ from clew.view.text import MISSING, Rows, as_text, number, one_line, pairs, prom
 CANDIDATES = 5
 """Maximum number of prompts that an error lists."""
 
+DIGITS = 15
+"""Maximum number of digits of a row's number; a longer one is text."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
@@ -51,7 +54,7 @@ def show_prompt(console: Console, run: RunDirectory, wanted: str) -> None:
     config = settings_of(run)
     column = str(config.get("data.prompt", "prompt"))
     row, no_row = None, ""
-    if wanted.isdecimal():
+    if wanted.isdecimal() and len(wanted) <= DIGITS:
         try:
             row = _row_of_file(config, int(wanted))
         except RecordError as error:
@@ -63,7 +66,7 @@ def show_prompt(console: Console, run: RunDirectory, wanted: str) -> None:
     elif row is None:
         attempts = _gathered(run, lambda known: wanted in prompt_text(known.get(column, known)))
     if not attempts:
-        raise RecordError(no_row or _nothing(run, wanted, row, column))
+        raise RecordError(f"{no_row} {_nothing(run, wanted, row, column)}".lstrip())
     contents = {content: _decoded(content) for content in attempts}
     prompts = [prompt_text(content.get(column, content)) for content in contents.values()]
     if len(attempts) > 1 and prompts.count(wanted) == 1:  # the whole of one prompt, and a part of others
@@ -113,10 +116,7 @@ def _row_of_file(config: Mapping[str, Any], place: int) -> dict[str, Any]:
     except ClewError as error:
         raise RecordError(f"{error} To find a prompt without the data file, give a text that it holds.") from error
     if len(found) <= place:
-        raise RecordError(
-            f"{path} has no row {place}: it has {len(found)}, counted from 0. No prompt on record holds {str(place)!r} "
-            f"either."
-        )
+        raise RecordError(f"{path} has no row {place}: it has {len(found)}, counted from 0.")
     return found[place]
 
 

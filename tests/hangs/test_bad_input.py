@@ -58,6 +58,14 @@ def test_a_process_of_another_user_is_read_by_root() -> None:
     assert ended.returncode == 0 and "<module> (<string>:3)" in ended.stdout
 
 
+def test_a_name_that_ends_within_a_character_does_no_harm() -> None:
+    """The kernel keeps 15 bytes of a name. Each look reads all processes of the machine."""
+    named = "import sys, time\nopen('/proc/self/comm', 'wb').write(b'train\\xd0')\nprint('ready', flush=True)\n"
+    with running(f"{named}time.sleep(600)") as process:
+        ended = clew_hang("--pid", str(process.pid))
+    assert ended.returncode == 1 and f"pid {process.pid} sleeps at" in ended.stdout, ended.stdout + ended.stderr
+
+
 def test_a_process_that_ends_meanwhile_is_a_finding() -> None:
     with running(SLEEPS) as process:
         timer = threading.Timer(4.0, process.kill)

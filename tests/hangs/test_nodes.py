@@ -64,6 +64,18 @@ def test_a_job_is_examined_over_ssh_and_a_host_that_is_down_is_named(ssh: None, 
     assert "down gave no report: ssh: connect to host down port 22: No route to host" in ended.stdout
 
 
+def test_a_folder_named_clew_is_not_the_package(ssh: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host whose Python has no Clew, where the repository was cloned into the home folder."""
+    (tmp_path / "clew").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for name, script in (("bare", f'exec {sys.executable} -S "$@"'), ("bin/clew", "echo no such job >&2; exit 1")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bare"))
+    with pytest.raises(LaunchError, match="node1: no such job"):
+        gather(over_ssh(["node1"], []))
+
+
 def test_a_host_that_is_silent_is_given_up(ssh: None) -> None:
     began = time.monotonic()
     with pytest.raises(LaunchError, match="silent: no answer within 1 s"):

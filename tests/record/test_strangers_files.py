@@ -110,6 +110,12 @@ def test_pictures_that_are_not_what_their_name_says_leave_no_run(run: RunDirecto
         run.media.read("../run.json")
 
 
+def test_a_bundle_in_a_folder_is_named_after_the_run_and_the_step(run: RunDirectory, tmp_path: Path) -> None:
+    name = f"{run.path.parent.name}-{run.path.name}-step-000000.stages.clew.zip"
+    (tmp_path / "here").mkdir()
+    assert write_bundle(run, 0, stages_only=True, to=tmp_path / "here") == tmp_path / "here" / name
+
+
 def test_a_bundle_follows_no_link_out_of_the_run(run: RunDirectory, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text(json.dumps({}))
     run.steps.stage_path(0, 0).rename(tmp_path / "elsewhere")

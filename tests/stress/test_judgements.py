@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import math
 import json
+import math
 import os
 import subprocess
 import sys
