@@ -400,7 +400,8 @@ class AgentSession:
             try:
                 draft.finish(reply)
             except ValueError as error:
-                self._warn(f"the stream of {reply.id} differs from the recorded reply: {error}")
+                what = "differs from the recorded reply"
+                self._warn(f"the stream of {reply.id} {what}: {error}", kind=what)
         return reply
 
     def _reply(self, ask: Ask, prompt: Prompt, interaction: Interaction) -> Reply:
@@ -417,9 +418,11 @@ class AgentSession:
             before = "" if no_thought else prompt.before
             parsed = parse_output(self.engine.tokenizer, text, raw, before, ask.shown_tools)
         if parsed.unparsed is not None:
-            self._warn(f"{interaction.id} has a tool call that cannot be read, which stays text: {parsed.unparsed!r}")
+            what = "has a tool call that cannot be read, which stays text"
+            self._warn(f"{interaction.id} {what}: {parsed.unparsed!r}", kind=what)
         if parsed.left_out.strip():
-            self._warn(f"{interaction.id} has words after a tool call, which are left out: {parsed.left_out.strip()!r}")
+            what = "has words after a tool call, which are left out"
+            self._warn(f"{interaction.id} {what}: {parsed.left_out.strip()!r}", kind=what)
         if interaction.finish_reason == "length":
             self._warn(f"{interaction.id} was cut short after {len(interaction.output_ids)} tokens")
         calls = [

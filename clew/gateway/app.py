@@ -42,7 +42,7 @@ Text inside a string that looks like a key counts, too.
 """
 
 MAX_DATA = 2**20
-"""Maximum size of a session's data, in bytes."""
+"""Maximum size of the body of /rl/start_session, which holds a session's data, in bytes."""
 
 Scope = MutableMapping[str, Any]
 ASGI = Callable[[Scope, Any, Any], Awaitable[None]]
@@ -50,7 +50,7 @@ ASGI = Callable[[Scope, Any, Any], Awaitable[None]]
 ENDPOINTS = ("/chat/completions", "/completions", "/responses", "/messages", "/models")
 
 KEEP_ALIVE_S = 5.0
-"""Seconds of silence before a stream sends a keep-alive. A request that fails within them gets an HTTP error."""
+"""Seconds of silence before a stream sends a keep-alive. A request that fails before that gets an HTTP error."""
 
 GONE = Response(status_code=499)
 """Response that nobody reads: the client has closed the connection."""
@@ -253,7 +253,7 @@ STREAMED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 def _with_earlier(session: AgentSession, ask: Ask) -> Ask:
     """Return the request with the earlier messages that its client names instead of sending them.
 
-    These are the messages up to the named response, and that response. One of Anthropic's threads also keeps its tools.
+    These are the messages up to the named response, and that response. One of Anthropic's threads keeps its tools.
     Instructions apply to one response only, so those of earlier requests are left out.
     """
     if ask.follows is None:
@@ -289,7 +289,7 @@ async def _stream(dialect: Dialect, ask: Ask, request: Submission) -> AsyncItera
                 break
             answered = request.replies.done()
             yield event
-            # An event that came after the reply was complete has been sent: the reply counts as delivered.
+            # Once an event that came after the complete reply has been sent, the reply counts as delivered.
             request.delivered, place = request.delivered or answered, place + 1
     except Refusal as refusal:
         yield dialect.refuse_in_stream(refusal, place)
@@ -310,7 +310,7 @@ async def _count_tokens(sessions: Sessions, dialect: Dialect, http: HTTPRequest)
 async def _start_session(sessions: Sessions, dialect: Dialect, http: HTTPRequest) -> Response:
     raw = await _read(http) or b"{}"
     if len(raw) > MAX_DATA:
-        raise Refusal(413, f"Cannot start a session: its data has more than {MAX_DATA >> 10} KiB.", param="data")
+        raise Refusal(413, f"Cannot start a session: its body has more than {MAX_DATA >> 10} KiB.", param="data")
     body, _ = read(StartSession, _object(raw))
     session, key = sessions.start(key_of(http))
     session.data = body.data or {}

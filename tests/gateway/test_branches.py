@@ -250,3 +250,19 @@ def test_a_difference_shows_white_space_and_what_cannot_be_printed() -> None:
     before, after = excerpt("x" * 100 + "1" + "y" * 100, "x" * 100 + "2" + "y" * 100).split(" became ")
     assert before == f"at character 101: …'{'x' * 24}1{'y' * 23}'…"
     assert after == f"…'{'x' * 24}2{'y' * 23}'…"
+
+
+def test_what_the_model_said_does_not_tell_two_kinds_of_warning_apart(tmp_path: Path) -> None:
+    call = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    said = [f"{each}<|im_end|>" for each in ("<tool_call>no", "<tool_call>call", f"{call} and", f"{call} so on")]
+    talk = talk_to(tmp_path, *said)
+
+    async def ask() -> None:
+        for number in range(len(said)):
+            await talk.ask([{"role": "user", "content": str(number)}], tools=[ADD])
+
+    asyncio.run(ask())
+    assert list(talk.session.engine.warnings.values()) == [
+        *["has a tool call that cannot be read, which stays text"] * 2,
+        *["has words after a tool call, which are left out"] * 2,
+    ]

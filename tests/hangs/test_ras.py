@@ -72,15 +72,23 @@ def ranks() -> Iterator[list[subprocess.Popen[bytes]]]:
     started: list[subprocess.Popen[bytes]] = []
     yield started
     for each in started:
-        each.kill()
-        each.wait()
+        with each:
+            each.kill()
+
+
+def idle(environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    """Start a process that sleeps, and wait until it runs: before, /proc may not have its environment."""
+    command = [sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline()
+    return process
 
 
 def asked(answer: str, ranks: list[subprocess.Popen[bytes]]) -> Snapshot:
     """Return what RAS, at a port of the rank's own, says about one rank."""
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), _Ras) as server:
         environment = {**os.environ, RAS_VARIABLE: f"localhost:{server.server_address[1]}"}
-        ranks.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env=environment))
+        ranks.append(idle(environment))
         server.answer = answer.replace("%(pid)d", str(ranks[0].pid))  # type: ignore[attr-defined]
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
@@ -114,7 +122,7 @@ def test_an_answer_that_is_something_else_says_nothing(text) -> None:
 @pytest.mark.parametrize("address", ["", "nowhere", "localhost:", "localhost:99999", "[::1]:1", "localhost:²", "..:1"])
 def test_an_address_at_which_nothing_can_listen_says_nothing(ranks, address) -> None:
     environment = {**os.environ, RAS_VARIABLE: address}
-    ranks.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env=environment))
+    ranks.append(idle(environment))
     assert with_ras(Snapshot(processes=(describe(ranks[0].pid),))).machine == ()
 
 
@@ -122,7 +130,7 @@ def test_two_names_of_one_listener_are_asked_once_each_and_counted_once(ranks) -
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), _Ras) as server:
         for host in ("localhost", "127.0.0.1"):
             environment = {**os.environ, RAS_VARIABLE: f"{host}:{server.server_address[1]}"}
-            ranks.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env=environment))
+            ranks.append(idle(environment))
         server.answer = ANSWER.replace("%(pid)d", str(ranks[0].pid))  # type: ignore[attr-defined]
         threading.Thread(target=server.serve_forever, daemon=True).start()
         seen = with_ras(Snapshot(processes=tuple(describe(each.pid) for each in ranks)))
