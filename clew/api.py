@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def train(config: Config | Path | str, overrides: Sequence[str] = ()) -> Run:
-    """Train with reinforcement learning until the last step, as `clew train` does; prints a line for each step. ::
+    """Train with reinforcement learning until the last step, as `clew train` does, and print a line for each step. ::
 
         run = clew.train("examples/addition/grpo.yaml", ["training.steps=5", "trial=try"])
 
@@ -56,7 +56,7 @@ def train(config: Config | Path | str, overrides: Sequence[str] = ()) -> Run:
 
 
 def train_as_configured(config: Config, arguments: Sequence[str], *, live: bool) -> None:
-    """Train in the way that the configuration asks for: on recorded batches, inline, or with one process per role.
+    """Train as the configuration says: on recorded batches, inline, or with one process per role.
 
     Args:
         arguments: The file and the overrides that the configuration was loaded from, to start processes with.
@@ -177,7 +177,7 @@ def rollout_batch(
 
     Args:
         data: Rows, or anything that data.path accepts.
-        model: A folder or hub name. With `server`, only its tokenizer is loaded, otherwise the model too.
+        model: A folder or hub name. With `server`, only its tokenizer is loaded; without it, the model too.
         server: The host:port of `clew serve` or SGLang.
         n_samples: Episodes for each row.
         seed: The seed from which all others derive.
@@ -302,7 +302,7 @@ class Run:
 
 
 def _pandas() -> Any:
-    """Return pandas, which is an optional part. Raises MissingPart if it is not installed."""
+    """Return pandas, an optional dependency. Raises MissingPart if it is not installed."""
     with explain_missing():
         import pandas
     return pandas

@@ -50,7 +50,7 @@ def hang(
     ] = None,
     native: Annotated[
         bool,
-        typer.Option("--native", help="Also read C and C++ frames of one process per stack, which pauses it shortly."),
+        typer.Option("--native", help="Also read C and C++ frames of one process per stack, which pauses it briefly."),
     ] = False,
     stacks: Annotated[
         bool, typer.Option("--stacks", help="Only print all stacks, taken once, with equal stacks merged; no verdict.")
@@ -75,7 +75,7 @@ def hang(
     if stacks and (json_file or html_file):
         raise ConfigError("Cannot write a report with --stacks, which only prints: leave out --stacks, or the files.")
     if native and dumps:
-        raise ConfigError("Cannot read C frames with --from, which reads reports: give --native where they are made.")
+        raise ConfigError("Cannot read C frames with --from, which reads reports: give --native where those are made.")
     if ssh:
         seen = _on_hosts(ssh, run, job, native)
     elif dumps is not None:
@@ -105,7 +105,7 @@ def hang(
 
 
 def _here(run: Path | None, pids: list[int] | None, job: str | None, *, once: bool) -> Snapshot:
-    """Return what is seen of a job on this machine. If none is named, there must be only one, which is taken."""
+    """Return what is seen of a job on this machine. If none is named, there must be exactly one: it is taken."""
     from clew.errors import ConfigError
     from clew.hang import jobs
     from clew.hang.examine import examine, processes_of_run, run_of

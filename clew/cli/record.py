@@ -72,8 +72,8 @@ def replay(
         list[str] | None,
         typer.Argument(
             metavar="[KEY=VALUE]...",
-            help="Fields to change: trains into a new run directory, and shows both runs side by side. "
-            "With --stage and another trainer's record: how that trainer computed.",
+            help="Fields to change: train into a new run directory, and show both runs side by side. "
+            "With --stage, for another trainer's record: how that trainer computed.",
         ),
     ] = None,
     steps: Annotated[
@@ -145,7 +145,7 @@ def diff(
 
 def blame(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, or a file that `clew bundle` wrote.")],
-    step: Annotated[int, typer.Option(help="The step; also one that failed, and has only its batch on record.")],
+    step: Annotated[int, typer.Option(help="The step. It may be one that failed and has only its batch on record.")],
     top: Annotated[int, typer.Option(min=1, help="How many sequences to show.")] = 10,
     tokens: Annotated[int, typer.Option(min=1, help="How many tokens of the worst to show.")] = 8,
     by: Annotated[
@@ -193,7 +193,7 @@ def bundle(
     print(f"{path} ({path.stat().st_size / 1e6:.2f} MB). {usage}")
     for field in summary.get("code", {}):
         section, name = field.split(".")
-        # A replay needs neither code of the rollout nor a preset, whose fields the record's configuration spells out.
+        # A replay needs no code of the rollout, and no preset: the record's configuration spells out its fields.
         if section not in summary["config"] or name == "preset":
             continue
         code = summary["config"][section][name]

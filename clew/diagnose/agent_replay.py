@@ -41,7 +41,7 @@ class Replay:
     recorded: int
     """Number of responses in the recorded episode."""
     live: int
-    """Number of requests that a served model answered, from the first one that differed on."""
+    """Number of requests that a served model answered, starting with the first one that differed."""
     difference: list[str]
     """Lines that show the first request that differs and the recorded one; empty if none differed."""
     rewards: list[float] | None
@@ -61,13 +61,13 @@ class Replay:
 def replay_agent(run: RunDirectory, rows: Sequence[Row], *, agent: str | None, base_url: str | None) -> Replay:
     """Run the agent on the data of a recorded episode.
 
-    The agent's code runs on this thread's event loop: a breakpoint in it may last an hour.
+    The agent's code runs on this thread's event loop: execution may stay at a breakpoint in it for an hour.
 
     Args:
         run: Run that recorded the episode; its configuration and a checkpoint's tokenizer are used.
         rows: All rows of the episode.
         agent: Dotted path of the agent; None: the run's agent.
-        base_url: URL of a served model that continues after a request that differs; None: stop there.
+        base_url: URL of a served model, which answers from the first differing request on; None: stop there.
 
     Raises:
         ConfigError: The run has no agent and none is given, or the agent cannot be loaded.

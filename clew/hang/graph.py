@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 
 def reachable(start: int, edges: Mapping[int, set[int]]) -> set[int]:
-    """Return the nodes that can be reached from one by at least one edge."""
+    """Return the nodes that can be reached from `start` along at least one edge."""
     found, waiting = set[int](), list(edges.get(start, ()))
     while waiting:
         node = waiting.pop()
@@ -17,7 +17,7 @@ def reachable(start: int, edges: Mapping[int, set[int]]) -> set[int]:
 
 
 def sinks(edges: Mapping[int, set[int]]) -> list[set[int]]:
-    """Return the sink components: nodes that reach one another, and nothing else. They are where the waiting ends."""
+    """Return the sink components: sets of nodes that reach one another and nothing else. There the waiting ends."""
     nodes = set(edges) | {node for targets in edges.values() for node in targets}
     reach = {node: reachable(node, edges) for node in nodes}
     found: list[set[int]] = []

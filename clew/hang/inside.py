@@ -1,4 +1,4 @@
-"""Reads in a process's memory what no stack shows: asyncio's tasks, process groups, ended threads and children."""
+"""Reads from a process's memory what no stack shows: asyncio's tasks, process groups, ended threads and children."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def inside(pid: int, threads: tuple[Thread, ...] = ()) -> Inside:
 
 
 def _programs(memory: Memory, threads: tuple[Thread, ...]) -> Iterator[tuple[int, str, int]]:
-    """Yield pid, name and exit code of subprocesses that have ended and that the user's frames hold."""
+    """Yield pid, name and exit code of ended subprocesses to which the user's frames hold a reference."""
     held: list[int] = []
     for frame in (frame for thread in threads for frame in thread.frames if not installed(frame.file)):
         held += frame.addresses.values()
@@ -107,7 +107,7 @@ def tasks(memory: Memory) -> Iterator[Thread]:
 def coroutine_frames(memory: Memory, address: int) -> list[Frame]:
     """Return the frames of a suspended coroutine, the innermost first."""
     place, found = memory.layout["frame"], list[Frame]()
-    for _ in range(3 * DEEPEST):  # with the objects between two frames
+    for _ in range(3 * DEEPEST):  # three times: other objects stand between two frames
         if not address or len(found) == DEEPEST:
             break
         kind = memory.type_name(address)
@@ -122,7 +122,7 @@ def coroutine_frames(memory: Memory, address: int) -> list[Frame]:
         elif kind not in ("coroutine", "generator", "async_generator"):
             break
         top = memory.small(address + place["top"])
-        if top <= 0:  # it runs now, or has ended: then its frames are those of a thread, or gone
+        if top <= 0:  # it runs now, so its frames are a thread's; or it has ended, and they are gone
             return []
         found.append(_frame(memory, address))
         address = memory.word(address + place["locals"] + 8 * (top - 1))  # it awaits what is on top of its stack
@@ -205,7 +205,7 @@ def groups(memory: Memory) -> tuple[Group, ...]:
 
 
 def _own_rank(memory: Memory, group: int, size: int) -> int | None:
-    """Return this process's number in a group, or None if it is not found.
+    """Return this process's rank within a group, or None if it is not found.
 
     torch's C++ object has rank_ and size_ beside each other, behind the pointer store_. Their place differs between
     versions of torch, so it is searched for.
@@ -220,7 +220,7 @@ def _own_rank(memory: Memory, group: int, size: int) -> int | None:
 
 
 def ended_threads(memory: Memory) -> Iterator[str]:
-    """Yield the names of Python threads that have ended while somebody still holds them."""
+    """Yield the names of Python threads that have ended but are still referenced."""
     module = memory.module("threading")
     if not {"_dangling", "_active"} <= module.keys():
         return
@@ -245,7 +245,7 @@ def children(memory: Memory) -> Iterator[tuple[int, str, int]]:
 
 
 def shape_of(memory: Memory, tensor: int) -> list[int]:
-    """Return the sizes of a contiguous tensor: in torch's C++ object they stand before strides that fit them."""
+    """Return the sizes of a contiguous tensor: in torch's C++ object, strides that fit them come after them."""
     # torch's SizesAndStrides: the number of dimensions, room for 5 sizes, room for 5 strides; the number of elements
     # comes later. Where all this lies differs between versions of torch.
     for holder in (16, 24):
@@ -265,7 +265,7 @@ MOST_NUMBERS = 120
 
 
 def with_numbers(pid: int, threads: tuple[Thread, ...]) -> tuple[Thread, ...]:
-    """Return threads whose user frames also show numbers behind their locals: they tell whether work goes on.
+    """Return threads whose user frames also show numbers that their locals lead to: these tell whether work goes on.
 
     Added are the integer attributes of `self` (self.step), integers in small dicts (self.stats.rejected), lengths of
     containers (len(groups)), and a script's own variables.

@@ -1,6 +1,6 @@
-"""Reads Python objects in the memory of another process, which runs on meanwhile. Nothing is written or called there.
+"""Reads Python objects in the memory of another process, which keeps running. Nothing is written or called there.
 
-Only CPython 3.11 and 3.12 are known. A value that changes meanwhile can be torn: readers must expect `Unreadable`.
+Only CPython 3.11 and 3.12 are supported. A value that changes meanwhile can be torn: expect `Unreadable`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from clew.hang import proc
 
 PAGE = 4096
 MOST = 100_000
-"""Number of entries above which a container is taken for torn."""
+"""Number of entries above which a container is considered torn."""
 MANAGED = 1 << 4
-"""Flag of classes whose instances have attributes (Py_TPFLAGS_MANAGED_DICT)."""
+"""Flag of classes whose instances keep their attributes before the object (Py_TPFLAGS_MANAGED_DICT)."""
 CALIBRATE_S = 20.0
 VERSIONS = ((3, 11), (3, 12))
 
@@ -31,7 +31,7 @@ class Unreadable(Exception):
 
 @lru_cache(maxsize=64)
 def layout_of(program: str) -> dict[str, Any] | None:
-    """Return the offsets that a Python program finds in itself; None if it is of an unknown version."""
+    """Return the offsets that a Python program finds in itself; None if its version is not supported."""
     script = Path(__file__).with_name("layout.py")
     try:
         # The program is started with the rights of the caller, so another user must not be able to replace it.
@@ -122,7 +122,7 @@ class Memory:
 
     def integer(self, address: int) -> int:
         """Return an int of up to 60 bits."""
-        # 3.12 has the number of digits above three tag bits, whose value 2 means negative. 3.11 has it signed.
+        # 3.12 has the number of digits above three tag bits, whose value 2 means negative. In 3.11 it has the sign.
         tag = int.from_bytes(self.bytes_at(address + 16, 8), "little", signed=True)
         digits = tag >> 3 if self.new else abs(tag)
         negative = (tag & 3) == 2 if self.new else tag < 0
@@ -135,7 +135,7 @@ class Memory:
         """Return the addresses in a tuple or list."""
         kind = self.type_name(address)
         if kind not in ("tuple", "list"):
-            raise Unreadable(f"{kind} is no list")
+            raise Unreadable(f"{kind} is neither a tuple nor a list")
         start = address + 24 if kind == "tuple" else self.word(address + 24)
         return [self.word(start + 8 * n) for n in range(self.count(address + 16))]
 
@@ -172,7 +172,7 @@ class Memory:
         """Return the addresses of an instance's attributes by name; empty if it has none, or is an exception."""
         if not self.word(self.word(address + 8) + 168) & MANAGED:
             return {}
-        # 3.12 has one word before the object: the values if it is odd, else a dict. 3.11 has a word for each.
+        # 3.12 has one word before the object, for the values if it is odd, else for a dict. 3.11 has a word for each.
         if self.new:
             tagged = self.word(address - 24)
             values, own = (tagged + 1, 0) if tagged & 1 else (0, tagged)

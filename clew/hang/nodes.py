@@ -22,11 +22,11 @@ ANSWER_S = 60.0
 AT_ONCE = 64
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 ANSWERS = (0, 1, 3)
-"""Exit codes of `clew hang` with a report."""
+"""Exit codes of `clew hang` after a report; an error may also end it with 1."""
 
 
 def over_ssh(hosts: Sequence[str], arguments: Sequence[str]) -> dict[str, list[str]]:
-    """Return the command for each host. It runs Clew with Python at the path it has here, or else `clew` on the PATH.
+    """Return the command for each host. It runs Clew with the Python at its path here, or else `clew` on the PATH.
 
     Args:
         arguments: Arguments of `clew hang` on the hosts, such as --job.
@@ -72,7 +72,7 @@ def gather(commands: Mapping[str, Sequence[str]], limit_s: float = ANSWER_S) -> 
 
 
 def _answer(command: Sequence[str], limit_s: float) -> tuple[str, str]:
-    """Return the output of a node's command, and the reason if it failed, else ""."""
+    """Return the output of a node's command, and why it failed ("" if it did not)."""
     try:
         ended = subprocess.run(
             list(command), capture_output=True, text=True, timeout=limit_s, errors="replace", stdin=subprocess.DEVNULL

@@ -1,4 +1,4 @@
-"""Looks at processes through /proc: state, progress, family, sockets, and what a blocked system call waits for."""
+"""Looks at processes through /proc: state, progress, parents and children, sockets, and what blocks them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def said_of(pid: int, name: str) -> str:
 
 
 def pid_within(pid: int) -> int:
-    """Return the number that a process has in its own pid namespace, as in a container."""
+    """Return the pid that a process has in its own pid namespace, such as a container's."""
     try:
         text = said_of(pid, "status")
     except OSError:
@@ -102,7 +102,7 @@ def children_of() -> dict[int, list[int]]:
 
 
 def below(pids: list[int]) -> list[int]:
-    """Return these processes and all that descend from them, parents first."""
+    """Return these processes and all their descendants, parents first."""
     children, found, waiting = children_of(), list[int](), list(pids)
     while waiting:
         pid = waiting.pop(0)
@@ -113,7 +113,7 @@ def below(pids: list[int]) -> list[int]:
 
 
 def blocked_in(pid: int) -> str:
-    """Return the kernel function in which the main thread sleeps; "" if it runs, or if that may not be read."""
+    """Return the kernel function in which the main thread sleeps; "" if it runs, or if /proc does not say."""
     wchan = ""
     with suppress(OSError):
         wchan = said_of(pid, "wchan").strip()
@@ -152,11 +152,11 @@ def sockets_of(pid: int, machine: dict[str, tuple[str, int, int]]) -> tuple[tupl
 
 
 def locks_of_machine() -> list[tuple[int, int, bool]]:
-    """Return the locks on files: pid, inode, and whether that process has the lock or waits for it."""
+    """Return the locks on files: pid, inode, and True if that process has the lock, False if it waits for it."""
     found = []
     with suppress(OSError, ValueError, IndexError):
         for line in (PROC / "locks").read_text().splitlines():
-            # 1: -> FLOCK  ADVISORY  WRITE 4711 08:02:1835 0 EOF; the arrow marks one that waits
+            # 1: -> FLOCK  ADVISORY  WRITE 4711 08:02:1835 0 EOF; the arrow marks a waiting process
             words = [word for word in line.split()[1:] if word != "->"]
             found.append((int(words[3]), int(words[4].rpartition(":")[2]), "->" not in line))
     return found

@@ -1,8 +1,8 @@
-"""Forward of Llama's architecture (Llama, Mistral, Qwen2, Qwen3), in a third of the torch operations.
+"""Forward pass of Llama's architecture (Llama, Mistral, Qwen2, Qwen3), with a third of the torch operations.
 
 The weights stay the model's own parameters: query, key and value (and gate and up) are laid side by side in memory, so
 that one product serves them, and each parameter becomes a view of its part. So weights that are loaded into the model
-in place change the joined tensors, too. It works only in float32: in bfloat16, results would be rounded at other places
+in place change the joined tensors, too. It works only in float32: in bfloat16, results would be rounded in other places
 than in the model that is trained.
 """
 
@@ -23,7 +23,7 @@ ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """The weights of one layer, as the forward uses them."""
+    """The weights of one layer, as the forward pass uses them."""
 
     norm: Tensor
     qkv: Tensor
@@ -39,7 +39,7 @@ class Layer:
 
 
 class FusedForward:
-    """Fused forward of one model; created by `build`."""
+    """Fused forward pass of one model; created by `build`."""
 
     def __init__(self, model: Any) -> None:
         config = model.config
@@ -55,7 +55,7 @@ class FusedForward:
         """Prefill (T tokens per row, into a PrefillCache) or decode (one token per row, into a RowCache).
 
         Args:
-            longest: A number above every position.
+            longest: A number greater than every position.
 
         Returns:
             Logits [rows, vocab] after the last token.
@@ -73,7 +73,7 @@ class FusedForward:
                 query, key = qk.split((heads, kv_heads), 1)
                 query, key = (rms_norm(x, (dim,), w, eps) for x, w in zip((query, key), layer.qk_norms, strict=True))
                 qk = torch.cat((query, key), 1)
-            # The rotation as one roll and one fused product, as `_rope_for` has negated the first half of sin.
+            # The rotation takes one roll and one fused product, because `_rope_for` has negated the first half of sin.
             qk = torch.addcmul(qk * cos, qk.roll(half, -1), sin).view(n, length, heads + kv_heads, dim).transpose(1, 2)
             value = qkv.view(n, length, heads + 2 * kv_heads, dim)[:, :, heads + kv_heads :].transpose(1, 2)
             keys, values = cache.update(qk[:, heads:], value, index)
@@ -86,7 +86,7 @@ class FusedForward:
         return self._head(rms_norm(last, self._base.norm.weight.shape, self._base.norm.weight, eps))
 
     def _rope_for(self, length: int) -> Tensor:
-        """Return `_rope` with at least `length` positions. If it is too short, one of twice the length replaces it."""
+        """Return `_rope` with more than `length` positions. If it is too short, it is replaced by a longer one."""
         if length >= self._rope.shape[0]:
             count = max(256, 2 * length)
             device = self._base.embed_tokens.weight.device
@@ -97,7 +97,7 @@ class FusedForward:
 
 
 def build(model: Any) -> FusedForward | None:
-    """Return the fused forward for this model; None if its architecture or dtype is not supported."""
+    """Return the fused forward pass for this model; None if its architecture or dtype is not supported."""
     config = model.config
     plain_rope = getattr(config, "rope_parameters", {}).get("rope_type") in ("default", "linear", "llama3", "yarn")
     if type(model).__name__ not in ARCHITECTURES or model.dtype != torch.float32 or not plain_rope:
@@ -128,7 +128,7 @@ def _layer(layer: Any) -> Layer:
 
 
 def _side_by_side(*linears: Any) -> tuple[Tensor, Tensor | None]:
-    """Lay the weights (and biases) of several linears in one tensor, of which each becomes a view."""
+    """Lay the weights (and biases) of several linears side by side in one tensor; each becomes a view of it."""
     weight = torch.cat([linear.weight.data for linear in linears])
     bias = None if linears[0].bias is None else torch.cat([linear.bias.data for linear in linears])
     begin = 0

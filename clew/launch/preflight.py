@@ -16,7 +16,7 @@ ROWS = 10_000
 def check_named(config: Config, *, supervised: bool = False) -> None:
     """Look for the model, the data's first rows, and the user's code, without running any of it.
 
-    What lies on a hub is left to the processes that load it, and so is the rest of what can be wrong.
+    Data on a hub is left to the processes that load it, and so is everything else that can be wrong.
 
     Args:
         supervised: Whether demonstrations or preferences are trained on, so that there is no rollout.
@@ -42,5 +42,5 @@ def check_named(config: Config, *, supervised: bool = False) -> None:
             dotted.check_defined(named, field)
     if "algorithm.advantages" in code:
         required = dotted.required_parameters(algorithm.advantages, "algorithm.advantages")
-        if required in (1, 3):  # any other number: the trainer loads the function, and says what it takes
+        if required in (1, 3):  # for any other number, the trainer says what the function must take
             check_critic_fields(config, with_critic=required == 3)

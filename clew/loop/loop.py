@@ -82,7 +82,7 @@ def train(
         digests = digest_rows(batch)
         with clock("record"):
             write_stages(run, version, digests, result, ranks)
-            ranks.meet()  # a commit follows the files of all ranks
+            ranks.meet()  # the commit comes after the files of all ranks
         if ranks.leads:
             summary = summarize(run, batch, digests, result, engine)
             run.steps.commit(version, {**summary, "timings": {**result.timings, **clock.take()}})
@@ -111,6 +111,6 @@ def train_again(config: Config, run: RunDirectory, engine: TrainEngine, around: 
 
 
 def save_checkpoint(run: RunDirectory, engine: TrainEngine) -> None:
-    """Write a checkpoint of the engine's version. Every rank calls this at once."""
+    """Write a checkpoint of the engine's version. All ranks call this together."""
     follows = committed_digest(run.steps, engine.version - 1)
     checkpoint.save(engine, run.checkpoints / f"step-{engine.version:06d}", follows=follows)

@@ -6,7 +6,7 @@
                                                     ▲                                       │
                                                     └───────────── next step ◄──────────────┘
 
-The training loop begins with it (resume), and so do `clew replay`, `clew blame` and counterfactuals. It reads
+A resumed training loop begins with it, and so do `clew replay`, `clew blame` and counterfactuals. It reads
 checkpoints/ and steps/ of a run, and writes nothing into it.
 """
 
@@ -64,7 +64,7 @@ def engine_at(run: RunDirectory, step: int, device: str | None = None, ranks: Ra
 
     Raises:
         RecordError: There is no such checkpoint, or it was altered.
-        ModelError: The checkpoint belongs to another model than the run.
+        ModelError: The checkpoint is of a different model from the run's.
     """
     folders = {int(folder.name.removeprefix("step-")): folder for folder in checkpoint.saved(run.checkpoints)}
     before = [version for version in folders if version <= step]
@@ -96,7 +96,7 @@ def _check_belongs(run: RunDirectory, engine: TrainEngine, folder: Path) -> None
     """Check that a checkpoint is what the step before it left.
 
     Raises:
-        ModelError: The checkpoint is of another model than the run's.
+        ModelError: The checkpoint is of a different model from the run's.
         RecordError: Its weights are not what the step before it left.
     """
     said = run.facts().get("parameters", engine.parameter_names)
@@ -129,7 +129,7 @@ def _configured(run: RunDirectory, recorded: dict[str, Any]) -> dict[str, Any]:
 
 
 def _portable(config: Config, folders: dict[int, Path], device: str | None, ranks: Ranks) -> Config:
-    """Return the configuration with paths and devices of this machine, and training.tp adapted to the ranks."""
+    """Return the configuration with this machine's paths and devices, and with training.tp adapted to the ranks."""
     where = device or config.model.device
     if device is None and where == "cuda" and not torch.cuda.is_available():
         where = "cpu"  # `how_to_compare` gives this as its reason
@@ -160,7 +160,7 @@ def replay(run: RunDirectory, engine: TrainEngine, last: int, *, verify: bool = 
         result = engine.train_step(recorded.batch)
         found = compare(recorded, result, engine, tolerance) if verify else []
         if found and tolerance.exact and (doubt := _rounding_doubt(recorded, result, engine)):
-            # Differences that vanish within the tolerance are the other processor's; one that stays is reported.
+            # Differences within the tolerance come from the other processor's rounding; one beyond it is reported.
             beyond = compare(recorded, result, engine, near)
             if not beyond or str(beyond[0]) != str(found[0]):
                 tolerance, because, found = near, f"{found[0]}: this is within rounding, and {doubt}", beyond
@@ -170,7 +170,7 @@ def replay(run: RunDirectory, engine: TrainEngine, last: int, *, verify: bool = 
 
 
 def _rounding_doubt(recorded: RecordedStep, result: StepResult, engine: TrainEngine) -> str:
-    """Return why a step may have been rounded otherwise than its record; empty if it was not."""
+    """Return why this step may have been rounded differently from its record; empty if nothing suggests that."""
     then = environment_of(recorded.summary)
     of_same_formulas = then["rounding"].get("formulas", 1) == FORMULAS  # older records do not name them
     agree = any(recorded.summary["tensors"].get(name) == now for name, now in result.tensor_digests.items())

@@ -41,7 +41,7 @@ def sft(config: Config) -> None:
     Raises:
         ClewError: A row of the data, the model, the run directory or a checkpoint cannot be used, or a step failed.
     """
-    demonstrations, held_out = read_data(config)  # before the run directory is made: a bad row leaves none
+    demonstrations, held_out = read_data(config)  # first: a bad row then leaves no run directory behind
     with rank_of(config) as (ranks, run, reporter, interrupts):
         console = EscapingConsole(highlight=False, soft_wrap=True, quiet=not ranks.leads)
         progress = _Progress(console, config.training.steps)
@@ -55,7 +55,7 @@ def sft(config: Config) -> None:
 
 
 def read_data(config: Config) -> tuple[Demonstrations, Tokens | None]:
-    """Return the demonstrations that a run will use, and its held-out rows, if eval.path is set."""
+    """Return the demonstrations that a run will use, and its held-out rows (None without eval.path)."""
     tokenizer, context = load_tokenizer(config.model.path), context_of(config.model.path)
     demonstrations = Demonstrations(config, tokenizer, context=context)
     if config.eval.path is None:
@@ -64,7 +64,7 @@ def read_data(config: Config) -> tuple[Demonstrations, Tokens | None]:
 
 
 def check_first_row(config: Config) -> None:
-    """Tokenize the first row of the data, for a process that starts ranks: each of these reads all rows."""
+    """Tokenize only the first row of the data, in a process that starts ranks: each rank will read all rows."""
     first = config.model_copy(update={"data": config.data.model_copy(update={"limit": 1})})
     Demonstrations(first, load_tokenizer(config.model.path), context=context_of(config.model.path))
 
@@ -93,7 +93,7 @@ class Supervision(Surroundings):
         self._begun = False
 
     def publish(self, engine: TrainEngine) -> None:
-        """Compute the held-out loss of the engine's version, if it is due."""
+        """Refuse a run that already has too many steps, and compute this version's held-out loss if it is due."""
         super().publish(engine)
         if not self._begun:
             self._begun = True
@@ -110,11 +110,11 @@ class Supervision(Surroundings):
             self._evaluate(engine, self._held_out)
 
     def write(self, step: int) -> None:
-        """Write the batch of a step, again if it is there: it depends on the configuration and the data alone."""
+        """Write the batch of a step, even if it is there already: it depends only on the configuration and the data."""
         self.run.steps.write_data(step, rows.to_table(self._demonstrations.batch(step)))
 
     def _evaluate(self, engine: TrainEngine, held_out: Tokens) -> None:
-        """Compute the held-out loss, write it to evals/ and print it. Every rank calls this at once."""
+        """Compute the held-out loss, write it to evals/ and print it. All ranks call this together."""
         began = time.monotonic()
         loss = engine.held_out_loss(held_out)
         if self.ranks.leads:

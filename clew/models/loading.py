@@ -54,7 +54,7 @@ HEAD = "score"
 def load_value_model(
     path: str, dtype: Literal["float32", "bfloat16", "float64"], device: torch.device, field: str
 ) -> PreTrainedModel:
-    """Load a model with a head that gives each token one number, in eval mode.
+    """Load, in eval mode, a model with a head that gives each token one number.
 
     This is either what `AutoModelForSequenceClassification` reads (a reward model), or a causal language model with a
     new head of zeros, so that all its numbers start at 0.
@@ -62,8 +62,8 @@ def load_value_model(
     Args:
         path: Folder or hub name of the model.
         dtype: The type of the weights.
-        device: The device to load it to.
-        field: The configuration's field that named the path, for messages.
+        device: The device to load it onto.
+        field: The configuration field that holds the path, for messages.
 
     Raises:
         ModelError: As for `load_model`; or the architecture has no such head.
@@ -91,7 +91,7 @@ def load_value_model(
 def _load(
     kind: Any, path: str, dtype: str, device: torch.device, field: str, *, new: str | None = None, **options: Any
 ) -> PreTrainedModel:
-    """Load a model of the class `kind`. new: a parameter that the folder may lack; it is then zero."""
+    """Load a model of the class `kind`. new: a parameter that the folder may lack; it is then all zeros."""
     import torch
     from safetensors import SafetensorError
     from transformers.utils import logging as transformers_logging
@@ -155,7 +155,7 @@ def _load(
 def _own_memory(model: PreTrainedModel) -> None:
     """Copy the weights out of the file that they were read from."""
     # Their position in the file affects the last bits of the product of a matrix and a vector. torch aligns the memory
-    # that it allocates, so every copy computes the same.
+    # that it allocates, so every copy gives the same results.
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data.clone()
 
@@ -166,7 +166,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    phrases = ("can't allocate memory", "cannot allocate memory", "not enough memory")  # of torch on the CPU
+    phrases = ("can't allocate memory", "cannot allocate memory", "not enough memory")  # torch's, on the CPU
     return any(phrase in str(error).lower() for phrase in phrases)
 
 
@@ -194,7 +194,7 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model. Without a pad token, it pads with its end token. Raises ModelError."""
+    """Load the tokenizer of a model. If it has no pad token, its end token serves as one. Raises ModelError."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     path = os.path.expanduser(path)  # noqa: PTH111 - a hub name is no path
@@ -227,7 +227,7 @@ _SAVE_TOKENIZER = "Save the model's tokenizer there with save_pretrained, or poi
 
 
 def _is_all_in_its_file(path: str) -> bool:
-    """Return whether tokenizer.json is the whole tokenizer: the folder names no tokenizer class of an architecture."""
+    """Return whether tokenizer.json is the whole tokenizer: the folder names no architecture's own tokenizer class."""
     folder = Path(path)
     if not (folder / "tokenizer.json").is_file():
         return False

@@ -57,7 +57,7 @@ UNKNOWN = {
     "committed_at": None,
     "timings": {},
 }
-"""Placeholder JSON for the steps before a bundle's first one. The bundle holds only their lines of the index."""
+"""Placeholder JSON for the steps before a bundle's first one. The bundle holds only their index lines."""
 
 
 def write_bundle(run: RunDirectory, step: int, *, stages_only: bool, to: Path | None = None) -> Path:
@@ -137,7 +137,7 @@ def write_bundle(run: RunDirectory, step: int, *, stages_only: bool, to: Path | 
 
 
 def _shown(run: RunDirectory, step: int) -> list[str]:
-    """Return the names of the images in a step's data; empty if the data is gone."""
+    """Return the names of the images in a step's data, or an empty list if the data is gone."""
     if not run.steps.has_data(step):
         return []
     return [name for names in rows.images_of(rows.read_table(run.steps.data_path(step))) for name in names]
@@ -171,7 +171,7 @@ def opened(path: Path, trust: Iterable[str] = ()) -> Iterator[tuple[RunDirectory
 
 
 def _why_not_ours(path: Path, archive: zipfile.ZipFile) -> str:
-    """Return why `write_bundle` cannot have made this archive, before any of it is unpacked; empty if it can have."""
+    """Return why this archive must not be unpacked: it is not `write_bundle`'s, or too large; empty if it may be."""
     members, packed = archive.infolist(), path.stat().st_size
     limit = max(ALWAYS_BYTES, LARGER * packed)
     unpacked = sum(member.file_size for member in members)
@@ -210,7 +210,7 @@ def _unpack(path: Path, folder: Path) -> None:
     except FileNotFoundError:
         raise no_run(path) from None
     except OSError as error:
-        raise RecordError(f"Cannot read {path}: {error.strerror}. Check its path and who may read it.") from None
+        raise RecordError(f"Cannot read {path}: {error.strerror}. Check its path and its permissions.") from None
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
         raise RecordError(
             f"Cannot open {path}: it is neither a run directory nor a bundle ({error}). It may be truncated."
@@ -218,7 +218,7 @@ def _unpack(path: Path, folder: Path) -> None:
 
 
 def _contents(path: Path, folder: Path) -> dict[str, Any]:
-    """Return the content of bundle.json, and write what stands for the steps before the first. Raises RecordError."""
+    """Return the content of bundle.json, and write placeholders for the steps before the first. Raises RecordError."""
     contents = read_json(folder / NAME, Bundle)
     rows.check_format(path, contents["clew_format"])
     steps = RunDirectory(folder).steps

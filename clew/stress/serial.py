@@ -27,7 +27,8 @@ STRETCH = 1.3
 """Factor above which an episode in the crowd takes longer than in a narrower wave."""
 
 LASTS = 1.5
-"""Factor above which a crowd takes too long. Without a bottleneck, it takes no longer than its longest episode."""
+"""Multiple of an episode's time alone, above which a crowd takes too long. Without a bottleneck, it takes
+no longer than its longest episode."""
 
 EXPLAINS = 0.4
 """Minimum share of the additional time that a place must explain to be named."""
@@ -59,7 +60,7 @@ class Crowd:
     waits: dict[Place, float]
     """Mean seconds per episode spent waiting at each place."""
     busy_s: float
-    """Seconds in which something that episodes may wait for computed or waited for a processor. See `busy`."""
+    """Seconds in which something that episodes may wait for was computing or waiting for a processor. See `busy.py`."""
     at_model: Collection[Place] = ()
     """Places where episodes wait for the model. The cause of slowness there is the model or Clew's gateway."""
     took: Mapping[str, float] = field(default_factory=dict)
@@ -90,7 +91,7 @@ def saturates(alone: Crowd, narrow: Crowd, wide: Crowd) -> bool:
     """Return whether throughput stops growing between two widths for reasons other than the processor.
 
     The time in which the processor is busy is left out. The episodes that ran in both must also take longer in the
-    wider crowd, because a crowd may be slow only through episodes that are long by themselves.
+    wider crowd, because some episodes of a crowd may simply be long by themselves.
     """
     asked = wide.width / narrow.width
     gained = (wide.episodes / wide.idle_s) / (narrow.episodes / narrow.idle_s)
@@ -141,8 +142,8 @@ def verdict(alone: Crowd, narrow: Crowd, wide: Crowd) -> Verdict | None:
             *(f"{c.width} at once: {c.throughput:.3g} episodes a second" for c in (alone, narrow, wide)),
             f"at {wide.width} at once an episode takes {wide.mean_s:.2f} s, alone {alone.mean_s:.2f} s; "
             f"{longer:.2f} s more are spent waiting here",
-            f"work of {wide.throughput * alone.mean_s:.1f} episodes goes on at a time, of {wide.width} asked",
-            f"nothing computed for {1 - wide.busy_share:.0%} of the time",
+            f"{wide.throughput * alone.mean_s:.1f} episodes make progress at a time, of the {wide.width} asked for",
+            f"nothing was computed for {1 - wide.busy_share:.0%} of the time",
             "look for a lock, a semaphore, a pool of connections or of threads that all episodes share",
         ],
     )
@@ -161,7 +162,7 @@ class Waits(Watcher):
         self.seconds: defaultdict[Place, float] = defaultdict(float)
         """Seconds that all episodes together waited at each place."""
         self.model_s: defaultdict[Place, float] = defaultdict(float)
-        """Seconds of these during which the model had a request of the episode."""
+        """The part of `seconds` during which the model had a request of the episode."""
         self.asked_at: dict[str, Place] = {}
         """Place where each episode was last seen to wait for the model; otherwise, the first place where it waited."""
 
@@ -182,7 +183,7 @@ class Waits(Watcher):
                 if place is not None:
                     if episode.id in asking or episode.id not in self.asked_at:
                         self.asked_at[episode.id] = place
-                    seconds = (now - seen) * len(running) / len(some)  # it stands for those that were not drawn
+                    seconds = (now - seen) * len(running) / len(some)  # the drawn ones stand for all
                     self.seconds[place] += seconds
                     if episode.id in asking:
                         self.model_s[place] += seconds
@@ -191,7 +192,7 @@ class Waits(Watcher):
 
 def waits_at(episode: Episode, code: Code) -> Place | None:
     """Return the place where a running episode waits now."""
-    thread, coroutine = episode.thread_id, episode.coroutine  # read once: it may end in another thread
+    thread, coroutine = episode.thread_id, episode.coroutine  # read once: another thread may end the episode
     if thread is not None:
         return code.place(stack_of_thread(thread))
     return code.place(stack_of_coroutine(coroutine))

@@ -1,4 +1,4 @@
-"""The contribution of each sequence of a step to its gradient, and the place where NaN or infinity first appears."""
+"""Contribution of each sequence to a step's gradient, and the place where NaN or infinity first appears."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class Contribution:
     logprobs_N: np.ndarray
     losses_N: np.ndarray
     weights_N: np.ndarray
-    """Gradient at each token's own logit after temperature: |d loss / d logprob| x (1 - probability)."""
+    """Size of the gradient at each token's own logit after temperature: |d loss / d logprob| x (1 - probability)."""
     rejected_N: np.ndarray | None
     """Reason for which each token was rejected, see `clew.algorithms.rejection`; None without rejection."""
     first_not_finite: str | None
-    """Place where NaN or infinity first appears when the sequence is computed alone; None: nowhere."""
+    """Place where NaN or infinity first appears when the sequence is computed alone; None if it appears nowhere."""
 
 
 def contributions(engine: TrainEngine, step: Prepared) -> Iterator[Contribution]:
@@ -54,8 +54,8 @@ def contributions(engine: TrainEngine, step: Prepared) -> Iterator[Contribution]
     """
     for number, minibatch in enumerate(step.plan):
         trained = sum(step.tokens.trained_in(rows) for rows in minibatch)
-        # First the whole gradient, in the micro-batches of a real step; then that of each sequence alone. Their sum
-        # would be rounded differently.
+        # The whole gradient is computed in the micro-batches of a real step: the sum of the sequences' own gradients,
+        # which follow, would be rounded differently.
         for rows in filter(None, minibatch):
             _backward(engine, step, rows, trained)
         whole = {name: grad.clone() for name, grad in engine.optimizer.gradients().items()}

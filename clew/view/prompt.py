@@ -29,7 +29,7 @@ DIGITS = 15
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """One group of the prompt."""
+    """One group of episodes of the prompt."""
 
     step: int | None
     """Step that trained on the group; None if it was left out."""
@@ -45,7 +45,7 @@ class Attempt:
 
 
 def show_prompt(console: Console, run: RunDirectory, wanted: str) -> None:
-    """Print each group of one prompt, sorted by its ID. Raises RecordError if `wanted` fits no prompt, or several.
+    """Print the groups of one prompt, sorted by ID. Raises RecordError if `wanted` fits no prompt, or several.
 
     Args:
         wanted: The number of a row in the data file, counted from 0, or a text that the prompt contains. A number
@@ -69,7 +69,7 @@ def show_prompt(console: Console, run: RunDirectory, wanted: str) -> None:
         raise RecordError(f"{no_row} {_nothing(run, wanted, row, column)}".lstrip())
     contents = {content: _decoded(content) for content in attempts}
     prompts = [prompt_text(content.get(column, content)) for content in contents.values()]
-    if len(attempts) > 1 and prompts.count(wanted) == 1:  # the whole of one prompt, and a part of others
+    if len(attempts) > 1 and prompts.count(wanted) == 1:  # it is the whole of one prompt, and a part of others
         attempts = dict([list(attempts.items())[prompts.index(wanted)]])
     if len(attempts) > 1:
         listed = "; ".join(repr(prompt[:80]) for prompt in prompts[:CANDIDATES])
@@ -121,7 +121,7 @@ def _row_of_file(config: Mapping[str, Any], place: int) -> dict[str, Any]:
 
 
 def _gathered(run: RunDirectory, is_meant: Callable[[dict[str, Any]], bool]) -> dict[str, list[Attempt]]:
-    """Return the groups of each data row that is meant, by the row as the record has it.
+    """Return the groups of each matching data row, by the row's text in the record.
 
     Files are read one after the other, so that memory does not grow with the run.
     """
@@ -136,7 +136,7 @@ def _gathered(run: RunDirectory, is_meant: Callable[[dict[str, Any]], bool]) -> 
 
 
 def _decoded(content: str) -> dict[str, Any]:
-    """Return the data row in a cell of the record; empty if it is no JSON object, as in an altered file."""
+    """Return the data row in a cell of the record; empty if it is not a JSON object, as in an altered file."""
     try:
         known = json.loads(content)
     except ValueError:
@@ -147,7 +147,7 @@ def _decoded(content: str) -> dict[str, Any]:
 def _in_table(
     path: Path, step: int | None, is_meant: Callable[[dict[str, Any]], bool]
 ) -> Iterator[tuple[str, Attempt]]:
-    """Yield the data row and the group, for each group of a file whose prompt is meant. Only these are unpacked."""
+    """Yield the data row and the group for each group of a file whose data row matches. Only these are unpacked."""
     batch = rows.read_table(path).drop_columns("interactions")
     contents = batch.column("data").to_pylist()
     meant = {content for content in set(contents) if is_meant(_decoded(content))}
@@ -176,11 +176,11 @@ def _nothing(run: RunDirectory, wanted: str, row: Mapping[str, Any] | None, colu
     where = f"{kept} steps that have their sequences on record, or in rejected/"
     if row is None:
         return (
-            f"{run.path} has no prompt that holds {wanted!r} in the {where}. Give a part of its text, or its "
-            f"row in the data file."
+            f"{run.path} has no prompt that holds {wanted!r} in the {where}. Give another part of its text, or "
+            f"its row in the data file."
         )
     prompt = prompt_text(row.get(column, row))
     return (
         f"{run.path} has no group of row {wanted} ({prompt[:80]!r}) in the {where}. Either its turn has not come, or "
-        f"the data file was changed since; a text that the prompt holds finds it, too."
+        f"the data file was changed since; a part of the prompt's text finds it, too."
     )
