@@ -15,7 +15,7 @@ from clew.hang.inside import installed
 from clew.hang.observed import Frame, Process, Thread
 
 C10D = "torch/distributed/distributed_c10d.py"
-INITIALISING = {"init_process_group", "rendezvous", "_store_based_barrier", "init_device_mesh", "_create_c10d_store"}
+INITIALISING = {"init_process_group", "rendezvous", "_store_based_barrier", "_create_c10d_store"}
 PARALLEL = re.compile(
     r"torch/nn/parallel/distributed\.py$|torch/distributed/(utils|fsdp|_composable|tensor|_functional)"
 )

@@ -7,10 +7,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
+from clew.hang.activity import POINT_TO_POINT
 from clew.hang.classes import ranges
 from clew.hang.verdict import SOUND, Actor, Verdict
 
-AGAIN = "A restart will hang again at the same place: the code decides it."
+AGAIN = "A restart will hang again at the same place, unless the data or random numbers lead elsewhere."
 MAYBE = "A restart may hang again: what it waits for has to come back first."
 ONCE = "A restart would go on: nothing in the code asks for this wait."
 RESTART = {
@@ -84,6 +85,8 @@ def _runner_up(verdict: Verdict, actors: Sequence[Actor]) -> str:
             if actor.rank is not None:
                 operations[actor.activity.op or actor.activity.kind].append(actor.rank)
         said = ", ".join(f"{op} (rank {ranges(ranks)})" for op, ranks in operations.items())
+        if operations.keys() <= POINT_TO_POINT:
+            return ""
         if len(operations) > 1:
             return f"same collective everywhere (network or device): the ranks are in different operations: {said}"
         return f"same collective everywhere (network or device): the ranks are in different calls of {said}"
@@ -94,11 +97,15 @@ def _next(verdict: Verdict, actors: Sequence[Actor]) -> str:
     """Return the next step after a verdict: a command, or a sentence."""
     pids = " ".join(map(str, verdict.pids))
     first = verdict.pids[0] if verdict.pids else 0
-    if verdict.pattern in APART and (script := _script(actors)):
+    # DETAIL compares the collectives of the ranks, but neither their messages nor their roots.
+    operations = {(actor.activity.op, actor.activity.group) for actor in actors if actor.rank is not None}
+    compared = len(operations) > 1 and not any(op in POINT_TO_POINT for op, _ in operations)
+    if verdict.pattern in APART and compared and (script := _script(actors)):
         most = max((actor.process.local_world or 8 for actor in actors), default=8)
         # The smallest job that still has the ranks at fault, if one node can hold it.
         count = min(most, max([2, *(rank + 1 for rank in verdict.ranks)]))
-        return f"TORCH_DISTRIBUTED_DEBUG=DETAIL torchrun --nproc-per-node {count} {script}  # a mismatch raises"
+        fewer = f"with {count} of {most} ranks, " if count < most else ""
+        return f"TORCH_DISTRIBUTED_DEBUG=DETAIL torchrun --nproc-per-node {count} {script}  # {fewer}a mismatch raises"
     match verdict.pattern:
         case "stopped" if verdict.cause == "stopped":
             return f"kill -CONT {pids}"

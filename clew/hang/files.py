@@ -100,7 +100,8 @@ def logs(processes: Sequence[Process], run: Path | None) -> Iterator[str]:
         with suppress(OSError):
             if path.is_file():
                 age = max(0.0, time.time() - path.stat().st_mtime)
-                yield f"log of {who}, written {age:.0f} s ago ({str(path)!r}): {_last_line(path)!r}"
+                last = _last_line(path)
+                yield f"log of {who}, written {age:.0f} s ago ({str(path)!r}): " + (repr(last) if last else "no lines")
 
 
 def _last_line(path: Path) -> str:

@@ -26,7 +26,7 @@ def as_html(report: Report) -> str:
     verdict = report.verdict
     grade = {0: "good", 1: "bad"}.get(verdict.exit_code, "")
     facts = {
-        "ranks at fault": ", ".join(map(str, verdict.ranks)),
+        "ranks at fault" if verdict.exit_code else "ranks that move slowly": ", ".join(map(str, verdict.ranks)),
         "processes at fault": ", ".join(map(str, report.pids)) if verdict.exit_code else "",
         "on": ", ".join(report.hosts) if verdict.exit_code else "",
         "call site": ", ".join(verdict.sites),

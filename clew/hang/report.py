@@ -114,11 +114,12 @@ class Report:
         """Return the report for a terminal."""
         verdict = self.verdict
         lines = [f"{verdict.pattern}" + (f" (confidence: {verdict.confidence})" if verdict.exit_code else "")]
+        role = "at fault" if verdict.exit_code else "that move slowly"
         if verdict.ranks:
-            lines.append(f"ranks at fault: {', '.join(map(str, verdict.ranks))}")
+            lines.append(f"ranks {role}: {', '.join(map(str, verdict.ranks))}")
         if verdict.pids and verdict.pattern != "healthy":
             where = f" on {', '.join(self.hosts)}" if self.hosts else ""
-            lines.append(f"processes at fault: {', '.join(map(str, self.pids))}{where}")
+            lines.append(f"processes {role}: {', '.join(map(str, self.pids))}{where}")
         if verdict.sites:
             lines.append(f"call site: {', '.join(verdict.sites)}")
         lines += ["", verdict.explanation, ""]

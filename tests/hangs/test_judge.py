@@ -339,6 +339,35 @@ def test_the_next_command_keeps_the_users_own_numbers() -> None:
     report = Report(Snapshot(processes=processes, sources={"train.py": SCRIPT}))
     assert report.verdict.ranks == (2,)
     assert "--nproc-per-node 3 train.py --seed 20240101" in report.next
+    fewer = tuple(replace(each, local_world=8) for each in processes)
+    report = Report(Snapshot(processes=fewer, sources={"train.py": SCRIPT}))
+    assert report.next.endswith("# with 3 of 8 ranks, a mismatch raises")
+
+
+def test_what_torch_does_not_compare_is_no_mismatch_that_raises() -> None:
+    command = ("python", "train.py")
+    roots = [rank(n, 5, "broadcast", world=3, src="1" if n == 2 else "0") for n in range(3)]
+    messages = [rank(0, 7, "send", dst="2", world=3), rank(1, 7, "recv", src="0", world=3)]
+    messages.append(rank(2, 7, "recv", src="1", world=3))
+    for ranks in (roots, messages):
+        report = Report(Snapshot(processes=tuple(replace(each, command=command) for each in ranks)))
+        assert report.verdict.exit_code == 1 and report.next.startswith("py-spy dump --locals --pid "), report.verdict
+    assert report.verdict.runner_up == ""
+
+
+def test_ranks_that_make_a_mesh_are_beyond_the_initialisation() -> None:
+    ranks = [rank(n, 6, "new_group" if n < 2 else "broadcast", world=3) for n in range(3)]
+    mesh = Frame(function="init_device_mesh", file="/x/torch/distributed/device_mesh.py", line=1)
+
+    def making(one: Process) -> Process:
+        inner, user = one.threads[0].frames
+        frames = (inner, mesh, user)
+        looks = tuple(replace(look, threads=(replace(look.threads[0], frames=frames),)) for look in one.looks)
+        return replace(one, looks=looks)
+
+    verdict = judged(*map(making, ranks[:2]), ranks[2])
+    assert (verdict.pattern, verdict.ranks) == ("initialisation", (2,))
+    assert "Ranks 0-1 are in new_group" in verdict.explanation
 
 
 def test_a_client_is_served_on_its_own_host() -> None:
