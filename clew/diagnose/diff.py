@@ -27,7 +27,7 @@ from clew.loop.tolerances import EXACT, TOLERANCES, Difference, Tolerance
 from clew.printing import common_length, few, print
 from clew.reading import RESTORE, flat, read_json, read_yaml
 from clew.record.bundle import opened
-from clew.record.digest import digest_rows
+from clew.record.digest import digest_rows, from_hex, to_hex
 from clew.record.rows import ALIGNED, COLUMNS, TIMES, Sequence, timeless
 from clew.record.run import RunDirectory
 from clew.record.summary import rounding_doubt
@@ -97,12 +97,15 @@ def diff(a: Path, b: Path, *, ignore: list[str], plot: Path | None) -> bool:
                 print(f"FIRST DIFFERENCE  {found.told(*names)}")
             for line in suggestions(found, {f"{names[0]}: ": left, f"{names[1]}: ": right}):
                 print(line)
+            if found.stage == "data" and found.where.endswith((", reward", ", rewards")):
+                print(f"the tokens agree: `clew replay {left.path} --reward` says what the reward function gives now")
             _list("changed later", _code_later(runs, range(found.step, steps.stop)), names)
             explained = _explain(runs, found, names, [each for each in environments if each != SAMPLING_NOISE])
             if not (changed or explained):
                 print(
                     "configuration, environment, packages, the files that configured functions are from and the "
-                    "tokenizer are the same: what differs was altered, or is not recorded"
+                    "tokenizer are the same: what differs was altered, or is not recorded, such as an environment "
+                    "variable or a module that a configured function imports"
                 )
         _drift(runs, steps, names)
         if plot is not None:
@@ -349,15 +352,34 @@ def _in_stages(
             f"Cannot compare step {step}: {runs[0].steps.json_path(step)} plans with more sequences than "
             f"{runs[0].steps.data_path(step)} has, so one of the two was altered. {RESTORE.capitalize()}."
         )
+    names, others = (run.facts().get("parameters", []) for run in runs)
     yield from differences.in_stages(
         step,
         [row.id for row in ours],
         *(run.steps.read_stages(step, ours).arrays for run in runs),
         plan=plan,
-        tensors=(then.get("tensors", {}), now.get("tensors", {})),
-        parameters=runs[0].facts().get("parameters", []),
+        tensors=(then.get("tensors", {}), _in_order(now.get("tensors", {}), others, names)),
+        parameters=names,
         tolerance=tolerance,
     )
+
+
+def _in_order(tensors: dict[str, Any], names: list[str], wanted: list[str]) -> dict[str, Any]:
+    """Return a step's digests of each parameter in the order of another run that has the same parameters.
+
+    Those that are not trained come first, so the order differs if other ones are trained.
+    """
+    if names == wanted or sorted(names) != sorted(wanted):
+        return tensors
+
+    def ordered(digests: str) -> str:
+        by_name = dict(zip(names, from_hex(digests), strict=True))
+        return to_hex(by_name[name] for name in wanted)
+
+    return {
+        kind: ordered(digests) if isinstance(digests, str) else list(map(ordered, digests))
+        for kind, digests in tensors.items()
+    }
 
 
 def _in_digests(step: int, then: dict[str, Any], now: dict[str, Any]) -> Iterator[Difference]:
@@ -390,7 +412,8 @@ def _in_batches(step: int, left: list[Sequence], right: list[Sequence], toleranc
         if (found := _in_field(step, f"{name}, the prompt's row", a.data, b.data)) is not None:
             return found
         aligned = [
-            _in_column(step, name, column, a, b, tolerance if column == "logprobs" else EXACT) for column in ALIGNED
+            _in_column(step, name, column, a, b, tolerance if column == "logprobs" else EXACT)
+            for column in sorted(ALIGNED, key=lambda column: column == "logprobs")  # the others say how it was sampled
         ]
         if apart := [each for each in aligned if each is not None]:
             return min(apart, key=lambda each: each.position or 0)
@@ -456,13 +479,14 @@ def _in_column(step: int, name: str, column: str, a: Sequence, b: Sequence, tole
 
 def _explain(runs: Pair, found: Difference, names: tuple[str, str], environments: list[str]) -> bool:
     """Print what besides the configuration could have caused a difference; return whether there is anything."""
-    packages = []
+    packages, before = [], [_checkpoint_before(run, found.step) for run in runs]
     for what, then, now in (
         ("", *(flat({key: run.facts().get(key) for key in FACTS}) for run in runs)),
         ("its file is another, ", *(run.steps.read(found.step).get("code", {}) for run in runs)),
-        ("of the checkpoint before, ", *(_files_before(run, found.step) for run in runs)),
+        ("of the checkpoint before this step, ", *map(_files, before)),
     ):
         packages += _changes(then, now, what).values()
+    packages += _other_weights(*before)
     _list("environment of the step", environments, names)
     _list("packages, code and files", packages, names)
     return bool(environments or packages)
@@ -500,22 +524,41 @@ def _changes(then: Mapping[str, Any], now: Mapping[str, Any], what: str = "") ->
     }
 
 
-def _files_before(run: RunDirectory, step: int) -> dict[str, str]:
-    """Return the digests of the files that the last checkpoint up to `step` has beside its tensors, by name."""
+def _checkpoint_before(run: RunDirectory, step: int) -> dict[str, Any]:
+    """Return checkpoint.json of the last checkpoint up to `step`; empty if there is none."""
     version = max((each for each in run.checkpointed() if each <= step), default=None)
     if version is None:
         return {}
-    said = read_json(run.checkpoints / f"step-{version:06d}" / "checkpoint.json", dict[str, Any])
-    return {name: each for name, each in said.get("files", {}).items() if not name.endswith(".safetensors")}
+    return read_json(run.checkpoints / f"step-{version:06d}" / "checkpoint.json", dict[str, Any])
+
+
+def _files(checkpoint: dict[str, Any]) -> dict[str, str]:
+    """Return the digests of the files that a checkpoint has beside its tensors, by name."""
+    return {name: each for name, each in checkpoint.get("files", {}).items() if not name.endswith(".safetensors")}
+
+
+def _other_weights(then: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
+    """Yield a line if two checkpoints before the first difference, of one version, have other weights."""
+    ours, theirs = (each.get("weights", {}) for each in (then, now))
+    differing = [name for name in ours if theirs.get(name, ours[name]) != ours[name]]
+    if differing and then["version"] == now["version"]:
+        which = f"version {then['version']}" if then["version"] else "the first model"
+        yield f"{which}: {len(differing)} of {len(ours)} parameters differ, first {differing[0]}"
 
 
 def _note_configuration(runs: Pair, steps: range, names: tuple[str, str], ignore: list[str]) -> None:
-    """Print how the configurations differ although all stages agree, at the first step whose recorded ones differ."""
+    """Print how the configurations differ although all stages agree, at the first step whose recorded ones differ.
+
+    The same for the files of configured functions, at the last step.
+    """
     sides = ((step, [run.steps.read(step).get("config") for run in runs]) for step in steps)
     step = next((step for step, (then, now) in sides if then != now), steps[-1])
     changed = _configuration(runs, step)
     if lines := [line for name, line in changed.items() if not _is_ignored(name, ignore)]:
         print(f"and yet the configuration of step {step} differs ({names[0]} → {names[1]}):", *lines, sep="\n  ")
+    then, now = (run.steps.read(steps[-1]).get("code", {}) for run in runs)
+    if lines := list(_changes(then, now, "its file is another, ").values()):
+        print(f"and yet the code of step {steps[-1]} differs ({names[0]} → {names[1]}):", *lines, sep="\n  ")
 
 
 def _is_ignored(name: str, ignore: list[str]) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from clew import config as configuration
-from clew.config import Algorithm
+from clew.config import Algorithm, Config
 from clew.console import progress, tracked
 from clew.diagnose.stages import ALONE, chain_holds, check_stages, suggestions
 from clew.errors import ConfigError, Interrupted, RecordError
@@ -249,7 +249,20 @@ def _rewards(run: RunDirectory, first: int, last: int, only: str | None) -> bool
     count = "1 episode is" if len(found) == 1 else f"{len(found)} episodes are"
     rewards = "the rewards of all episodes are" if not found else f"the rewards of {count} not"
     print(f"{_named(first, last)}: {rewards} what {config.rollout.reward or config.rollout.workflow} gives now.")
+    if found and not _changed_rewards(run, config, first):
+        print(
+            "The files of the reward and the workflow are those that the record names. So they may depend on the time, "
+            "on chance, on the environment, or on a module that they import."
+        )
     return not found
+
+
+def _changed_rewards(run: RunDirectory, config: Config, step: int) -> bool:
+    """Return whether the file of the workflow or of the reward function is another than when a step was made."""
+    from clew.training.custom import code_of
+
+    then, now = run.steps.read(step).get("code", {}), code_of(config)
+    return any(then.get(field) != now.get(field) for field in ("rollout.reward", "rollout.workflow"))
 
 
 def _train_again(

@@ -102,10 +102,11 @@ def _check_belongs(run: RunDirectory, engine: TrainEngine, folder: Path) -> None
     said = run.facts().get("parameters", engine.parameter_names)
     names, ours = ([name for name in side if not name.startswith("critic.")] for side in (said, engine.parameter_names))
     if names != ours:  # without a critic, which the run may have had only for some steps
-        strange = sorted(set(names) ^ set(ours)) or ["their order"]
+        strange = sorted(set(names) ^ set(ours))
+        why = f"{strange[0]} exists in only one of them" if strange else "other parameters of it are trained"
         raise ModelError(
-            f"Checkpoint {folder} does not match {run.path}: {strange[0]} exists in only one of them. Restore the "
-            f"run's own checkpoint, or remove this one, and replay begins at the one before."
+            f"Checkpoint {folder} does not match {run.path}: {why}. Restore the run's own checkpoint, or remove this "
+            f"one, and replay begins at the one before."
         )
     step = engine.version - 1
     tensors = run.steps.read(step)["tensors"] if run.steps.json_path(step).exists() else {}

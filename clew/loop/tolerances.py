@@ -305,7 +305,7 @@ def in_tensors(
         return None
     i = differing[0]
     name = names[i] if i < len(names) else f"parameter {i}"
-    before, after = (f"digest {side[i]:016x}" if i < len(side) else "absent" for side in (then, now))
+    before, after = (_digest_in_words(stage, side[i]) if i < len(side) else "absent" for side in (then, now))
     more = f"{len(differing)} of {count} parameters differ" if len(differing) > 1 else ""
     suggests = ""
     if stage == "update" and len(differing) == count > 1:
@@ -315,6 +315,10 @@ def in_tensors(
     return Difference(
         step=step, stage=stage, where=f"{name}{update}", recorded=before, found=after, more=more, suggests=suggests
     )
+
+
+def _digest_in_words(stage: str, digest: int) -> str:
+    return "no gradient" if stage == "gradients" and not digest else f"digest {digest:016x}"
 
 
 def in_batch(

@@ -214,7 +214,7 @@ def _show_run(
             ]
         )
     )
-    if line := ended_early(run):
+    if line := ended_early(run, with_error=True):
         console.print(Text(line, "yellow"))
     if warned:
         console.print()
@@ -327,7 +327,8 @@ def _show_step(console: Console, run: RunDirectory, step: int) -> None:
         count = run.steps.count()
         if step < count or run.steps.committed_after(step) is not None:
             run.steps.read(step)  # raises the error that says what is missing
-        made = f" Step {count} is being made." if run.steps.has_data(count) else ""
+        made = ended_early(run, with_error=True) or f"Step {count} is being made."
+        made = f" {made}" if run.steps.has_data(count) else ""
         raise RecordError(f"{run.path} has no step {step}: {committed_steps(count)}.{made}")
     summary = run.steps.read(step)
     oldest, newest = summary["versions"]

@@ -79,15 +79,18 @@ def read_statuses(run: RunDirectory) -> list[dict[str, Any]]:
     return statuses
 
 
-def ended_early(run: RunDirectory) -> str:
-    """Return a line that says at which step a run has ended before its last one; "" if it has not."""
+def ended_early(run: RunDirectory, *, with_error: bool) -> str:
+    """Return a line that says at which step a run has ended before its last one, and why; "" if it has not."""
     with suppress(RecordError):  # what cannot be read is reported where it is shown
-        ended = {each["process"]: each["doing"].startswith(ENDED) for each in read_statuses(run)}
+        statuses = read_statuses(run)
+        ended = {each["process"]: each["doing"].startswith(ENDED) for each in statuses}
         config, step = settings_of(run), run.steps.count() or max(run.checkpointed(), default=0)
         # `clew replay` with other settings trains fewer steps than the configuration says
         wanted = 0 if config.get("debug.replay_rollout_data") else config.get("training.steps")
         if "trainer" in ended and all(ended.values()) and isinstance(wanted, int) and step < wanted:
-            return f"The run has ended at step {step} of {wanted}. Start it again with the same command to go on."
+            failed = next((each for each in statuses if with_error and each.get("error")), None)
+            why = f", {failed['process']} with {failed['error'].splitlines()[0].rstrip('.')}" if failed else ""
+            return f"The run has ended at step {step} of {wanted}{why}. Start it again with the same command to go on."
     return ""
 
 
@@ -116,7 +119,7 @@ def status_table(run: RunDirectory) -> Group:
 
 def show_status(console: Console, run: RunDirectory) -> None:
     console.print(status_table(run))
-    if line := ended_early(run):
+    if line := ended_early(run, with_error=False):  # the table has it
         console.print(Text(line, "yellow"))
     if warned := in_words(read_warnings(run.warnings_path)[0]):
         console.print()

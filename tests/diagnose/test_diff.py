@@ -138,6 +138,50 @@ def test_a_reward_whose_file_was_changed_is_named(
     assert "the same: what differs was altered" not in shown
 
 
+def test_parameters_are_compared_by_name(
+    run: RunDirectory, other: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The other run does not train the last parameter, so it comes first there."""
+    facts = json.loads(other.run_json.read_text())
+    *rest, last = facts["parameters"]
+    other.run_json.write_text(json.dumps(facts | {"parameters": [last, *rest]}))
+
+    def in_front(digests: str, instead: str = "") -> str:
+        return (instead or digests[-16:]) + digests[:-16]
+
+    for step in range(other.steps.count()):
+        path = other.steps.json_path(step)
+        said = json.loads(path.read_text())
+        tensors = said["tensors"]
+        tensors["weights"] = in_front(tensors["weights"])
+        tensors["gradients"] = [in_front(each, "0" * 16 * (step == 3)) for each in tensors["gradients"]]
+        path.write_text(json.dumps(said))
+    seal(other)
+    shown = told(capsys, run.path, other.path)
+    assert re.search(rf"FIRST DIFFERENCE  step 3, gradients: {last}.*: first digest \w+, second no gradient\n", shown)
+
+
+def test_another_first_model_and_other_code_are_named(
+    run: RunDirectory, other: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = other.steps.json_path(5)
+    said = json.loads(path.read_text())
+    path.write_text(json.dumps(said | {"code": {**said["code"], "rollout.reward": "f" * 16}}))
+    seal(other)
+    assert diff(run.path, other.path, ignore=[], plot=None)
+    assert re.search(r"and yet the code of step 5 differs .*:\n  rollout.reward: .* → f{16}\n", capsys.readouterr().out)
+    change_stage(other, 1, "advantages", 0, generated_at(other, 1, 0), 0.5)
+    path = other.checkpoints / "step-000000" / "checkpoint.json"
+    said = json.loads(path.read_text())
+    del said["seal"]
+    name = next(iter(said["weights"]))
+    said["weights"][name] = "0" * 16
+    path.write_bytes(chain.sealed(said))
+    seal(other)
+    shown = told(capsys, run.path, other.path)
+    assert f"  the first model: 1 of {len(said['weights'])} parameters differ, first {name}\n" in shown
+
+
 LEARN = """
 import sys
 from pathlib import Path
@@ -159,7 +203,7 @@ def test_an_altered_tokenizer_is_named(
     seal(other)
     shown = told(capsys, run.path, other.path)
     assert f"FIRST DIFFERENCE  step 1, advantages: {name}" in shown
-    assert "  tokenizer.json: of the checkpoint before, " in shown
+    assert "  tokenizer.json: of the checkpoint before this step, " in shown
 
 
 def test_what_follows_from_the_configuration_comes_before_noise_of_sampling(

@@ -32,6 +32,7 @@ from clew.record import chain, rows
 from clew.record.bundle import opened, write_bundle
 from clew.record.run import RunDirectory
 from clew.training import checkpoint, metrics
+from clew.training.custom import digest_of_file
 from clew.training.digests import digest_tensors
 from clew.training.engine import TrainEngine
 from clew.view.show import show
@@ -450,11 +451,16 @@ def test_a_reward_function_with_a_new_bug(run: RunDirectory, folder: Path, capsy
     try:
         module.write_text(REWARD.replace("each.isdigit()", "each in '01234567'"))
         shutil.rmtree(folder / "__pycache__", ignore_errors=True)
+        digest_of_file.cache_clear()  # it keeps the digest of the code that was loaded first
         assert not again(run, "0:2", reward=True)
         *lines, last = capsys.readouterr().out.strip().splitlines()[1:]
         wrong = {row.episode_id for step in (0, 1) for row in run.steps.read_data(step) if disagrees(row)}
         assert wrong and {line.split(": recorded")[0].split(", ")[1] for line in lines} == wrong
         assert f"{len(wrong)} episodes are not what planted_rewards.digits gives now" in last
+        now = digest_of_file(str(module))
+        change_summary(run, 1, lambda said: said["code"].update({"rollout.reward": now}))
+        assert not again(run, "1", reward=True)
+        assert "So they may depend on the time, on chance, on the environment," in capsys.readouterr().out
         module.write_text(REWARD.replace("len(completion) / 100", "1 / 0"))
         shutil.rmtree(folder / "__pycache__", ignore_errors=True)
         assert not again(run, "1", reward=True)
