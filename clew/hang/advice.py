@@ -21,7 +21,7 @@ RESTART = {
     "send/receive cycle": AGAIN,
     "pipeline micro-batch mismatch": AGAIN,
     "shape mismatch": AGAIN,
-    "cleanup deadlock": "A restart will hang again if the hidden exception is raised again.",
+    "cleanup deadlock": "A restart will hang again if the exception that led to the cleanup is raised again.",
     "initialisation": AGAIN,
     "same collective everywhere": MAYBE,
     "dead": "A restart will end in the same way unless the cause is removed. Read the log of what has ended first.",

@@ -13,7 +13,7 @@ from clew.hang.activity import DISTRIBUTED, LOOP_COUNTER, WORKS, Activity
 from clew.hang.collective_calls import behind, other_numbers, parting
 from clew.hang.inside import installed
 from clew.hang.observed import Frame
-from clew.hang.source import follows, outermost_loop
+from clew.hang.source import WITHOUT_RAISE, follows, outermost_loop
 from clew.hang.verdict import MESSAGES, Actor, Verdict, names, verdict_about
 from clew.hang.waits_for import key_of
 
@@ -146,10 +146,11 @@ def same_everywhere(ranks: list[Actor]) -> Verdict:
     if parted := other_numbers(ranks):  # RAS counts what hosts have launched, which may be ahead of a slow network
         odd, told = parted
         late = behind(ranks)
-        if late and late[0] == odd and all(a.activity.cleanup in ("finally", "except") for a in ranks):
+        if late and late[0] == odd and all(a.activity.cleanup in ("finally", "except", WITHOUT_RAISE) for a in ranks):
+            shown = "" if odd[0].activity.cleanup == WITHOUT_RAISE else "; it is shown only after the cleanup ends"
             why = (
-                f"{came} {told} Rank {names(odd)} came to its cleanup early. An exception probably brought it there; "
-                f"it is shown only after the cleanup ends."
+                f"{came} {told} Rank {names(odd)} came to its cleanup early. An exception probably brought it "
+                f"there{shown}."
             )
             return verdict_about("cleanup deadlock", odd, why, ranks)
         return verdict_about("collective mismatch", odd, f"{came} {told}", ranks, confidence="medium")
@@ -258,9 +259,12 @@ def cycle(culprits: list[Actor], waiters: list[Actor], sources: Mapping[str, str
     # The `finally` or `__exit__` may hide an exception: its collective waits for ranks that still train.
     if cleaning and len(cleaning) < len(culprits):
         hidden = next((f"{a.hidden_exception} is" for a in cleaning if a.hidden_exception), "An exception may be")
+        hidden += " hidden there: it is shown only after the cleanup ends, and that waits."
+        if all(a.activity.cleanup == WITHOUT_RAISE for a in cleaning):
+            hidden = "An exception brought it there, and is not raised again: only the log may show it."
         why = (
             f"Rank {names(cleaning)} is cleaning up (in {cleaning[0].activity.cleanup}) while the others still train. "
-            f"{hidden} hidden there: it is shown only after the cleanup ends, and that waits. {told}"
+            f"{hidden} {told}"
         )
         return verdict_about("cleanup deadlock", cleaning, why, waiters + culprits, structural=True)
     # Sender and receiver have met, but expect other sizes.

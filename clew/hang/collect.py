@@ -23,10 +23,12 @@ from typing import Any
 from clew.errors import LaunchError
 from clew.hang import proc
 from clew.hang.classes import Stack, stack_of
+from clew.hang.endpoints import with_ends
 from clew.hang.engines import answers
 from clew.hang.flight import calls_of
 from clew.hang.inside import inside, installed, tasks_of, with_numbers
-from clew.hang.observed import Frame, Look, Process, Snapshot, Thread
+from clew.hang.observed import NO_PYTHON, Frame, Look, Process, Snapshot, Thread
+from clew.hang.programs import native
 from clew.processes import SOCKET_VARIABLE
 
 DUMP_S = 5.0
@@ -41,7 +43,7 @@ TRIES = 4
 """Number of attempts at a stack: a process that runs while it is read can give a torn one."""
 FORKED = [("_bootstrap", "process.py"), ("_launch", "popen_fork.py")]
 """Innermost frame of multiprocessing in a child, and the one that forked it."""
-UNREADABLE = ("permission denied", "no Python was found")
+UNREADABLE = ("permission denied", NO_PYTHON)
 """Beginnings of the errors of processes that will stay unreadable."""
 Locks = Sequence[tuple[int, int, bool]]
 """Locks on files; see `clew.hang.proc.locks_of_machine`."""
@@ -110,7 +112,17 @@ def look_at(pid: int, program: str) -> Look:
     stat, at = proc.stat_of(pid), time.monotonic()
     if stat is None:
         return Look(at=at, state="X", error="the process is gone")
-    look = Look(at=at, state=stat[0], switches=proc.switches_of(pid), cpu_s=stat[2], written=proc.written_by(pid))
+    (read, written), (children_cpu_s, children_faults) = proc.bytes_of(pid), proc.ended_children_of(pid)
+    look = Look(
+        at=at,
+        state=stat[0],
+        switches=proc.switches_of(pid),
+        cpu_s=stat[2],
+        written=written,
+        read=read,
+        children_cpu_s=children_cpu_s,
+        children_faults=children_faults,
+    )
     if stat[0] == "Z":
         return replace(look, error="the process has ended (zombie)")
     error = ""
@@ -148,7 +160,7 @@ def _reason(stderr: str) -> str:
     if "ermission" in text:
         return "permission denied: run `clew hang` as the same user, or as root; in a container it needs SYS_PTRACE"
     if "Failed to find" in text and "python" in text.lower():
-        return "no Python was found in this process"
+        return f"{NO_PYTHON} in this process"
     return text or "py-spy failed"
 
 
@@ -168,10 +180,11 @@ def watch(
         processes = list(pool.map(describe, pids))
         while True:
             began = time.monotonic()
-            looks = pool.map(lambda pid: look_at(pid, program), pids)
+            looks = pool.map(lambda process: look_at(process.pid, program), processes)
             processes = [
                 replace(process, looks=(*process.looks, look)) for process, look in zip(processes, looks, strict=True)
             ]
+            processes = _with_programs(processes, pids, program)
             if until(processes, time.monotonic() - first):
                 break
             # Irregular, so that a loop with the same period is not always met at the same place.
@@ -180,7 +193,26 @@ def watch(
     machine, locks = proc.sockets_of_machine(), proc.locks_of_machine()
     with ThreadPoolExecutor(AT_ONCE) as pool:
         processes = list(pool.map(lambda process: _with_waits(process, machine, locks), processes))
+    processes = with_ends(processes, machine)
     return tuple(replace(process, outside=outside(process, processes, locks)) for process in processes)
+
+
+def _with_programs(processes: list[Process], pids: Sequence[int], program: str) -> list[Process]:
+    """Return the processes with native programs that were started meanwhile, and without those of them that ended.
+
+    A compiler, for example, starts one program after another. None of them is at fault for having ended.
+    """
+    helpers = {each.pid for each in processes if native(each)}
+    kept = [
+        each
+        for each in processes
+        if each.pid not in helpers or each.last.state not in "ZX" or (each.pid in pids and each.parent not in helpers)
+    ]
+    known = {each.pid for each in processes} | {*pids}
+    # This command may itself be below a process that it examines.
+    started = [pid for pid in proc.below(list(pids), without=os.getpid()) if pid not in known]
+    looked = [replace(describe(pid), looks=(look_at(pid, program),)) for pid in started]
+    return kept + [each for each in looked if native(each)]
 
 
 def outside(process: Process, job: Sequence[Process], locks: Locks) -> tuple[str, ...]:

@@ -155,13 +155,19 @@ def _progress(live: list[Actor], ranks: list[Actor], snapshot: Snapshot) -> Verd
         return None
     waiting = [a for a in mains if a.activity.kind in ("collective", "recv", "send", "device")]
     if waiting and len(waiting) < len(mains) and not any(a.moving for a in waiting):
-        how = pace(moving[0].process, snapshot.sources)
+        how = _how(moving[0], snapshot, "it")
         label = ", ".join(a.process.label for a in moving)
         why = f"{label} is slow, not hung{how}; the others wait for it."
         return verdict_about("slow", moving, why, mains, cause="slow")
     if not ranks and len(moving) < len(mains):
         return None
-    return verdict_about("healthy", [], f"The job moves{pace(moving[0].process, snapshot.sources)}.", mains)
+    how = _how(moving[0], snapshot, moving[0].process.label)
+    return verdict_about("healthy", [], f"The job moves{how}.", mains)
+
+
+def _how(actor: Actor, snapshot: Snapshot, subject: str) -> str:
+    """Return words about how a process moves, by itself or by a program that it waits for."""
+    return f": {subject} {actor.work}" if actor.work else pace(actor.process, snapshot.sources)
 
 
 def _blind_loops(mains: list[Actor]) -> Verdict | None:

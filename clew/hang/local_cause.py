@@ -25,7 +25,7 @@ from clew.hang.progress import (
 from clew.hang.roles import WAITS_INSIDE, waits_for_work
 from clew.hang.source import calls_at, dotted, enclosing, loop_at, origin
 from clew.hang.verdict import LOCAL, MESSAGES, Actor, Verdict, names, verdict_about, words_of
-from clew.hang.waits_for import TO_OTHERS
+from clew.hang.waits_for import THROUGH_PIPES, TO_OTHERS, surely_awaits
 
 FILE_CALLS = re.compile(r"exists|is_file|isfile|is_dir|isdir|glob|stat\(|listdir|scandir|iterdir|getmtime")
 NUMERIC = {"numpy", "torch", "scipy", "sklearn", "pandas"}
@@ -281,7 +281,8 @@ def _slow(sink: Sink) -> Verdict | None:
     generates = sink.one.process.answers.get("metrics") == "moving"
     if not sink.one.moving and not generates:
         return None
-    how = ": its counters of tokens grow" if generates else pace(sink.one.process, sink.sources)
+    work = f": it {sink.one.work}" if sink.one.work else ""
+    how = ": its counters of tokens grow" if generates else work or pace(sink.one.process, sink.sources)
     why = f"{sink.one.process.label} moves, but slowly{how}; others wait for it."
     return verdict_about("slow", sink.culprits, why, sink.waiters, cause="slow", confidence="medium")
 
@@ -422,7 +423,8 @@ def _loader(sink: Sink) -> Verdict | None:
         return None
     rank = sink.parent or sink.one
     words = LOCAL[sink.act.kind][1]
-    why = f"A worker of the data loader of {rank.process.label} {words} at {sink.act.place}"
+    workers = ", ".join(str(each.pid) for each in sink.culprits)
+    why = f"A worker of the data loader of {rank.process.label} {words} at {sink.act.place}. Its pid: {workers}."
     found = verdict_about("data loading", [rank], why, [*sink.culprits, *sink.waiters]).at(sink.act.site)
     return replace(found, pids=(rank.pid, *(c.pid for c in sink.culprits)))
 
@@ -573,7 +575,8 @@ def _blocked(sink: Sink) -> Verdict | None:
         inside = sink.act.thread != "MainThread" and not sink.one.process.peers
         pattern = "rollout blocked" if circle and inside else "external wait"
     others = sink.culprits[1:]
-    more = f" Meanwhile {others[0].says}. They wait for one another." if others else ""
+    guessed = any(a.activity.kind in THROUGH_PIPES and not surely_awaits(a, sink.live) for a in sink.culprits)
+    more = f" Meanwhile {others[0].says}. They {'may ' * guessed}wait for one another." if others else ""
     more += f" So do {len(others) - 1} more." if len(others) > 2 else " So does one more." if len(others) > 1 else ""
     why = f"{sink.one.says}.{more}{_waiting(sink)}"
     if sink.act.kind == "sleep":

@@ -7,6 +7,8 @@ from typing import Any
 
 APART = 10_000_000
 """Offset between the pids of merged nodes, because two nodes may use the same pid."""
+NO_PYTHON = "no Python was found"
+"""Beginning of the error in a look at a program that is not Python."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +113,12 @@ class Look:
     cpu_s: float = 0.0
     written: int = 0
     """Bytes that the process has written so far, to whatever file or pipe."""
+    read: int = 0
+    """Bytes that it has read so far, and those that its ended children have read."""
+    children_cpu_s: float = 0.0
+    """CPU seconds of the children that have ended and that it has waited for."""
+    children_faults: int = 0
+    """Page faults of these children: the number rises whenever one ends."""
     threads: tuple[Thread, ...] = ()
     error: str = ""
     """Reason why the stack could not be read."""
@@ -142,6 +150,11 @@ class Process:
     peers: tuple[int, ...] = ()
     """TCP ports at the other end of its connections."""
     pipes: tuple[str, ...] = ()
+    awaits: tuple[tuple[int, str, str], ...] = ()
+    """Pipes and sockets that threads read or write at the moment: the thread, its end, and the other end. An end is
+    `r pipe:[1]`, `w pipe:[1]` or `socket:[2]`; "" if the peer of a socket is not known."""
+    ends: tuple[str, ...] = ()
+    """Ends that it has open and for which a thread of some process waits."""
     gpus: tuple[str, ...] = ()
     """Devices of NVIDIA GPUs that it has opened, such as /dev/nvidia0."""
     files: tuple[str, ...] = ()
@@ -242,7 +255,7 @@ def _process_from(value: dict[str, Any]) -> Process:
         Look(**{**look, "threads": tuple(_thread_from(each) for each in look["threads"])}) for look in value["looks"]
     )
     lists = {name: tuple(value[name]) for name in ("command", "listens", "peers", "pipes", "files", "waits")}
-    more = {name: tuple(value.get(name, ())) for name in ("tasks", "native", "gpus", "wants", "outside")}
+    more = {name: tuple(value.get(name, ())) for name in ("tasks", "native", "gpus", "wants", "outside", "ends")}
     alike = tuple((int(rank), int(pid), str(host)) for rank, pid, host in value.get("alike", ()))
     inside = dict(value.get("inside") or {})
     groups = tuple(Group(**{**each, "members": tuple(each["members"])}) for each in inside.get("groups", ()))
@@ -252,6 +265,7 @@ def _process_from(value: dict[str, Any]) -> Process:
         children=tuple((pid, name, code) for pid, name, code in inside.get("children", ())),
     )
     recorded = {
+        "awaits": tuple((int(thread), str(own), str(other)) for thread, own, other in value.get("awaits", ())),
         "calls": tuple(Call(**each) for each in value.get("calls", ())),
         "launched": tuple(_launched_from(each) for each in value.get("launched", ())),
     }

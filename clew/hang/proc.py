@@ -57,12 +57,21 @@ def switches_of(pid: int) -> int:
     return 0
 
 
-def written_by(pid: int) -> int:
-    """Return the bytes that a process has written; 0 if that cannot be read."""
+def ended_children_of(pid: int) -> tuple[float, int]:
+    """Return CPU seconds and page faults of the children that a process has waited for; zeros if it is gone."""
+    try:
+        fields = said_of(pid, "stat").rpartition(") ")[2].split()
+    except OSError:
+        return 0.0, 0
+    return (int(fields[13]) + int(fields[14])) / os.sysconf("SC_CLK_TCK"), int(fields[8])
+
+
+def bytes_of(pid: int) -> tuple[int, int]:
+    """Return the bytes that a process has read and written; zeros if that cannot be read."""
     with suppress(OSError):
-        found = re.search(r"^wchar: (\d+)", said_of(pid, "io"), re.M)
-        return int(found[1]) if found else 0
-    return 0
+        found = dict(re.findall(r"^([rw])char: (\d+)", said_of(pid, "io"), re.M))
+        return int(found.get("r", 0)), int(found.get("w", 0))
+    return 0, 0
 
 
 def environment_of(pid: int) -> dict[str, str]:
@@ -101,12 +110,12 @@ def children_of() -> dict[int, list[int]]:
     return children
 
 
-def below(pids: list[int]) -> list[int]:
-    """Return these processes and all their descendants, parents first."""
+def below(pids: list[int], without: int = 0) -> list[int]:
+    """Return these processes and all their descendants, parents first, except process `without` and those below it."""
     children, found, waiting = children_of(), list[int](), list(pids)
     while waiting:
         pid = waiting.pop(0)
-        if pid not in found:
+        if pid not in found and pid != without:
             found.append(pid)
             waiting += children[pid]
     return found

@@ -352,7 +352,7 @@ def fails_in_loop(thread: Thread, sources: Mapping[str, str]) -> bool:
     """Return whether a thread is in an `except` within a loop: it handles a failure, and will try again."""
     for frame in thread.frames:
         text = "" if installed(frame.file) else sources.get(frame.file, "")
-        if source.in_cleanup(text, frame.line) == "except" and source.loop_at(text, frame.line) is not None:
+        if source.in_handler(text, frame.line) and source.loop_at(text, frame.line) is not None:
             return True
     return False
 

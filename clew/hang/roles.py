@@ -11,6 +11,7 @@ from pathlib import Path
 from clew.hang.activity import Activity, activities
 from clew.hang.inside import installed
 from clew.hang.observed import Group, Process, Snapshot
+from clew.hang.programs import awaited_work, with_python_parents
 from clew.hang.progress import moves, without_torn
 from clew.hang.verdict import Actor
 
@@ -82,10 +83,11 @@ def role_of(process: Process, parent: Process | None, *, distributed: bool) -> t
         return "launcher", None
     if any(file.endswith("torch/utils/data/_utils/worker.py") for file in files):
         return "loader", None
-    if (rank := _rank_of(process, distributed=distributed)) is not None:
-        # What a rank starts inherits its environment and, after a fork, its memory.
-        inherited = parent is not None and parent.threads and _rank_of(parent, distributed=distributed) == rank
-        return ("other", None) if inherited else ("rank", rank)
+    rank = _rank_of(process, distributed=distributed)
+    # What a rank starts inherits its environment and, after a fork, its memory.
+    inherited = parent is not None and parent.threads and _rank_of(parent, distributed=distributed) == rank
+    if rank is not None and not inherited:
+        return "rank", rank
     dead_or_stopped = process.exit or process.last.state in "ZXTtD"
     program = Path(process.command[0]).name if process.command else ""
     if not process.threads and not dead_or_stopped and "python" not in program:
@@ -107,7 +109,7 @@ def _rank_of(process: Process, *, distributed: bool) -> int | None:
 
 def with_ranks(processes: Sequence[Process], sources: Mapping[str, str]) -> list[tuple[Process, str]]:
     """Return the processes with their ranks and roles: from memory, the environment, or a local variable."""
-    processes = with_drivers(processes)
+    processes = with_python_parents(with_drivers(processes))
     by_pid = {process.pid: process for process in processes}
     distributed = any("distributed" in text for text in sources.values())
     found = []
@@ -168,8 +170,11 @@ def actors_of(snapshot: Snapshot) -> list[Actor]:
         process = without_torn(process)
         every = activities(process, snapshot.sources, world)
         activity = effective(every)
-        moving = moves(process, snapshot.sources, world)
-        found.append(Actor(process=process, activity=activity, threads=tuple(every), moving=moving, role=role))
+        work = awaited_work(process, activity, snapshot.processes, snapshot.sources)
+        moving = moves(process, snapshot.sources, world) or bool(work)
+        found.append(
+            Actor(process=process, activity=activity, threads=tuple(every), moving=moving, role=role, work=work)
+        )
     return found
 
 

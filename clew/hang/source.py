@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -16,6 +16,12 @@ from typing import Any
 CLEANUP_NAMES = re.compile(
     r"clean|teardown|tear_down|shutdown|shut_down|finali[sz]e|close|__exit__|__del__|destroy|atexit", re.I
 )
+HANDLER_CLEANUP = re.compile(rf"{CLEANUP_NAMES.pattern}|barrier|save|abort", re.I)
+"""Names of calls by which an `except` cleans up. Other calls there go on with the work, such as with half a batch."""
+WITHOUT_RAISE = "an except without raise"
+"""Kind of cleanup in an `except` that hides no exception, because it raises none."""
+ENDS = ("sys.exit", "exit", "quit", "os._exit", "os.abort")
+"""Calls that end the program, as an exception would."""
 POLLS = re.compile(
     r"(^|\.)(sleep|time|monotonic|perf_counter|get|get_nowait|exists|is_file|isfile|isdir|is_dir|empty|qsize|is_set|"
     r"wait|print|info|warning|debug|error|urlopen|read|read_text|open|json|load|loads|poll|is_alive|len|acquire|glob|stat|"
@@ -123,15 +129,50 @@ def branch_of_rank(text: str, line: int) -> str:
 
 
 def in_cleanup(text: str, line: int) -> str:
-    """Return "finally", "except" or the cleanup function's name if a line belongs to cleanup; otherwise ""."""
+    """Return "finally", "except", WITHOUT_RAISE or the function's name if a line belongs to cleanup; otherwise ""."""
     path = enclosing(text, line)
-    for outer, inner in pairwise(path):
-        if isinstance(outer, ast.Try) and inner in outer.finalbody:
+    for place, (outer, inner) in enumerate(pairwise(path)):
+        if isinstance(outer, (ast.Try, ast.TryStar)) and inner in outer.finalbody:
             return "finally"
-        if isinstance(outer, ast.ExceptHandler):
-            return "except"
+        if isinstance(outer, ast.ExceptHandler) and (raises := _cleans_up(path[place:], text, line)) is not None:
+            return "except" if raises else WITHOUT_RAISE
     functions = [node.name for node in path if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
     return next((name for name in functions if CLEANUP_NAMES.search(name)), "")
+
+
+def _cleans_up(path: Sequence[ast.AST], text: str, line: int) -> bool | None:
+    """Return whether an `except` can raise if it cleans up; None if it goes on with the work, as a retry does.
+
+    Args:
+        path: The handler and the nodes in it around the line.
+        text: Source of the file.
+        line: The line, from which a call has not returned.
+    """
+    names = (dotted(call.func).rpartition(".")[2] for call in calls_at(text, line))
+    if not _leads_to_raise(path) and not any(HANDLER_CLEANUP.search(name) for name in names):
+        return None
+    return any(isinstance(node, ast.Raise) for node in ast.walk(path[0]))
+
+
+def _leads_to_raise(path: Sequence[ast.AST]) -> bool:
+    """Return whether a program that goes on from the last of these nodes always comes to a `raise` in the first."""
+    for place in range(len(path) - 1, 0, -1):
+        outer, inner = path[place - 1 : place + 1]
+        blocks = (getattr(outer, name, []) for name in ("body", "orelse", "finalbody"))
+        block = next((each for each in blocks if inner in each), [])
+        for node in block[block.index(inner) :] if block else ():
+            call = node.value if isinstance(node, ast.Expr) else None
+            if isinstance(node, ast.Raise) or (isinstance(call, ast.Call) and dotted(call.func) in ENDS):
+                return True
+            around = any(isinstance(each, (ast.For, ast.AsyncFor, ast.While)) for each in path[1:place])
+            if isinstance(node, ast.Return) or (isinstance(node, (ast.Break, ast.Continue)) and not around):
+                return False
+    return False
+
+
+def in_handler(text: str, line: int) -> bool:
+    """Return whether a line is in the body of an `except`."""
+    return any(isinstance(outer, ast.ExceptHandler) for outer, _ in pairwise(enclosing(text, line)))
 
 
 def loop_at(text: str, line: int) -> ast.While | ast.For | ast.AsyncFor | None:

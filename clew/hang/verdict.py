@@ -94,7 +94,9 @@ class Actor:
     threads: tuple[Activity, ...] = ()
     moving: bool = False
     role: str = "other"
-    """rank, launcher, loader (a DataLoader's worker), idle (Python's own helpers) or other."""
+    """rank, launcher, loader (a DataLoader's worker), idle (Python's own helpers, programs without Python) or other."""
+    work: str = ""
+    """Words about the native program that it waits for, if that works."""
 
     @property
     def pid(self) -> int:
@@ -136,7 +138,8 @@ class Actor:
         )
         if one.kind == "pipe" and self.process.waits_in.endswith("pipe_write"):
             what = "writes to a full pipe, which nobody reads,"
-        return f"{self.process.label} {what}" + (f" at {one.place}" if one.site else "")
+        at = f" at {one.place}" if one.site else ""
+        return f"{self.process.label} {what}{at}" + (f": it {self.work}" if self.work else "")
 
 
 def verdict_about(pattern: str, culprits: Sequence[Actor], why: str, others: Sequence[Actor] = (), **more) -> Verdict:

@@ -14,6 +14,8 @@ TO_OTHERS = (
     "data_loader", "select", "tasks", "rpc", "ray",
 )  # fmt: skip
 """Kinds of waits that another process may end."""
+THROUGH_PIPES = ("queue", "queue_full", "pipe")
+"""Kinds of waits for whoever is at the other end of a pipe or socket."""
 
 
 def key_of(one: Activity) -> tuple[str, tuple[int, ...] | None]:
@@ -83,7 +85,7 @@ def _could_end(actor: Actor, live: Sequence[Actor], listening: Mapping[tuple[str
             # A program's parent should read what it writes. One that only waits for the program to end never does.
             waiting = ("process", "tasks")
             named |= {a.pid for a in live if a.pid == process.parent and a.activity.kind in waiting}
-            return named | (children or _piped(actor, live))
+            return named | at_other_end(actor, live)
         case "file":
             return named | {a.pid for a in live if set(a.process.files) & set(process.wants)}
         case "rpc":  # ranks that run a remote call; if none does, as at shutdown, those that are in no rpc yet
@@ -108,7 +110,9 @@ def _could_end(actor: Actor, live: Sequence[Actor], listening: Mapping[tuple[str
             return named | {a.pid for a in live if a.role == "loader" and a.process.parent == actor.pid}
         case "condition":
             return named | children
-        case "queue" | "queue_full" | "pipe" | "process" | "pool" | "future":
+        case "queue" | "queue_full" | "pipe":
+            return named | at_other_end(actor, live)
+        case "process" | "pool" | "future":
             return named | (children or _piped(actor, live))
         case "signal":
             beside = [a for a in live if a is not actor and a.process.parent == process.parent]
@@ -116,6 +120,40 @@ def _could_end(actor: Actor, live: Sequence[Actor], listening: Mapping[tuple[str
         case "sleep" if actor.rank is None:
             return named | children
     return named
+
+
+def at_other_end(actor: Actor, live: Sequence[Actor]) -> set[int]:
+    """Return the pids of the processes that can write what a process reads, or read what it writes.
+
+    If its descriptor was not seen, these are its children, or else all that share any pipe with it.
+    """
+    process = actor.process
+    children = {a.pid for a in live if a.process.parent == actor.pid and a.rank is None}
+    ends = {other for _, other in _awaited(actor)}
+    others = [a for a in live if a is not actor and a.rank is None and a.process.host == process.host]
+    if "" in ends:  # a socket whose peer is not known leads to kin, but not to those that only have pipes with it
+        kin = [a for a in others if a.pid == process.parent or a.pid in children]
+        holders = [a for a in kin if not set(process.pipes) & set(a.process.pipes)]
+    else:
+        holders = [a for a in others if ends & set(a.process.ends)]
+    if not ends or not (holders or actor.activity.kind == "pipe"):  # a manager may serve a queue
+        return children or _piped(actor, live)
+    # A fork has copies of its parent's descriptors. The one that is in a system call with this end is its user.
+    users = [a for a in holders if ends & {own for own, _ in _awaited(a)}]
+    dead = {a.pid for a in live if a.dead and a.pid in children}
+    joins = {a.pid for a in live if a.activity.kind in ("process", "thread")} - children  # these only join the rest
+    return dead | {a.pid for a in users or holders} - joins
+
+
+def surely_awaits(actor: Actor, live: Sequence[Actor]) -> bool:
+    """Return whether it was seen which pipe or socket a process reads or writes, and one process has its other end."""
+    return any(other for _, other in _awaited(actor)) and len(at_other_end(actor, live)) == 1
+
+
+def _awaited(actor: Actor) -> list[tuple[str, str]]:
+    """Return both ends of the pipe or socket that the thread which decides reads or writes; empty if not seen."""
+    threads = {each.os_id for each in actor.process.threads if each.name == actor.activity.thread and not each.task}
+    return [(own, other) for thread, own, other in actor.process.awaits if thread in threads]
 
 
 def _piped(actor: Actor, live: Sequence[Actor]) -> set[int]:

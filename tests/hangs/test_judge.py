@@ -264,6 +264,41 @@ def test_a_line_knows_its_branch_and_cleanup() -> None:
     assert source.branch_of_rank(text, 6) == "alone" and source.branch_of_rank(text, 4) == ""
 
 
+@pytest.mark.parametrize(
+    ("handler", "expected"),
+    [
+        ("dist.all_reduce(x)\nraise", "except"),
+        ("if ok:\n    dist.all_reduce(x)\nraise", "except"),
+        ("dist.all_reduce(x)\nsys.exit(1)", source.WITHOUT_RAISE),
+        ("dist.barrier()", source.WITHOUT_RAISE),
+        ("self.save_checkpoint()\nif fatal:\n    raise", "except"),
+        ("dist.all_reduce(x)", ""),
+        ("return train(half) + train(half)\nraise", ""),
+        ("if retry:\n    train(half)\n    return\nraise", ""),
+        ("for half in halves:\n    if ok:\n        train(half)\n        break\nraise", "except"),
+    ],
+)
+def test_an_except_is_cleanup_if_it_ends_in_a_raise_or_calls_a_cleanup(handler: str, expected: str) -> None:
+    body = handler.replace("\n", "\n        ")
+    text = f"def step():\n    try:\n        train(batch)\n    except MemoryError:\n        {body}\n"
+    call = next(n for n, line in enumerate(text.splitlines(), 1) if n > 4 and "(" in line)
+    assert source.in_cleanup(text, call) == expected and source.in_handler(text, call)
+    assert not source.in_handler(text, 3)
+
+
+def test_a_retry_in_an_except_is_a_mismatch_and_a_cleanup_without_raise_hides_nothing() -> None:
+    def with_handler(op: str) -> Verdict:
+        text = f"try:\n    dist.all_reduce(x)\nexcept MemoryError:\n    dist.{op}(x)\ndist.barrier()\n"
+        ranks = (rank(0, 5, "barrier", world=3), rank(1, 4, op, world=3), rank(2, 5, "barrier", world=3))
+        return judge(Snapshot(processes=ranks, sources={"train.py": text}))
+
+    verdict = with_handler("all_reduce")
+    assert (verdict.pattern, verdict.ranks) == ("collective mismatch", (1,))
+    verdict = with_handler("monitored_barrier")
+    assert (verdict.pattern, verdict.ranks) == ("cleanup deadlock", (1,))
+    assert "is not raised again" in verdict.explanation and "hidden" not in verdict.explanation
+
+
 def test_sinks_are_where_the_waiting_ends() -> None:
     assert sinks({0: {2, 3}, 1: {2, 3}, 3: {2}}) == [{2}]
     assert sinks({0: {1}, 1: {0}, 2: {0}}) == [{0, 1}]

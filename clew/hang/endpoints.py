@@ -1,0 +1,133 @@
+"""Finds the processes at the other end of the pipe or socket that a thread reads or writes at the moment.
+
+Two processes can share several pipes. Only the descriptor in the system call says for which of them one waits.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import socket
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from clew.hang.observed import Process
+from clew.hang.proc import ESTABLISHED, PROC, link_of, said_of
+
+READING = {"x86_64": (0, 19, 45, 47), "aarch64": (63, 65, 207, 212)}
+"""Numbers of the system calls read, readv, recvfrom and recvmsg, whose first argument is the descriptor."""
+WRITING = {"x86_64": (1, 20, 44, 46), "aarch64": (64, 66, 206, 211)}
+"""Numbers of the system calls write, writev, sendto and sendmsg."""
+UNKNOWN = ""
+"""Other end of a socket whose peer could not be found."""
+SOCK_DIAG, BY_FAMILY, DUMP_REQUEST = 4, 20, 0x301
+DONE, ERROR = 3, 2
+PEER = 2
+"""Attribute UNIX_DIAG_PEER of the kernel's answer, and the bit 1 << PEER that asks for it (UDIAG_SHOW_PEER)."""
+ANSWER_S = 1.0
+
+Awaited = tuple[int, str, str]
+"""Thread, the end that it reads or writes, and the other end; see `Process.awaits`."""
+
+
+def with_ends(processes: Sequence[Process], machine: Mapping[str, tuple[str, int, int]]) -> list[Process]:
+    """Return the processes with the ends of pipes and sockets that their threads wait for, and those that they hold.
+
+    Args:
+        processes: The processes, all on this machine.
+        machine: TCP sockets, from `proc.sockets_of_machine`.
+    """
+    peers = peers_of_sockets(machine)
+    threads = ([thread.os_id for thread in each.threads if not thread.task] for each in processes)
+    awaits = [awaited(each.pid, every, peers) for each, every in zip(processes, threads, strict=True)]
+    wanted = {end for every in awaits for _, _, end in every if end}
+    return [
+        replace(process, awaits=every, ends=ends_of(process.pid, wanted))
+        for process, every in zip(processes, awaits, strict=True)
+    ]
+
+
+def awaited(pid: int, threads: Iterable[int], peers: Mapping[str, str]) -> tuple[Awaited, ...]:
+    """Return the pipes and sockets that threads are in a system call with. None for a thread that /proc hides.
+
+    Args:
+        pid: The process.
+        threads: Numbers of its threads.
+        peers: The other end of each socket, from `peers_of_sockets`.
+    """
+    found: list[Awaited] = []
+    for thread in threads:
+        with suppress(OSError, ValueError, IndexError):
+            words = said_of(pid, f"task/{thread}/syscall").split()  # "running" if it is in no system call
+            call, number = int(words[0]), int(words[1], 16) & 0xFFFFFFFF
+            reads = call in READING.get(platform.machine(), ())
+            if not reads and call not in WRITING.get(platform.machine(), ()):
+                continue
+            link = link_of(PROC / str(pid) / "fd" / str(number))
+            if link.startswith("pipe:"):
+                found.append((thread, *((f"r {link}", f"w {link}") if reads else (f"w {link}", f"r {link}"))))
+            elif link.startswith("socket:"):
+                found.append((thread, link, peers.get(link, UNKNOWN)))
+    return tuple(found)
+
+
+def ends_of(pid: int, wanted: set[str]) -> tuple[str, ...]:
+    """Return which of the wanted ends a process has open: `r pipe:[1]`, `w pipe:[1]` or `socket:[2]`."""
+    links, found = {end.rpartition(" ")[2] for end in wanted}, set[str]()
+    with suppress(OSError):
+        for path in (PROC / str(pid) / "fd").iterdir() if wanted else ():
+            link = link_of(path)
+            if link not in links:
+                continue
+            found.add(link)
+            with suppress(OSError):
+                flags = re.search(r"flags:\s*(\d+)", said_of(pid, f"fdinfo/{path.name}"))
+                mode = int(flags[1], 8) & os.O_ACCMODE if flags else os.O_RDWR
+                found |= {f"r {link}"} if mode != os.O_WRONLY else set()
+                found |= {f"w {link}"} if mode != os.O_RDONLY else set()
+    return tuple(sorted(found & wanted))
+
+
+def peers_of_sockets(machine: Mapping[str, tuple[str, int, int]]) -> dict[str, str]:
+    """Return the other end of each connected socket of this machine, as far as it is here and the kernel says it."""
+    ports = {(local, remote): inode for inode, (state, local, remote) in machine.items() if state == ESTABLISHED}
+    found = {
+        f"socket:[{inode}]": f"socket:[{ports[remote, local]}]"
+        for (local, remote), inode in ports.items()
+        if (remote, local) in ports
+    }
+    with suppress(OSError, struct.error, AttributeError):  # no netlink, or a kernel without UNIX_DIAG
+        found |= {f"socket:[{one}]": f"socket:[{other}]" for one, other in _unix_peers().items()}
+    return found
+
+
+def _unix_peers() -> dict[int, int]:
+    """Return the inode of the peer of each Unix socket, by its own: /proc/net/unix does not tell peers.
+
+    Raises:
+        OSError: The kernel does not answer.
+    """
+    found: dict[int, int] = {}
+    every = 0xFFFFFFFF
+    # struct unix_diag_req: family, protocol, padding, states, inode, what to show, cookie
+    request = struct.pack("=BBHIIIII", socket.AF_UNIX, 0, 0, every, 0, 1 << PEER, every, every)
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, SOCK_DIAG) as kernel:
+        kernel.settimeout(ANSWER_S)
+        kernel.send(struct.pack("=IHHII", 16 + len(request), BY_FAMILY, DUMP_REQUEST, 1, 0) + request)
+        while True:
+            data, at = kernel.recv(1 << 16), 0
+            while at + 16 <= len(data):
+                size, kind = struct.unpack_from("=IH", data, at)
+                if kind in (DONE, ERROR) or size < 16:
+                    return found
+                inode = struct.unpack_from("=I", data, at + 20)[0]
+                place = at + 32  # after the header, and struct unix_diag_msg
+                while place + 8 <= at + size:
+                    length, name = struct.unpack_from("=HH", data, place)
+                    if name == PEER:
+                        found[inode] = struct.unpack_from("=I", data, place + 4)[0]
+                    place += max(4, (length + 3) & ~3)
+                at += (size + 3) & ~3

@@ -1,0 +1,131 @@
+"""Ends of pipes and sockets that processes wait for: of real processes, and in snapshots made by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from clew.hang import endpoints, proc
+from clew.hang.judge import judge
+from clew.hang.observed import Frame, Look, Process, Snapshot, Thread, snapshot_from
+from clew.hang.verdict import Verdict
+
+READS = "import os, sys; os.read(int(sys.argv[1]), 1)"
+
+
+@contextmanager
+def reading(descriptor: int) -> Iterator[Process]:
+    """Yield a process that reads a descriptor of this one."""
+    command = [sys.executable, "-c", READS, str(descriptor)]
+    with subprocess.Popen(command, pass_fds=[descriptor]) as program:
+        deadline = time.monotonic() + 30
+        while not endpoints.awaited(program.pid, [program.pid], {}) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        threads = (Thread(name="MainThread", os_id=program.pid),)
+        yield Process(pid=program.pid, looks=(Look(at=0.0, threads=threads),))
+        program.kill()
+
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/syscall").exists(), reason="the kernel hides system calls")
+
+
+def test_a_reader_of_a_pipe_waits_for_its_writer() -> None:
+    reads, writes = os.pipe()
+    here = Process(pid=os.getpid())
+    with reading(reads) as one:
+        os.close(reads)
+        reader, writer = endpoints.with_ends([one, here], proc.sockets_of_machine())
+    os.close(writes)
+    ((thread, own, other),) = reader.awaits
+    assert thread == one.pid and own.replace("r ", "w ") == other
+    assert (reader.ends, writer.ends) == ((), (other,))
+
+
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        theirs = socket.create_connection(server.getsockname())
+        return server.accept()[0], theirs
+
+
+@pytest.mark.parametrize("tcp", [False, True])
+def test_a_reader_of_a_socket_waits_for_its_peer(tcp: bool) -> None:
+    ours, theirs = tcp_pair() if tcp else socket.socketpair()
+    with reading(theirs.fileno()) as one:
+        theirs.close()
+        reader, writer = endpoints.with_ends([one, Process(pid=os.getpid())], proc.sockets_of_machine())
+        inode = os.fstat(ours.fileno()).st_ino
+    ours.close()
+    if not tcp and reader.awaits[0][2] == endpoints.UNKNOWN:
+        pytest.skip("the kernel does not tell the peers of Unix sockets")
+    assert reader.awaits[0][2] == f"socket:[{inode}]" and writer.ends == (f"socket:[{inode}]",)
+
+
+def waiting(pid: int, parent: int, line: int, own: str, other: str, *ends: str) -> Process:
+    """Return a process that reads one end and holds others, at a line of SOURCE, or of a program for line 0."""
+    frame = Frame(function="work", file="envs.py" if line else "<string>", line=line or 1)
+    thread = Thread(name="MainThread", os_id=pid, frames=(frame,))
+    looks = tuple(Look(at=0.5 * n, state="S", switches=7, threads=(thread,)) for n in range(6))
+    return Process(
+        pid=pid, parent=parent, command=("python",), looks=looks, waits_in="anon_pipe_read",
+        pipes=tuple({end[2:] for end in ends if "pipe" in end}), awaits=((pid, own, other),), ends=ends,
+    )  # fmt: skip
+
+
+def envs() -> list[Process]:
+    """Return a main process with three workers, each with a program; the second worker and its program are stuck.
+
+    Worker n has the socket 10 + n to main's socket 20 + n, the pipe 30 + n to its program, and 40 + n from it. Forks
+    hold copies of the sockets of main.
+    """
+    found = [waiting(100, 1, 1, "socket:[21]", "socket:[11]", *(f"socket:[{n}]" for n in (10, 11, 12, 20, 21, 22)))]
+    for n in range(3):
+        ends = [f"socket:[{each}]" for each in (10, 11, 12, 20, 21, 22)] + [f"w pipe:[{30 + n}]", f"r pipe:[{40 + n}]"]
+        awaited = (f"socket:[{10 + n}]", f"socket:[{20 + n}]")
+        if n == 1:
+            awaited = ("r pipe:[41]", "w pipe:[41]")
+        found.append(waiting(101 + n, 100, 3 if n == 1 else 2, *awaited, *ends))
+        held = (f"r pipe:[{30 + n}]", f"w pipe:[{40 + n}]")
+        found.append(waiting(201 + n, 101 + n, 0, f"r pipe:[{30 + n}]", f"w pipe:[{30 + n}]", *held))
+    return found
+
+
+SOURCE = "answers = link.recv_bytes()\norder = link.recv_bytes()\nline = self.program.stdout.readline()\n"
+
+
+def judged(processes: list[Process]) -> Verdict:
+    return judge(Snapshot(processes=tuple(processes), seconds=3.0, sources={"envs.py": SOURCE}))
+
+
+def test_an_idle_pair_beside_a_stuck_pair_is_not_blamed() -> None:
+    verdict = judged(envs())
+    assert (verdict.pattern, verdict.pids, verdict.sites) == ("external wait", (102, 202), ("envs.py:3",))
+    assert "They wait for one another." in verdict.explanation
+
+
+def test_a_socket_whose_peer_is_not_known_leads_to_no_program() -> None:
+    unknown = [
+        replace(each, awaits=tuple((n, own, "" if "socket" in own else other) for n, own, other in each.awaits))
+        for each in envs()
+    ]
+    assert judged(unknown).pids == (102, 202)
+
+
+def test_processes_whose_descriptors_were_not_seen_may_wait_for_one_another() -> None:
+    pair = [replace(each, awaits=(), ends=()) for each in envs() if each.pid in (102, 202)]
+    verdict = judged(pair)
+    assert verdict.pids == (102, 202) and "They may wait for one another." in verdict.explanation
+
+
+def test_the_ends_survive_json() -> None:
+    snapshot = Snapshot(processes=tuple(envs()))
+    assert snapshot_from(json.loads(json.dumps(snapshot.as_dict()))) == snapshot
