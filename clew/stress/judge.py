@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from clew.stress import repeat, serial
 from clew.stress.crossings import judge_answers
 from clew.stress.origins import Origins
-from clew.stress.report import failures
+from clew.stress.report import failures, wave_report
 from clew.stress.shared import State
 from clew.stress.verdict import Verdict, grouped
 from clew.stress.watch import judge_blocks
@@ -17,6 +17,9 @@ from clew.stress.waves import Wave
 
 FAILED_SHARE = 0.1
 """Share of failed episodes above which the agent is at fault."""
+
+BLOCKED_SHARE = 0.6
+"""Share of an episode's time for which others hold the event loop, above which that is suspicious."""
 
 
 def judge(
@@ -34,6 +37,8 @@ def judge(
     verdicts = judge_blocks(crowd.watched, again.watched)
     waits, note = _waiting([*waves, *confirming], blocked=bool(verdicts))
     notes = [note] if note else []
+    if not (verdicts or waits or notes):
+        verdicts += _held(crowd, again)
     differing = _differing(warm, alone, crowd, again, origins)
     by_chance = repeat.by_chance(crowd.told, again.told)
     if by_chance and not differing:
@@ -102,6 +107,21 @@ def _waiting(waves: Sequence[Wave], *, blocked: bool) -> tuple[list[Verdict], st
             "when the machine is less busy."
         )
     return [], ""
+
+
+def _held(*crowds: Wave) -> list[Verdict]:
+    """Return a suspicion if episodes wait mostly for the event loop, although no line holds it for long."""
+    latencies = [wave_report(wave, None).latency for wave in crowds]
+    if not all(latencies):
+        return []
+    share = min(each["blocked"].p50 / max(each["episode"].p50, 1e-9) for each in latencies)
+    if share < BLOCKED_SHARE:
+        return []
+    what = (
+        f"episodes wait for the event loop for {share:.0%} of their time, perhaps for code that is slow on long texts"
+    )
+    advice = "ask again with longer answers (--tokens), or with fewer episodes at once (--batch)"
+    return [Verdict(kind="blocks", what=what, evidence=["no line holds it for long each time", advice], certain=False)]
 
 
 def hanging(waves: Sequence[Wave]) -> list[Verdict]:

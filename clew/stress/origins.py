@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import uuid
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -173,24 +173,28 @@ def calls_noted(functions: Iterable[tuple[ModuleType, str]], note: Callable[...,
 
 
 def judge_written(written: Sequence[Written], *, matters: bool) -> list[Verdict]:
-    """Return one verdict for each path that is written by episodes that overlap in time.
+    """Return one verdict for each line that writes a file which another episode writes at the same time.
 
     Without `matters` (episodes were seen to depend on one another), the file may be a cache or a log, and the verdict
     is only a suspicion.
     """
-    verdicts = []
+    by_line: dict[str, dict[str, list[Written]]] = defaultdict(dict)
     for path, files in grouped(written, lambda file: file.path).items():
         second = next((b for a, b in itertools.pairwise(files) if _overlap(a.episode, b.episode)), None)
-        if second is None:
-            continue
+        if second is not None:
+            by_line[second.where][path] = files
+    verdicts = []
+    for where, by_path in by_line.items():
+        path, *others = by_path
+        names = f"the file {path} is" if not others else f"the file {path} and {len(others)} more are each"
         verdicts.append(
             Verdict(
                 kind="shared",
-                what=f"the file {path} is written by episodes that run at the same time"
+                what=f"{names} written by episodes that run at the same time"
                 + ("; each reads the other's" if matters else ", perhaps a cache"),
-                where=second.where,
+                where=where,
                 evidence=[
-                    f"written by {listed(file.episode.id for file in files)}",
+                    f"written by {listed(file.episode.id for file in by_path[path])}",
                     "give each episode a folder of its own: tempfile.TemporaryDirectory()",
                 ],
                 certain=matters,

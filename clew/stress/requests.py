@@ -5,6 +5,7 @@ They are noted where the engine is called, whichever engine it is, or where requ
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import time
 from collections import defaultdict
@@ -38,6 +39,7 @@ class Requests:
     def __init__(self) -> None:
         self._requests: list[Request] = []
         self._open: dict[int, tuple[str, float]] = {}
+        self._given_up: dict[str, float] = {}
         self._numbers = itertools.count()
         self.moved = time.monotonic()
         """time.monotonic() when the last request arrived or was answered."""
@@ -48,10 +50,13 @@ class Requests:
     @contextmanager
     def asking(self, episode: str) -> Iterator[None]:
         """Count a request of this episode as being with the model while entered."""
-        number, self.moved = next(self._numbers), time.monotonic()
-        self._open[number] = episode, self.moved
+        number, came = next(self._numbers), time.monotonic()
+        self._open[number], self.moved = (episode, came), came
         try:
             yield
+        except asyncio.CancelledError:  # the client has gone
+            self._given_up[episode] = time.monotonic() - came
+            raise
         finally:
             del self._open[number]
             self.moved = time.monotonic()
@@ -72,7 +77,13 @@ class Requests:
         """Return the episodes that have a request with the model now."""
         return {episode for episode, _ in list(self._open.values())}
 
+    def given_up(self) -> dict[str, float]:
+        """Return the seconds after which each episode gave up a request, or for which it still waits for one."""
+        now = time.monotonic()
+        return {episode: now - came for episode, came in list(self._open.values())} | self._given_up
+
     def take(self) -> list[Request]:
         """Remove and return all finished requests, in order of arrival."""
         taken, self._requests = self._requests, []
+        self._given_up = {}
         return sorted(taken, key=lambda request: request.came)

@@ -252,9 +252,9 @@ class Stress:
         verdicts += judge_rows(crossings, crowd, state, certain=tested)
         matters = any(verdict.kind in ("shared", "differs") for verdict in verdicts)
         verdicts += shared.judge_changes(changes, matters=matters, sources=state.sources, uses=uses)
+        verdicts += judge_process(self._process.changes)  # a changed working directory explains files that are shared
         verdicts += judge_written(stage.origins.written, matters=matters)
         verdicts += growth.judge_growth(self._samples)
-        verdicts += judge_process(self._process.changes)
         return verdicts + self._leftovers.verdicts(stage.episodes, stage.origins), notes
 
     def _report(self, verdicts: Sequence[Verdict], notes: list[str], alone_s: float | None) -> Report:

@@ -152,7 +152,7 @@ class Stage:
     ) -> Wave:
         """Run an episode for each ID and row, `at_once` at a time, and return when the last has ended.
 
-        `stepped` is called after each step of an episode. An episode without a request to the model counts as failed.
+        `stepped` is called after each step of an episode. An episode without an answer of the model counts as failed.
 
         Raises:
             StoodStill: If the event loop stood still, or no episode ended by itself.
@@ -169,13 +169,18 @@ class Stage:
             await self._until_ended(name, tasks)
         seconds, cpu_s = time.monotonic() - began, time.process_time() - computed
         self.episodes += len(episodes)
-        requests = self.requests.take()
+        given_up, requests = self.requests.given_up(), self.requests.take()
         asked = {request.episode for request in requests}
         for episode in episodes:
             if name in ("warm", "alone"):
                 self._longest_s = max(self._longest_s, episode.seconds)
             if episode.error is None and episode.id not in asked:
-                episode.error = "it made no request to the model with the API key that it was given"
+                waited_s = given_up.get(episode.id)
+                episode.error = (
+                    "it made no request to the model with the API key that it was given"
+                    if waited_s is None
+                    else f"it ended without an answer of the model: it gave up its request after {waited_s:.1f} s"
+                )
         wave = Wave(
             name=name,
             width=at_once,

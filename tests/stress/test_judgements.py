@@ -28,7 +28,7 @@ from clew.stress.crossings import crossed_answers, crossed_rows
 from clew.stress.frames import Code, Place, is_clew, stack_of_coroutine, stack_of_thread
 from clew.stress.gateway import Noted
 from clew.stress.growth import Sample, grows
-from clew.stress.judge import judge
+from clew.stress.judge import _held, judge
 from clew.stress.origins import Origins, Written, judge_written
 from clew.stress.process import ProcessState
 from clew.stress.repeat import Told
@@ -395,6 +395,29 @@ def test_a_file_that_two_write_at_once() -> None:
     assert found(first, second) == [("agent.py:7 b", True)]
     assert found(first, second, matters=False) == [("agent.py:7 b", False)]
     assert found(first, first) == found(second, third) == []
+    line = [Written(path=f"/{n}", where="agent.py:7", episode=each) for n in range(3) for each in (first, second)]
+    [verdict] = judge_written(line, matters=True)
+    assert verdict.what.startswith("the file /0 and 2 more are each written by episodes that run at the same time")
+
+
+def test_a_request_that_is_given_up_is_told_from_one_that_was_never_made() -> None:
+    async def give_up(requests: Requests) -> dict[str, float]:
+        async def ask(episode: str) -> None:
+            with requests.asking(episode):
+                await asyncio.sleep(60)
+
+        gone, waiting = asyncio.ensure_future(ask("gone")), asyncio.ensure_future(ask("waiting"))
+        await asyncio.sleep(0.01)
+        gone.cancel()
+        await asyncio.sleep(0.01)
+        given_up = requests.given_up()
+        waiting.cancel()
+        return given_up
+
+    requests = Requests()
+    assert set(asyncio.run(give_up(requests))) == {"gone", "waiting"}
+    requests.take()
+    assert requests.given_up() == {}
 
 
 def test_episodes_one_after_another_may_use_the_same_attribute() -> None:
@@ -439,6 +462,7 @@ def test_episodes_that_differ_are_counted_among_those_that_were_compared() -> No
 
     alone, crowd = wave(a=1.0), wave(a=1.0, b=1.0, c=1.0)
     verdicts, _ = judge([wave(a=0.0), alone, crowd, crowd, crowd], [], Origins(code), shared.State(Holder(), code))
+    assert not [each for each in verdicts if each.kind == "blocks"]
     [differs] = [each for each in verdicts if each.kind == "differs"]
     assert differs.what.startswith("1 of 1 episodes differ when")
 
@@ -688,3 +712,28 @@ def test_a_loop_that_waits_for_a_worker_is_blocked() -> None:
 def test_a_report_with_open_files_is_json() -> None:
     sample = Sample(episodes=2, counts={"files": 1.0}, by_line={"files": {"agent.py:3 ask": 1}})
     assert json.loads(json.dumps(asdict(sample)))["by_line"] == {"files": {"agent.py:3 ask": 1}}
+
+
+def test_many_short_blocks_that_take_most_of_the_time_are_suspicious() -> None:
+    def held(each_s: float) -> list[Verdict]:
+        """Eight episodes of one second; each holds the event loop once, and the model answers after a tenth."""
+        episodes = [
+            Episode(f"e{n}", {}, finished=1.0, holds=[(0.1 + n * each_s, 0.1 + (n + 1) * each_s)]) for n in range(8)
+        ]
+        requests = [request(each.id, "p", "x", done=0.1) for each in episodes]
+        wave = Wave(
+            name="",
+            width=8,
+            episodes=episodes,
+            requests=requests,
+            seconds=1.0,
+            cpu_s=0.0,
+            busy_s=0.0,
+            waits=Waits(set(), Code(Holder()), set),
+            watched=watch.Watched(blocks=[], seconds=1.0),
+        )
+        return _held(wave, wave)
+
+    [verdict] = held(0.1)
+    assert (verdict.kind, verdict.certain) == ("blocks", False) and "for 70% of their time" in verdict.what
+    assert held(0.05) == []
