@@ -69,7 +69,7 @@ LINES = {
     "cli": 1030,  # clew hang, on several nodes; clew sft and clew learn watch themselves; refused options
     "diagnose": 2640,
     "gateway": 4820,
-    "hang": 6230,  # reading memory; what a process reads, and the programs it runs; flight recorder, RAS, Ray; HTTP engines; files, locks; nodes, 100,000 ranks
+    "hang": 6230,  # reading memory; pipes, programs; flight recorder, RAS, Ray; HTTP engines; files; 100,000 ranks
     "inference": 5670,  # 3700 before vLLM and SGLang in training: clients, checks of updates, adapters, broadcasts
     "launch": 660,  # no_progress.py, also without clew train; several servers, and their devices
     "loop": 2620,  # sender.py: weights that are broadcast; servers that froze or refused are taken out in mid-update
