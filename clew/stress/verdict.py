@@ -7,6 +7,8 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
+from clew.printing import counted
+
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
@@ -48,4 +50,4 @@ def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
 def listed(episodes: Iterable[str]) -> str:
     """Return the number of different episodes, and the IDs of the first six."""
     ids = sorted(set(episodes))
-    return f"{len(ids)} episodes: {', '.join(ids[:6])}{', …' if len(ids) > 6 else ''}"
+    return f"{counted(len(ids), 'episode')}: {', '.join(ids[:6])}{', …' if len(ids) > 6 else ''}"

@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from clew.printing import counted
 from clew.printing import in_html as escape
 from clew.stress.growth import QUANTITIES, Sample
 from clew.stress.report import PARTS, Report
@@ -47,7 +48,7 @@ def _blocks(report: Report) -> Iterator[RenderableType]:
         for line in filter(None, [verdict.where, *verdict.evidence]):
             yield Text(f"    {line}")
     for failure in report.failures:
-        yield Text(f"{failure.count} episodes failed: {failure.error}", style="red")
+        yield Text(f"{counted(failure.count, 'episode')} failed: {failure.error}", style="red")
         yield Text(f"    {failure.at}  ({', '.join(failure.episodes)})", style="dim")
     for note in report.notes:
         yield Text(f"not judged: {note}", style="yellow")

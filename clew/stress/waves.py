@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from clew.printing import counted
 from clew.stress import serial
 from clew.stress.busy import BusyWatch
 from clew.stress.frames import Code
@@ -157,7 +158,7 @@ class Stage:
         Raises:
             StoodStill: If the event loop stood still, or no episode ended by itself.
         """
-        self.say(f"{name}: {len(jobs)} episodes, {min(at_once, len(jobs))} at once")
+        self.say(f"{name}: {counted(len(jobs), 'episode')}, {min(at_once, len(jobs))} at once")
         asyncio.get_running_loop().set_task_factory(task_factory(stepped, self.origins.made))
         episodes = [Episode(id=id, data=data) for id, data in jobs]
         room = asyncio.Semaphore(at_once)
