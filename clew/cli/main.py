@@ -102,7 +102,7 @@ def _main() -> None:
     # to 15 % of the time.
     gc.set_threshold(10_000)
     logging.setLogRecordFactory(VisibleRecord)  # also for the logs of libraries
-    break_silence(f"clew {sys.argv[1] if sys.argv[1:] else ''} is starting: it still imports modules or reads files")
+    break_silence(f"{' '.join(['clew', *sys.argv[1:2]])} is starting: it still imports modules or reads files")
     try:
         with explain_missing():
             app()

@@ -174,7 +174,9 @@ def bundle(
     ] = False,
     to: Annotated[
         Path | None,
-        typer.Option(help="File or folder to write to. In a folder, the file is named after the run and the step."),
+        typer.Option(
+            help="File to write, or folder for one that is named after the run and the step. Default: this folder."
+        ),
     ] = None,
 ) -> None:
     """Write one file that holds what a step needs to be replayed elsewhere.

@@ -19,7 +19,7 @@ from clew import config as configuration
 from clew.config import Config
 from clew.console import progress
 from clew.data import load_rows
-from clew.errors import ConfigError, RolloutError
+from clew.errors import ConfigError, DataError, RolloutError
 from clew.inference.local import load_engine
 from clew.models.loading import load_tokenizer
 from clew.models.model_folder import check_folder
@@ -88,12 +88,18 @@ def evaluate(
     config = _settings(models, data, reward, overrides)
     path = config.eval.path or ""
     loaded = load_rows(path, columns=[config.data.prompt])
-    kept = loaded
+    rows_of = dict(enumerate(loaded))
     for name in models:  # each has a tokenizer of its own, and all are compared on the same prompts
-        kept = leave_out_overlong(kept, path, config, load_tokenizer(str(_checkpoint_of(name))))
-    # `leave_out_overlong` returns the same dictionaries, so their identities tell which rows are left
-    number_of = {id(row): number for number, row in enumerate(loaded)}
-    return [_evaluate(name, config, {number_of[id(row)]: row for row in kept}) for name in models]
+        tokenizer = load_tokenizer(str(_checkpoint_of(name)))
+        # `leave_out_overlong` returns the same dictionaries, so their identities tell which rows are left
+        kept = set(map(id, leave_out_overlong(loaded, f"{path} for {name}", config, tokenizer)))
+        rows_of = {number: row for number, row in rows_of.items() if id(row) in kept}
+    if not rows_of:
+        raise DataError(
+            f"Cannot evaluate: no prompt of {path} is short enough for all models. Raise "
+            f"data.max_prompt_tokens, or evaluate them one by one."
+        )
+    return [_evaluate(name, config, rows_of) for name in models]
 
 
 def write_episodes(evaluations: Sequence[Evaluation], path: Path) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from bdb import BdbQuit
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from clew import config as configuration
+from clew import dotted
 from clew.config import Algorithm, Config
 from clew.console import progress, tracked
 from clew.diagnose.stages import ALONE, chain_holds, check_stages, suggestions
@@ -249,7 +250,7 @@ def _rewards(run: RunDirectory, first: int, last: int, only: str | None) -> bool
     count = "1 episode is" if len(found) == 1 else f"{len(found)} episodes are"
     rewards = "the rewards of all episodes are" if not found else f"the rewards of {count} not"
     print(f"{_named(first, last)}: {rewards} what {config.rollout.reward or config.rollout.workflow} gives now.")
-    if found and not _changed_rewards(run, config, first):
+    if found and not _changed_rewards(run, config, {each.step for each in found}):
         print(
             "The files of the reward and the workflow are those that the record names. So they may depend on the time, "
             "on chance, on the environment, or on a module that they import."
@@ -257,12 +258,15 @@ def _rewards(run: RunDirectory, first: int, last: int, only: str | None) -> bool
     return not found
 
 
-def _changed_rewards(run: RunDirectory, config: Config, step: int) -> bool:
+def _changed_rewards(run: RunDirectory, config: Config, steps: Iterable[int]) -> bool:
     """Return whether the file of the workflow or of the reward function is another than when a step was made."""
-    from clew.training.custom import code_of
+    from clew.training.custom import digest_of_file
 
-    then, now = run.steps.read(step).get("code", {}), code_of(config)
-    return any(then.get(field) != now.get(field) for field in ("rollout.reward", "rollout.workflow"))
+    named = {"rollout.reward": config.rollout.reward, "rollout.workflow": config.rollout.workflow}
+    files = {field: dotted.file_of(path) for field, path in named.items() if path}
+    now = {field: digest_of_file(str(file)) for field, file in files.items() if file}
+    then = [run.steps.read(step).get("code", {}) for step in steps]
+    return any(each.get(field) != now.get(field) for each in then for field in named)
 
 
 def _train_again(

@@ -104,7 +104,8 @@ def _next(verdict: Verdict, actors: Sequence[Actor]) -> str:
         most = max((actor.process.local_world or 8 for actor in actors), default=8)
         # The smallest job that still has the ranks at fault, if one node can hold it.
         count = min(most, max([2, *(rank + 1 for rank in verdict.ranks)]))
-        fewer = f"with {count} of {most} ranks, " if count < most else ""
+        world = max((actor.process.world or 0 for actor in actors), default=0)
+        fewer = f"uses {count} of {world} ranks; " if count < world else ""
         return f"TORCH_DISTRIBUTED_DEBUG=DETAIL torchrun --nproc-per-node {count} {script}  # {fewer}a mismatch raises"
     match verdict.pattern:
         case "stopped" if verdict.cause == "stopped":

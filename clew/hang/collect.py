@@ -27,6 +27,7 @@ from clew.hang.endpoints import with_ends
 from clew.hang.engines import answers
 from clew.hang.flight import calls_of
 from clew.hang.inside import inside, installed, tasks_of, with_numbers
+from clew.hang.jobs import python
 from clew.hang.observed import NO_PYTHON, Frame, Look, Process, Snapshot, Thread
 from clew.hang.programs import native
 from clew.processes import SOCKET_VARIABLE
@@ -147,7 +148,7 @@ def look_at(pid: int, program: str) -> Look:
                 return replace(look, threads=with_numbers(pid, threads + (tasks_of(pid) if loops else ())))
         else:
             error = _reason(ended.stderr)
-        if "ermission" in error or (stat := proc.stat_of(pid)) is None:
+        if error.startswith(UNREADABLE) or (stat := proc.stat_of(pid)) is None:
             break
         time.sleep(0.02)
     known = f"state {look.state}, {look.cpu_s:.1f} s of CPU time"
@@ -210,8 +211,10 @@ def _with_programs(processes: list[Process], pids: Sequence[int], program: str) 
     ]
     known = {each.pid for each in processes} | {*pids}
     # This command may itself be below a process that it examines.
-    started = [pid for pid in proc.below(list(pids), without=os.getpid()) if pid not in known]
-    looked = [replace(describe(pid), looks=(look_at(pid, program),)) for pid in started]
+    below = proc.below(list(pids), without=os.getpid())
+    started = [pid for pid in below if pid not in known and not python(pid)]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        looked = list(pool.map(lambda pid: replace(describe(pid), looks=(look_at(pid, program),)), started))
     return kept + [each for each in looked if native(each)]
 
 

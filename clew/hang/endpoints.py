@@ -21,6 +21,8 @@ READING = {"x86_64": (0, 19, 45, 47), "aarch64": (63, 65, 207, 212)}
 """Numbers of the system calls read, readv, recvfrom and recvmsg, whose first argument is the descriptor."""
 WRITING = {"x86_64": (1, 20, 44, 46), "aarch64": (64, 66, 206, 211)}
 """Numbers of the system calls write, writev, sendto and sendmsg."""
+WAITING = {"x86_64": 61, "aarch64": 260}
+"""Number of the system call wait4, whose first argument is the child; -1 means any."""
 UNKNOWN = ""
 """Other end of a socket whose peer could not be found."""
 SOCK_DIAG, BY_FAMILY, DUMP_REQUEST = 4, 20, 0x301
@@ -45,9 +47,19 @@ def with_ends(processes: Sequence[Process], machine: Mapping[str, tuple[str, int
     awaits = [awaited(each.pid, every, peers) for each, every in zip(processes, threads, strict=True)]
     wanted = {end for every in awaits for _, _, end in every if end}
     return [
-        replace(process, awaits=every, ends=ends_of(process.pid, wanted))
+        replace(process, awaits=every, ends=ends_of(process.pid, wanted), awaited_child=awaited_child(process.pid))
         for process, every in zip(processes, awaits, strict=True)
     ]
+
+
+def awaited_child(pid: int) -> int:
+    """Return the pid of the child whose end the main thread waits for; 0 if it waits for none, or /proc hides it."""
+    with suppress(OSError, ValueError, IndexError):
+        words = said_of(pid, f"task/{pid}/syscall").split()
+        if int(words[0]) == WAITING.get(platform.machine()):
+            child = int(words[1], 16) & 0xFFFFFFFF
+            return child if child < 1 << 31 else 0
+    return 0
 
 
 def awaited(pid: int, threads: Iterable[int], peers: Mapping[str, str]) -> tuple[Awaited, ...]:

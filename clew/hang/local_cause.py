@@ -424,7 +424,8 @@ def _loader(sink: Sink) -> Verdict | None:
     rank = sink.parent or sink.one
     words = LOCAL[sink.act.kind][1]
     workers = ", ".join(str(each.pid) for each in sink.culprits)
-    why = f"A worker of the data loader of {rank.process.label} {words} at {sink.act.place}. Its pid: {workers}."
+    pids = f"{'pid' if len(sink.culprits) == 1 else 'pids'} {workers}"
+    why = f"A worker ({pids}) of the data loader of {rank.process.label} {words} at {sink.act.place}."
     found = verdict_about("data loading", [rank], why, [*sink.culprits, *sink.waiters]).at(sink.act.site)
     return replace(found, pids=(rank.pid, *(c.pid for c in sink.culprits)))
 
@@ -576,7 +577,7 @@ def _blocked(sink: Sink) -> Verdict | None:
         pattern = "rollout blocked" if circle and inside else "external wait"
     others = sink.culprits[1:]
     guessed = any(a.activity.kind in THROUGH_PIPES and not surely_awaits(a, sink.live) for a in sink.culprits)
-    more = f" Meanwhile {others[0].says}. They {'may ' * guessed}wait for one another." if others else ""
+    more = f" Meanwhile {others[0].says}. They {'may ' if guessed else ''}wait for one another." if others else ""
     more += f" So do {len(others) - 1} more." if len(others) > 2 else " So does one more." if len(others) > 1 else ""
     why = f"{sink.one.says}.{more}{_waiting(sink)}"
     if sink.act.kind == "sleep":

@@ -155,6 +155,8 @@ class Process:
     `r pipe:[1]`, `w pipe:[1]` or `socket:[2]`; "" if the peer of a socket is not known."""
     ends: tuple[str, ...] = ()
     """Ends that it has open and for which a thread of some process waits."""
+    awaited_child: int = 0
+    """Child whose end the main thread waits for; 0 if it waits for none, for any, or if /proc hides it."""
     gpus: tuple[str, ...] = ()
     """Devices of NVIDIA GPUs that it has opened, such as /dev/nvidia0."""
     files: tuple[str, ...] = ()
@@ -252,7 +254,8 @@ def snapshot_from(value: dict[str, Any]) -> Snapshot:
 
 def _process_from(value: dict[str, Any]) -> Process:
     looks = tuple(
-        Look(**{**look, "threads": tuple(_thread_from(each) for each in look["threads"])}) for look in value["looks"]
+        Look(**{**_known(Look, look), "threads": tuple(_thread_from(each) for each in look["threads"])})
+        for look in value["looks"]
     )
     lists = {name: tuple(value[name]) for name in ("command", "listens", "peers", "pipes", "files", "waits")}
     more = {name: tuple(value.get(name, ())) for name in ("tasks", "native", "gpus", "wants", "outside", "ends")}

@@ -33,7 +33,7 @@ def native(process: Process) -> bool:
 
 
 def with_python_parents(processes: Sequence[Process]) -> list[Process]:
-    """Return the processes. Those that a shell or another native program started become children of its parent."""
+    """Return the processes, with those that a native program started as children of the nearest one that is not."""
     by_pid = {each.pid: each for each in processes}
     found = []
     for process in processes:
@@ -56,7 +56,12 @@ def awaited_work(process: Process, activity: Activity, processes: Sequence[Proce
     """
     if not _waits_for_program(activity, sources):
         return ""
-    for program in (each for each in processes if each.parent == process.pid and native(each)):
+    children = [each for each in processes if each.parent == process.pid]
+    if process.awaited_child:
+        children = [each for each in children if each.pid == process.awaited_child]
+    elif activity.kind != "pipe" and any(each.threads for each in children):
+        return ""  # it may wait for one with Python, whose own stack shows whether it works
+    for program in filter(native, children):
         family = [program, *_below(program, processes)]
         shared = {pipe for each in family for pipe in each.pipes} & {*process.pipes}
         # Pipes are known only after the last look. Before, a coroutine that reads may also read from a server.

@@ -16,7 +16,7 @@ from typing import Any
 CLEANUP_NAMES = re.compile(
     r"clean|teardown|tear_down|shutdown|shut_down|finali[sz]e|close|__exit__|__del__|destroy|atexit", re.I
 )
-HANDLER_CLEANUP = re.compile(rf"{CLEANUP_NAMES.pattern}|barrier|save|abort", re.I)
+HANDLER_CLEANUP = re.compile(rf"{CLEANUP_NAMES.pattern}|barrier|(^|_)save|abort", re.I)
 """Names of calls by which an `except` cleans up. Other calls there go on with the work, such as with half a batch."""
 WITHOUT_RAISE = "an except without raise"
 """Kind of cleanup in an `except` that hides no exception, because it raises none."""

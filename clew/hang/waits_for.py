@@ -130,9 +130,9 @@ def at_other_end(actor: Actor, live: Sequence[Actor]) -> set[int]:
     process = actor.process
     children = {a.pid for a in live if a.process.parent == actor.pid and a.rank is None}
     ends = {other for _, other in _awaited(actor)}
-    others = [a for a in live if a is not actor and a.rank is None and a.process.host == process.host]
+    others = [a for a in live if a is not actor and a.process.host == process.host]
     if "" in ends:  # a socket whose peer is not known leads to kin, but not to those that only have pipes with it
-        kin = [a for a in others if a.pid == process.parent or a.pid in children]
+        kin = [a for a in others if a.rank is None and (a.pid == process.parent or a.pid in children)]
         holders = [a for a in kin if not set(process.pipes) & set(a.process.pipes)]
     else:
         holders = [a for a in others if ends & set(a.process.ends)]

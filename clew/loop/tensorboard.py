@@ -17,7 +17,7 @@ class Tensorboard:
 
         self._run = run
         self._writer = SummaryWriter(str(run.reports / "tensorboard"), purge_step=first_step, flush_secs=10)
-        self._evaluated = {each["version"] for each in run.read_evals() if each["version"] < first_step}
+        self._evaluated = {each["version"] for each in run.read_evals() if each["version"] < first_step - 1}
 
     def add(self, step: int, summary: dict[str, Any]) -> None:
         """Add a committed step, and the evaluations that are not there yet."""

@@ -121,7 +121,7 @@ def _held(*crowds: Wave) -> list[Verdict]:
         f"episodes wait for the event loop for {share:.0%} of their time, perhaps for code that is slow on long texts"
     )
     advice = "ask again with longer answers (--tokens), or with fewer episodes at once (--batch)"
-    return [Verdict(kind="blocks", what=what, evidence=["no line holds it for long each time", advice], certain=False)]
+    return [Verdict(kind="blocks", what=what, evidence=["no single line holds it for long", advice], certain=False)]
 
 
 def hanging(waves: Sequence[Wave]) -> list[Verdict]:

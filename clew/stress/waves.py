@@ -153,7 +153,7 @@ class Stage:
     ) -> Wave:
         """Run an episode for each ID and row, `at_once` at a time, and return when the last has ended.
 
-        `stepped` is called after each step of an episode. An episode without an answer of the model counts as failed.
+        `stepped` is called after each step of an episode. An episode without an answer from the model counts as failed.
 
         Raises:
             StoodStill: If the event loop stood still, or no episode ended by itself.
@@ -180,7 +180,7 @@ class Stage:
                 episode.error = (
                     "it made no request to the model with the API key that it was given"
                     if waited_s is None
-                    else f"it ended without an answer of the model: it gave up its request after {waited_s:.1f} s"
+                    else f"it ended without an answer from the model: it gave up its request after {waited_s:.1f} s"
                 )
         wave = Wave(
             name=name,

@@ -327,8 +327,9 @@ def _show_step(console: Console, run: RunDirectory, step: int) -> None:
         count = run.steps.count()
         if step < count or run.steps.committed_after(step) is not None:
             run.steps.read(step)  # raises the error that says what is missing
-        made = ended_early(run, with_error=True) or f"Step {count} is being made."
-        made = f" {made}" if run.steps.has_data(count) else ""
+        made = ""
+        if run.steps.has_data(count):
+            made = f" {ended_early(run, with_error=True) or f'Step {count} is being made.'}"
         raise RecordError(f"{run.path} has no step {step}: {committed_steps(count)}.{made}")
     summary = run.steps.read(step)
     oldest, newest = summary["versions"]

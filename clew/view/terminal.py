@@ -89,7 +89,7 @@ def ended_early(run: RunDirectory, *, with_error: bool) -> str:
         wanted = 0 if config.get("debug.replay_rollout_data") else config.get("training.steps")
         if "trainer" in ended and all(ended.values()) and isinstance(wanted, int) and step < wanted:
             failed = next((each for each in statuses if with_error and each.get("error")), None)
-            why = f", {failed['process']} with {failed['error'].splitlines()[0].rstrip('.')}" if failed else ""
+            why = f": {failed['process']} failed with {failed['error'].splitlines()[0].rstrip('.')}" if failed else ""
             return f"The run has ended at step {step} of {wanted}{why}. Start it again with the same command to go on."
     return ""
 

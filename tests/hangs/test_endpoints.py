@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from clew.hang import endpoints, proc
 from clew.hang.judge import judge
 from clew.hang.observed import Frame, Look, Process, Snapshot, Thread, snapshot_from
 from clew.hang.verdict import Verdict
+from tests.hangs.test_judge import rank
 
 READS = "import os, sys; os.read(int(sys.argv[1]), 1)"
 
@@ -68,6 +70,19 @@ def test_a_reader_of_a_socket_waits_for_its_peer(tcp: bool) -> None:
     if not tcp and reader.awaits[0][2] == endpoints.UNKNOWN:
         pytest.skip("the kernel does not tell the peers of Unix sockets")
     assert reader.awaits[0][2] == f"socket:[{inode}]" and writer.ends == (f"socket:[{inode}]",)
+
+
+def test_the_child_is_known_whose_end_is_waited_for() -> None:
+    script = (
+        "import subprocess, sys; child = subprocess.Popen(['sleep', '60']); print(child.pid, flush=True); child.wait()"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        child, deadline = int(parent.stdout.readline()), time.monotonic() + 30
+        while not (found := endpoints.awaited_child(parent.pid)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os.kill(child, signal.SIGKILL)
+    assert found == child and endpoints.awaited_child(os.getpid()) == 0
 
 
 def waiting(pid: int, parent: int, line: int, own: str, other: str, *ends: str) -> Process:
@@ -124,6 +139,18 @@ def test_processes_whose_descriptors_were_not_seen_may_wait_for_one_another() ->
     pair = [replace(each, awaits=(), ends=()) for each in envs() if each.pid in (102, 202)]
     verdict = judged(pair)
     assert verdict.pids == (102, 202) and "They may wait for one another." in verdict.explanation
+
+
+def test_idle_workers_of_a_waiting_rank_are_not_blamed() -> None:
+    """Each worker holds copies of what its rank has for the workers before it, as after forks."""
+    ours = [f"socket:[{20 + n}]" for n in range(3)]
+    first = rank(0, 5, "all_reduce")
+    workers = [
+        waiting(201 + n, first.pid, 2, f"socket:[{10 + n}]", ours[n], f"socket:[{10 + n}]", *ours[: n + 1])
+        for n in range(3)
+    ]
+    verdict = judged([replace(first, ends=tuple(ours)), rank(1, 8), *workers])
+    assert (verdict.pattern, verdict.ranks) == ("missing rank", (1,))
 
 
 def test_the_ends_survive_json() -> None:

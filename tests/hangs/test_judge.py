@@ -374,9 +374,9 @@ def test_the_next_command_keeps_the_users_own_numbers() -> None:
     report = Report(Snapshot(processes=processes, sources={"train.py": SCRIPT}))
     assert report.verdict.ranks == (2,)
     assert "--nproc-per-node 3 train.py --seed 20240101" in report.next
-    fewer = tuple(replace(each, local_world=8) for each in processes)
-    report = Report(Snapshot(processes=fewer, sources={"train.py": SCRIPT}))
-    assert report.next.endswith("# with 3 of 8 ranks, a mismatch raises")
+    fewer = [replace(rank(n, 5, "barrier" if n == 1 else "all_reduce", world=4), command=command) for n in range(4)]
+    report = Report(Snapshot(processes=tuple(fewer), sources={"train.py": SCRIPT}))
+    assert report.next.endswith("# uses 2 of 4 ranks; a mismatch raises")
 
 
 def test_what_torch_does_not_compare_is_no_mismatch_that_raises() -> None:

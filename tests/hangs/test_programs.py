@@ -96,3 +96,12 @@ def test_a_python_program_below_a_shell_is_a_child_of_the_one_that_started_the_s
     assert [(each.pid, each.parent, role) for each, role in found] == [
         (100, 0, "rank"), (201, 100, "idle"), (300, 100, "other"),
     ]  # fmt: skip
+
+
+def test_a_program_that_works_beside_the_child_that_is_awaited_does_not_count() -> None:
+    idle = replace(rank(1, 9), pid=300, parent=100, rank=None, world=None)
+    busy = program(201, 100, "raylet", cpu_s=0.4)
+    assert judged_with(busy).exit_code == 0
+    assert judged_with(busy, idle).exit_code != 0, "it may be either"
+    assert judged_with(busy, idle, waiting=waits_for_program(awaited_child=201)).exit_code == 0
+    assert judged_with(busy, waiting=waits_for_program(awaited_child=300)).exit_code != 0

@@ -386,7 +386,9 @@ def test_no_such_step(run: RunDirectory, tmp_path: Path) -> None:
         shown(run, "3")
     with run.hold("trainer"), run.report("trainer") as reporter:
         reporter.set(doing="failed", error="TrainingError: step 3: too large.\nmore")
-    failed = r"The run has ended at step 3 of \d+, trainer with TrainingError: step 3: too large\. Start it again"
+    failed = (
+        r"The run has ended at step 3 of \d+: trainer failed with TrainingError: step 3: too large\. Start it again"
+    )
     with pytest.raises(RecordError, match=failed):
         shown(run, "3")
     with pytest.raises(RecordError, match=r"has no step 0: no step is committed yet"):
