@@ -73,18 +73,13 @@ def write_bundle(run: RunDirectory, step: int, *, stages_only: bool, to: Path | 
         RecordError: There is no such step, no checkpoint at or before it, a file is missing, or the disk is full.
     """
     run.steps.read(step)  # raises an error if it is not committed
-    first = step
-    folders: list[Path] = []
-    if not stages_only:
-        before = [version for version in run.checkpointed() if version <= step]
-        if not before:
-            raise RecordError(
-                f"Cannot bundle step {step}: {run.path} has no checkpoint at or before it. Use --stages-only, or "
-                f"bundle a later step."
-            )
-        first = before[-1]
-        folders = [run.checkpoints / f"step-{version:06d}" for version in sorted({before[0], first})]
-    steps = range(first, step + 1)
+    versions = [] if stages_only else _versions(run, step)
+    first = versions[-1] if versions else step
+    files = _files(run, range(first, step + 1), versions)
+    _check_files(run, step, files)
+    for number in range(first, step + 1):  # what cannot be read cannot be replayed
+        run.steps.read_data(number)
+        run.steps.read_stages(number)
     contents = {
         "clew_format": rows.FORMAT,
         "step": step,
@@ -95,31 +90,6 @@ def write_bundle(run: RunDirectory, step: int, *, stages_only: bool, to: Path | 
     kind = ".stages.clew.zip" if stages_only else ".clew.zip"
     named = f"{run.path.parent.name}-{run.path.name}-step-{step:06d}{kind}"
     path = Path(named) if to is None else to / named if to.is_dir() else to
-    files = [run.run_json]
-    if run.config_path.exists() or "trainer" not in run.facts():  # another trainer may have none
-        files.append(run.config_path)
-    for number in steps:
-        files += [run.steps.data_path(number), run.steps.json_path(number), *run.steps.stage_paths(number)]
-    files += [file for folder in folders for file in sorted(folder.rglob("*")) if file.is_file()]
-    images = sorted({name for number in steps for name in _shown(run, number)})
-    for name in images:
-        run.media.read(name)  # raises an error if the content does not fit the name
-    files += [run.media.path(name) for name in images]
-    missing = [file for file in files if not file.exists()]
-    if missing:
-        raise RecordError(
-            f"Cannot bundle step {step}: {missing[0]} is missing. record.keep_steps may have removed it. Bundle a "
-            f"later step."
-        )
-    for file in files:
-        if not file.resolve().is_relative_to(run.path.resolve()):
-            raise RecordError(
-                f"Cannot bundle step {step}: {file} is a link to {file.resolve()}, which is not in the run directory. "
-                f"Put a copy of the file there."
-            )
-    for number in steps:  # what cannot be read cannot be replayed
-        run.steps.read_data(number)
-        run.steps.read_stages(number)
     beside = path.with_name(f".{path.name}")
     with explain_disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -136,11 +106,55 @@ def write_bundle(run: RunDirectory, step: int, *, stages_only: bool, to: Path | 
     return path
 
 
-def _shown(run: RunDirectory, step: int) -> list[str]:
+def _versions(run: RunDirectory, step: int) -> list[int]:
+    """Return the first checkpoint's version and that of the last one at or before a step. Raises RecordError."""
+    before = [version for version in run.checkpointed() if version <= step]
+    if not before:
+        raise RecordError(
+            f"Cannot bundle step {step}: {run.path} has no checkpoint at or before it. Use --stages-only, or "
+            f"bundle a later step."
+        )
+    return sorted({before[0], before[-1]})
+
+
+def _files(run: RunDirectory, steps: range, versions: list[int]) -> list[Path]:
+    """Return the files of these steps, with their images, and of these checkpoints. Raises RecordError for an image
+    whose content does not fit its name."""
+    files = [run.run_json]
+    if run.config_path.exists() or "trainer" not in run.facts():  # another trainer may have none
+        files.append(run.config_path)
+    for number in steps:
+        files += [run.steps.data_path(number), run.steps.json_path(number), *run.steps.stage_paths(number)]
+    for version in versions:
+        folder = run.checkpoints / f"step-{version:06d}"
+        files += [file for file in sorted(folder.rglob("*")) if file.is_file()]
+    for name in sorted({name for number in steps for name in _images(run, number)}):
+        run.media.read(name)  # raises the error
+        files.append(run.media.path(name))
+    return files
+
+
+def _images(run: RunDirectory, step: int) -> list[str]:
     """Return the names of the images in a step's data, or an empty list if the data is gone."""
     if not run.steps.has_data(step):
         return []
     return [name for names in rows.images_of(rows.read_table(run.steps.data_path(step))) for name in names]
+
+
+def _check_files(run: RunDirectory, step: int, files: list[Path]) -> None:
+    """Raise RecordError if one of a bundle's files is missing, or is a link out of the run directory."""
+    missing = next((file for file in files if not file.exists()), None)
+    if missing is not None:
+        raise RecordError(
+            f"Cannot bundle step {step}: {missing} is missing. record.keep_steps may have removed it. Bundle a later "
+            f"step."
+        )
+    for file in files:
+        if not file.resolve().is_relative_to(run.path.resolve()):
+            raise RecordError(
+                f"Cannot bundle step {step}: {file} is a link to {file.resolve()}, which is not in the run directory. "
+                f"Put a copy of the file there."
+            )
 
 
 @contextmanager

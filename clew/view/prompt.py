@@ -52,37 +52,11 @@ def show_prompt(console: Console, run: RunDirectory, wanted: str) -> None:
             without a row is searched for as text; one whose row has no group is compared with whole prompts.
     """
     config = settings_of(run)
-    column = str(config.get("data.prompt", "prompt"))
-    row, no_row = None, ""
-    if wanted.isdecimal() and len(wanted) <= DIGITS:
-        try:
-            row = _row_of_file(config, int(wanted))
-        except RecordError as error:
-            no_row = str(error)
-    attempts = _gathered(run, lambda known: known == row) if row is not None else {}
-    of_row = bool(attempts)
-    if row is not None and not of_row:  # only whole prompts: a number is part of many
-        attempts = _gathered(run, lambda known: prompt_text(known.get(column, known)).strip() == wanted)
-    elif row is None:
-        attempts = _gathered(run, lambda known: wanted in prompt_text(known.get(column, known)))
-    if not attempts:
-        raise RecordError(f"{no_row} {_nothing(run, wanted, row, column)}".lstrip())
-    contents = {content: _decoded(content) for content in attempts}
-    prompts = [prompt_text(content.get(column, content)) for content in contents.values()]
-    if len(attempts) > 1 and prompts.count(wanted) == 1:  # it is the whole of one prompt, and a part of others
-        attempts = dict([list(attempts.items())[prompts.index(wanted)]])
-    if len(attempts) > 1:
-        listed = "; ".join(repr(prompt[:80]) for prompt in prompts[:CANDIDATES])
-        more = f"; and {len(prompts) - CANDIDATES} more" if len(prompts) > CANDIDATES else ""
-        raise RecordError(
-            f"--prompt {wanted!r} is in {len(prompts)} prompts of this run: {listed}{more}. Give more of its text, or "
-            f"the number of its row in the data file. {no_row}".rstrip()
-        )
-    [(content, found)] = attempts.items()
-    trained = sum(attempt.step is not None for attempt in found)
-    facts = [(f"data.{name}", one_line(as_text(value))) for name, value in contents[content].items()]
+    content, attempts, of_row = _found(run, config, wanted)
+    trained = sum(attempt.step is not None for attempt in attempts)
+    facts = [(f"data.{name}", one_line(as_text(value))) for name, value in _decoded(content).items()]
     of_file = [("row", f"{wanted} of {config.get('data.path')}, counted from 0")] if of_row else []
-    console.print(pairs([*of_file, *facts, ("groups", f"{trained} trained on, {len(found) - trained} left out")]))
+    console.print(pairs([*of_file, *facts, ("groups", f"{trained} trained on, {len(attempts) - trained} left out")]))
     console.print()
     made = Rows(
         *("step", "group", "rewards", "mean", "length", "lag", "why it was left out"),
@@ -90,9 +64,44 @@ def show_prompt(console: Console, run: RunDirectory, wanted: str) -> None:
         words=("rewards", "why it was left out"),
         spare=("lag", "length"),
     )
-    for attempt in sorted(found, key=lambda attempt: attempt.group):
+    for attempt in sorted(attempts, key=lambda attempt: attempt.group):
         made.add_row(*_cells(attempt))
     console.print(made)
+
+
+def _found(run: RunDirectory, config: Mapping[str, Any], wanted: str) -> tuple[str, list[Attempt], bool]:
+    """Return the data row of the prompt that is meant, as the record has it, its groups, and whether `wanted` is the
+    number of the row. Raises RecordError if no prompt is meant, or several."""
+    column = str(config.get("data.prompt", "prompt"))
+
+    def text_of(known: Mapping[str, Any]) -> str:
+        return prompt_text(known.get(column, known))
+
+    row, no_row = None, ""
+    if wanted.isdecimal() and len(wanted) <= DIGITS:
+        try:
+            row = _row_of_file(config, int(wanted))
+        except RecordError as error:
+            no_row = str(error)
+    if row is not None and (of_row := _gathered(run, lambda known: known == row)):
+        return next(iter(of_row)), [attempt for attempts in of_row.values() for attempt in attempts], True
+    if row is not None:  # only whole prompts: a number is part of many
+        found = _gathered(run, lambda known: text_of(known).strip() == wanted)
+    else:
+        found = _gathered(run, lambda known: wanted in text_of(known))
+    if not found:
+        raise RecordError(f"{no_row} {_nothing(run, wanted, row, column)}".lstrip())
+    texts = {content: text_of(_decoded(content)) for content in found}
+    whole = [content for content, text in texts.items() if text == wanted]
+    if len(found) > 1 and len(whole) != 1:
+        listed = "; ".join(repr(text[:80]) for text in list(texts.values())[:CANDIDATES])
+        more = f"; and {len(texts) - CANDIDATES} more" if len(texts) > CANDIDATES else ""
+        raise RecordError(
+            f"--prompt {wanted!r} is in {len(texts)} prompts of this run: {listed}{more}. Give more of its text, or "
+            f"the number of its row in the data file. {no_row}".rstrip()
+        )
+    content = whole[0] if len(whole) == 1 else next(iter(found))
+    return content, found[content], False
 
 
 def _cells(attempt: Attempt) -> list[Any]:
