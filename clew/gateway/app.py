@@ -111,6 +111,7 @@ class SetReward(Fields):
 def application(sessions: Sessions) -> FastAPI:
     """Return the ASGI application. All routes run on one event loop, the gateway's."""
     app = FastAPI(title="Clew gateway", docs_url=None, redoc_url=None)
+    definitions: dict[str, Any] = {}
 
     def serve(path: str, dialect: Dialect, body: type[Fields], handle: Callable[..., Awaitable[Response]]) -> None:
         async def route(http: HTTPRequest) -> Response:
@@ -135,7 +136,6 @@ def application(sessions: Sessions) -> FastAPI:
             responses={code: {"description": what} for code, what in STATUSES.items()},
         )
 
-    definitions: dict[str, Any] = {}
     serve("/v1/chat/completions", openai_chat, openai_chat.ChatRequest, _complete)
     serve("/v1/completions", openai_completions, openai_completions.CompletionRequest, _complete)
     serve("/v1/responses", openai_responses, openai_responses.ResponsesRequest, _complete)

@@ -92,7 +92,7 @@ def tasks(memory: Memory) -> Iterator[Thread]:
         if number >= MOST_TASKS:
             return
         with suppress(Unreadable, KeyError, ValueError):
-            state, error = memory.small(task + place["state"]), memory.word(task + place["exception"])
+            state, error = memory.int32(task + place["state"]), memory.word(task + place["exception"])
             name = memory.show(memory.word(task + place["task_name"])).strip("'")
             waiter = memory.word(task + place["waiter"])
             frames = tuple(coroutine_frames(memory, memory.word(task + place["coroutine"])))
@@ -121,7 +121,7 @@ def coroutine_frames(memory: Memory, address: int) -> list[Frame]:
             continue
         elif kind not in ("coroutine", "generator", "async_generator"):
             break
-        top = memory.small(address + place["top"])
+        top = memory.int32(address + place["top"])
         if top <= 0:  # it runs now, so its frames are a thread's; or it has ended, and they are gone
             return []
         found.append(_frame(memory, address))
@@ -146,7 +146,7 @@ def _frame(memory: Memory, coroutine: int) -> Frame:
     return Frame(
         function=memory.text(memory.word(code + place["name"])),
         file=memory.text(memory.word(code + place["file"])),
-        line=line_of(lines, memory.small(code + place["line"]), instruction),
+        line=line_of(lines, memory.int32(code + place["line"]), instruction),
         locals=values,
         addresses=addresses,
     )
@@ -213,7 +213,7 @@ def _own_rank(memory: Memory, group: int, size: int) -> int | None:
     with suppress(Unreadable):
         pointer = memory.word(group + 16)
         for offset in range(16, 64, 4):
-            own, world = memory.small(pointer + offset), memory.small(pointer + offset + 4)
+            own, world = memory.int32(pointer + offset), memory.int32(pointer + offset + 4)
             if world == size and 0 <= own < size and memory.word(pointer + offset - 8) > 1 << 20:
                 return own
     return None

@@ -56,7 +56,7 @@ class Memory:
         self.pid, self.layout = pid, layout
         self.pages: dict[int, bytes] = {}
         self._modules: dict[str, int] = {}
-        self.new = tuple(layout["version"][:2]) >= (3, 12)
+        self.is_312 = tuple(layout["version"][:2]) >= (3, 12)
         try:
             self.file = os.open(proc.PROC / str(pid) / "mem", os.O_RDONLY)
         except OSError as error:
@@ -89,7 +89,7 @@ class Memory:
         """Return an unsigned word of 64 bits."""
         return int.from_bytes(self.bytes_at(address, 8), "little")
 
-    def small(self, address: int) -> int:
+    def int32(self, address: int) -> int:
         """Return a signed number of 32 bits."""
         return int.from_bytes(self.bytes_at(address, 4), "little", signed=True)
 
@@ -124,11 +124,11 @@ class Memory:
         """Return an int of up to 60 bits."""
         # 3.12 has the number of digits above three tag bits, whose value 2 means negative. In 3.11 it has the sign.
         tag = int.from_bytes(self.bytes_at(address + 16, 8), "little", signed=True)
-        digits = tag >> 3 if self.new else abs(tag)
-        negative = (tag & 3) == 2 if self.new else tag < 0
+        digits = tag >> 3 if self.is_312 else abs(tag)
+        negative = (tag & 3) == 2 if self.is_312 else tag < 0
         if digits > 2:
             raise Unreadable("large number")
-        value = sum(self.small(address + 24 + 4 * n) << (30 * n) for n in range(digits))
+        value = sum(self.int32(address + 24 + 4 * n) << (30 * n) for n in range(digits))
         return -value if negative else value
 
     def items(self, address: int) -> list[int]:
@@ -173,7 +173,7 @@ class Memory:
         if not self.word(self.word(address + 8) + 168) & MANAGED:
             return {}
         # 3.12 has one word before the object, for the values if it is odd, else for a dict. 3.11 has a word for each.
-        if self.new:
+        if self.is_312:
             tagged = self.word(address - 24)
             values, own = (tagged + 1, 0) if tagged & 1 else (0, tagged)
         else:

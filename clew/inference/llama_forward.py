@@ -113,24 +113,24 @@ def _layer(layer: Any) -> Layer:
     # Qwen's layers know whether they slide; Mistral's ask the configuration.
     window = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
     return Layer(
-        layer.input_layernorm.weight,
-        qkv,
-        qkv_bias,
-        qk_norms,
-        attention.o_proj,
-        layer.post_attention_layernorm.weight,
-        gate_up,
-        gate_up_bias,
-        mlp.act_fn,
-        mlp.down_proj,
-        window,
+        norm=layer.input_layernorm.weight,
+        qkv=qkv,
+        qkv_bias=qkv_bias,
+        qk_norms=qk_norms,
+        out=attention.o_proj,
+        mlp_norm=layer.post_attention_layernorm.weight,
+        gate_up=gate_up,
+        gate_up_bias=gate_up_bias,
+        act=mlp.act_fn,
+        down=mlp.down_proj,
+        window=window,
     )
 
 
 def _side_by_side(*linears: Any) -> tuple[Tensor, Tensor | None]:
     """Lay the weights (and biases) of several linears side by side in one tensor; each becomes a view of it."""
-    weight = torch.cat([linear.weight.data for linear in linears])
-    bias = None if linears[0].bias is None else torch.cat([linear.bias.data for linear in linears])
+    weight = torch.cat([each.weight.data for each in linears])
+    bias = None if linears[0].bias is None else torch.cat([each.bias.data for each in linears])
     begin = 0
     for part in linears:
         end = begin + part.weight.shape[0]

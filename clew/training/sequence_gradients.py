@@ -68,9 +68,9 @@ def contributions(engine: TrainEngine, step: Prepared) -> Iterator[Contribution]
             yield part
         for name, grad in whole.items():
             engine.optimizer.masters[name].grad = grad
-        clipped = engine.optimizer.clip()
-        if losses_finite and engine.norm_problem(clipped) is None:
-            engine.recent_norms.append(clipped)
+        norm_before = engine.optimizer.clip()
+        if losses_finite and engine.norm_problem(norm_before) is None:
+            engine.recent_norms.append(norm_before)
             engine.optimizer.update()
             continue
         engine.optimizer.forget()
