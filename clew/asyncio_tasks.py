@@ -24,7 +24,8 @@ from typing import Any
 from clew.printing import visible
 
 ASKING = signal.SIGRTMIN + 11 if hasattr(signal, "SIGRTMIN") else None
-"""Signal with which `clew hang` asks. Nothing else is known to use it; None where real-time signals do not exist."""
+"""Signal that `clew hang` sends to ask for the stacks. Nothing else is known to use it; None where real-time signals do
+not exist."""
 
 LONGEST = 32
 """Maximum number of frames written for one task."""
@@ -56,11 +57,11 @@ def arm(path: Path, waits: Callable[[], list[dict[str, Any]]]) -> None:
                 os.write(2, visible(f"Cannot write {path}: {error}\n").encode())
 
     signal.signal(ASKING, write)
-    signal.siginterrupt(ASKING, False)  # system calls in C code go on afterwards
+    signal.siginterrupt(ASKING, False)  # C code's system calls are restarted, not aborted
 
 
 def tasks_here() -> list[str]:
-    """Return the stacks of the asyncio tasks of the event loops that `_loops` finds; equal ones become one."""
+    """Return the stack of each asyncio task in the event loops that `_loops` finds. Equal stacks become one entry."""
     loops = {id(loop): loop for loop in _loops()}
     stacks = Counter(_stack(task) for loop in loops.values() for task in asyncio.all_tasks(loop))
     return [f"{count} x {stack}" if count > 1 else stack for stack, count in stacks.most_common(MOST)]
@@ -100,5 +101,5 @@ def _stack(task: asyncio.Task[Any]) -> str:
 
 
 def _part(awaited: Any, name: str) -> Any:
-    """Return a part of a coroutine, generator or asynchronous generator, such as cr_frame, gi_frame or ag_frame."""
+    """Return the attribute cr_NAME, gi_NAME or ag_NAME of a coroutine, generator or asynchronous generator, or None."""
     return next((part for kind in ("cr_", "gi_", "ag_") if (part := getattr(awaited, kind + name, None))), None)

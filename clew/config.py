@@ -1,7 +1,7 @@
 """The typed configuration: one YAML file plus `key=value` overrides. Importing this imports no torch.
 
 OmegaConf merges and resolves `${...}`; pydantic checks types and ranges. A field that is unknown or contradicts another
-stops at once, with the file and line (or the override) and the nearest valid name.
+is an error at once. The error names the file and line (or the override) and the nearest valid name.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SHARED_BY = {"vllm": "tensor-parallel-size", "sglang": "tp-size"}
 
 SERVERS_VARIABLE = "CLEW_LLM_SERVER_ADDRS"
 SERVERS_ALIAS = "AREAL_LLM_SERVER_ADDRS"
-"""AReaL's name of the same variable, read if the first is not set."""
+"""AReaL's name for the same variable. It is read if Clew's is not set."""
 TOKEN_VARIABLE = "CLEW_LLM_SERVER_TOKEN"
 
 
@@ -83,7 +83,7 @@ class Config(Section):
     def _resolve_algorithm(cls, values: Any) -> Any:
         """Fill in what the user left open: the preset's fields, the constant of the loss, and the KL weight of DPO."""
         algorithm = _section(values, "algorithm")
-        # A run's config.yaml has all fields, so a user's preset module is not imported for it: it may be gone by now.
+        # A run's config.yaml has all fields, so a user's preset module is not imported: it may be gone by now.
         spells_out_all_fields = algorithm.keys() >= Algorithm.model_fields.keys()
         if algorithm.get("preset") in PRESETS or not spells_out_all_fields:
             for name, value in _chosen(values).items():
@@ -358,7 +358,11 @@ def load(path: Path | str, overrides: Sequence[str] = ()) -> Config:
 
 
 def parse(text: str, path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Return the configuration in a YAML text, as `load` does for a file. path: where the text is from, for errors."""
+    """Return the configuration in a YAML text, as `load` does for a file.
+
+    Args:
+        path: The file that the text comes from, for error messages.
+    """
     import yaml
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -380,7 +384,7 @@ def parse(text: str, path: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def checked(values: Any, path: Path, text: str = "", overrides: Sequence[str] = ()) -> Config:
-    """Return the configuration with these values. Raises ConfigError. The other arguments say where they are from."""
+    """Return the configuration with these values. Raises ConfigError. The other arguments are for its message."""
     try:
         return Config.model_validate(values)
     except ValidationError as error:
@@ -411,7 +415,7 @@ def _section(values: Any, name: str) -> dict[str, Any]:
 
 
 def _limit(values: Any) -> int:
-    """Return sampling.max_new_tokens; its default if the value is missing or will be refused."""
+    """Return sampling.max_new_tokens, or its default if the value is missing or not an integer."""
     limit = _section(values, "sampling").get("max_new_tokens")
     return limit if isinstance(limit, int) else Sampling.model_fields["max_new_tokens"].default
 
@@ -451,7 +455,7 @@ def _forget_preset(values: Any) -> None:
 
 
 def preset_of(config: Config) -> str:
-    """Return the options that the preset sets as text for people; empty without a preset."""
+    """Return the options that the preset sets, as one line of text for people; empty without a preset."""
     chosen = _chosen(config.model_dump())
     return ", ".join(
         f"{name}={value if isinstance(value, str) else str(value).lower()}" for name, value in chosen.items()

@@ -642,9 +642,9 @@ ELSEWHERE = {
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Return the valid name that is most like `name`, or that another trainer gives that name (`ELSEWHERE`).
+    """Return the valid name that is most like `name`, or the field that another trainer calls `name` (`ELSEWHERE`).
 
-    The last part counts most: `rollout.lr` means `training.lr`. So do initials: `learning_rate` means `lr`.
+    The last part counts most: `rollout.lr` means `training.lr`. Initials count, too: `learning_rate` means `lr`.
     """
     names, last = list(names), name.rsplit(".", 1)[-1]
     foreign = difflib.get_close_matches(last, ELSEWHERE, n=1, cutoff=0.85)

@@ -97,7 +97,7 @@ def progress(doing: str, *, total: int, unit: str) -> Iterator[Callable[[], None
 
 
 def tracked(items: Iterable[T], doing: str, *, total: int, unit: str) -> Iterator[T]:
-    """Yield the items, with the `progress` of what is done with them."""
+    """Yield the items, and advance a `progress` display as the caller finishes each of them."""
     with progress(doing, total=total, unit=unit) as advance:
         for item in items:
             yield item

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from clew.config import Config
 
 MESSAGES = "messages"
-"""Column of conversations in many data sets, used if data.prompt has its default and no such column exists."""
+"""Column of conversations in many data sets, used if data.prompt has its default and that column does not exist."""
 
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
 _PARQUET = (".parquet", ".pq")
@@ -166,7 +166,7 @@ def _read_with_datasets(path: str, split: str) -> Iterator[dict]:
         )
     try:
         source = str(Path(path).expanduser()) if looks_local else path
-        # Older versions of datasets would ask on the terminal, without trust_remote_code.
+        # Without trust_remote_code, older versions of datasets would ask on the terminal.
         rows: Any = datasets.load_dataset(source, split=split, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise DataError(f"Cannot load the data set {path}, split {split}: {error}") from error

@@ -98,7 +98,7 @@ def _part(text: str, part: str) -> Part:
 
 def gpus(environment: Mapping[str, str] = os.environ, nodes: Path = Path("/dev")) -> list[str]:
     """Return the GPUs that processes may use, as CUDA_VISIBLE_DEVICES names them; empty on a machine without any."""
-    # CUDA counts from 0 the GPUs that a container was given; the names of the nodes keep the numbers of the machine.
+    # In a container, CUDA counts its GPUs from 0, while the names of the device nodes keep the machine's numbers.
     present = [str(number) for number, _ in enumerate(nodes.glob("nvidia[0-9]*"))]
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is None or not present:

@@ -22,12 +22,12 @@ OPTIONS = {
     "loss": "cispo",
     "loss_mean": "token",
     "clip_low": 1.0,  # no lower bound, as in the paper's experiments
-    "clip_high": 4.0,  # the paper does not tell its upper bound: ScaleRL's, arXiv 2510.13786
+    "clip_high": 4.0,  # the paper does not give its upper bound; this is ScaleRL's, arXiv 2510.13786
 }
 
 
 def loss(tokens: TrainedTokens, options: Algorithm) -> PolicyLoss:
-    """Return the negative of equation 4, with the terms of `decoupled`. Only its gradient means something."""
+    """Return the negative of equation 4, with the terms of `decoupled`. Only its gradient is meaningful."""
     ratio_N = ratios(tokens, options)
     clipped_N = ratio_N.clamp(1 - options.clip_low, 1 + options.clip_high)
     objective_N = clipped_N.detach() * tokens.advantages_N * tokens.logprobs_N

@@ -1,7 +1,8 @@
 """Dr. GRPO, "GRPO done right": arXiv 2503.20783.
 
 GRPO without the two divisors that bias it. Dividing by the standard deviation of a group's rewards gives more weight to
-questions that are too easy or too hard. Dividing by the length of a response punishes long wrong responses less:
+questions that are too easy or too hard. Dividing by the length of a response punishes long wrong responses less.
+Without them:
 
     J = 1/G sum_i 1/L sum_t min(r_t A_i, clip(r_t, 1 - eps, 1 + eps) A_i)        A_i = R_i - mean(R)
 """
@@ -24,7 +25,7 @@ __all__ = ["OPTIONS", "advantages", "loss"]
 OPTIONS = {
     "advantages": "mean",
     "loss_mean": "constant",
-    "loss_constant": lambda max_new_tokens: max_new_tokens,  # L: the paper's is the generation budget
+    "loss_constant": lambda max_new_tokens: max_new_tokens,  # L: in the paper, the generation budget
 }
 
 

@@ -17,7 +17,8 @@ def gae(rewards_N: np.ndarray, values_N: np.ndarray, *, gamma: float, lam: float
 
     delta_t = r_t + gamma V_{t+1} - V_t,  A_t = delta_t + gamma lam A_{t+1}   (equation 16)
 
-    R_t = A_t + V_t: with lam = 1 the discounted rewards from t on, with lam = 0 r_t + gamma V_{t+1}.
+    R_t = A_t + V_t. With lam = 1 it is the sum of the discounted rewards from t on; with lam = 0 it is
+    r_t + gamma V_{t+1}.
 
     Args:
         values_N: Value of the state before each action.

@@ -18,10 +18,10 @@ __all__ = ["OPTIONS", "advantages", "loss"]
 OPTIONS = {
     "advantages": "group",
     "ratio": "sequence",  # s_i: `clew.algorithms.losses.ratios`
-    # The weight for lag is of whole sequences, too. Otherwise a sequence in which one token has become unlikely would
-    # keep the mean weight of the others.
+    # The weight that corrects for lag is also one per sequence. Otherwise a sequence in which one token has become
+    # unlikely would keep the mean weight of the others.
     "importance": "sequence_truncate",
-    "loss_mean": "sequence",  # 1/G sum_i: within a sequence all tokens have one loss
-    "clip_low": 3e-4,  # section 5.1: s_i is a mean, and so far nearer to 1 than a token's ratio
+    "loss_mean": "sequence",  # 1/G sum_i: within a sequence all tokens have the same loss
+    "clip_low": 3e-4,  # section 5.1: s_i is a mean, and therefore much nearer to 1 than a token's ratio
     "clip_high": 4e-4,
 }

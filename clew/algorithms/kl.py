@@ -33,8 +33,8 @@ def k2(logprobs_N: Tensor, other_N: Tensor) -> Tensor:
 def k3(logprobs_N: Tensor, other_N: Tensor) -> Tensor:
     """Return q/p - log(q/p) - 1 of each token: unbiased, never negative, zero where p = q.
 
-    expm1 keeps what exp(x) - 1 would round away: in float32, for p and q that differ by less than 1e-4, the sum would
-    be noise of either sign. log(q/p) is limited to LOG_RATIO_LIMIT.
+    expm1 keeps what exp(x) - 1 would round away. Without it, in float32, the result would be noise of either sign for p
+    and q that differ by less than 1e-4. log(q/p) is limited to LOG_RATIO_LIMIT.
     """
     log_ratio_N = (other_N - logprobs_N).clamp(max=LOG_RATIO_LIMIT)
     return log_ratio_N.expm1() - log_ratio_N
@@ -44,7 +44,7 @@ ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 
 
 def divergences(logprobs_N: np.ndarray, other_N: np.ndarray, estimator: str) -> np.ndarray:
-    """Return the estimates by k1, k2 or k3 of arrays: [N] float64. Used where no gradient is needed."""
+    """Return the k1, k2 or k3 estimates of NumPy arrays: [N] float64. Used where no gradient is needed."""
     log_ratio_N = logprobs_N.astype(np.float64) - other_N
     if estimator == "k1":
         return log_ratio_N

@@ -1,4 +1,4 @@
-"""Functions of tokens that the pages' losses share: ratios, weights, and the terms that each loss may have.
+"""Functions of tokens that the algorithms' losses share: ratios, weights, and the terms that any loss may have.
 
 Tensors have one entry per trained token, [N], and hold natural logarithms.
 """
@@ -79,10 +79,10 @@ def decoupled(objective_N: Tensor, held_N: Tensor, tokens: TrainedTokens, option
 
     The weight is a constant. It makes this the decoupled objective of AReaL (arXiv 2505.24298, equation 5). With
     kl_times_ratio the KL is multiplied by the ratio, whose gradient counts (DeepSeek-V3.2, arXiv 2512.02556, section
-    3.1). The bonus is that of arXiv 1707.06347, equation 9.
+    3.1). The entropy bonus is that of arXiv 1707.06347, equation 9.
 
     Args:
-        objective_N: What the page's algorithm maximizes, without these terms.
+        objective_N: Objective that the algorithm maximizes, without these terms.
         held_N: True for tokens that a clip bounds. Their share is the metric clip_share.
     """
     weight_N = importance_weights(tokens, options)

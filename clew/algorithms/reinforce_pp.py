@@ -26,7 +26,7 @@ OPTIONS = {
     "loss_mean": "token",
     "kl_in": "reward",
     "kl_estimator": "k1",
-    "kl_coef": 0.01,  # only a start
+    "kl_coef": 0.01,  # only a starting point
 }
 
 

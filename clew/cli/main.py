@@ -57,7 +57,7 @@ def _clew(
 
 
 COULD_NOT_RUN = 2
-"""Exit code after a ClewError; Typer's own for a command line that it cannot parse."""
+"""Exit code after a ClewError. Typer uses the same code for a command line that it cannot parse."""
 
 DEFECT = 70
 """Exit code after an error that Clew did not raise on purpose."""
@@ -86,9 +86,9 @@ def main() -> None:
 def _main() -> None:
     """Run the command line, and turn errors into exit codes.
 
-    A ClewError exits with its message and 2, or 130 if it is an Interrupted; so does a full or read-only disk, with 2.
-    Any other error is a defect: 70 and a traceback. A command itself exits with 1 if it found something (a difference,
-    an unfit agent), and with 3 if it cannot judge.
+    A ClewError exits with its message and 2, or with 130 if it is an Interrupted. A full or read-only disk exits with a
+    message and 2, too. Any other error is a defect: it exits with a traceback and 70. A command itself exits with 1 if
+    it found something (a difference, an unfit agent), and with 3 if it cannot judge.
     """
     from clew.launch.ranks import tell
     from clew.processes import die_with_parent
@@ -126,8 +126,8 @@ def _main() -> None:
         )
         raise SystemExit(DEFECT) from None
     finally:
-        # Skip the last garbage collection: with torch loaded it takes a second, and frees nothing that does not end
-        # with the process anyway.
+        # Skip the last garbage collection: with torch loaded it takes a second, and frees only what ends with the
+        # process anyway.
         gc.freeze()
 
 

@@ -34,11 +34,11 @@ Overrides = Annotated[
 def on_ranks(ranks: int, work: Callable[[], None], logs: Path | None = None) -> None:
     """Run `work` if this process is one of the ranks; otherwise start the ranks and wait for them.
 
-    The ranks are processes with the command line of this one, so each of them comes here again and runs `work`. A
-    single rank is this process itself.
+    The ranks are started with this process's command line, so each of them gets here again and runs `work`. A single
+    rank is this process itself.
 
     Args:
-        logs: Folder in which all ranks but the first write their output; None: it is deleted at the end.
+        logs: Folder in which all ranks but the first write their output; None: their output is deleted at the end.
     """
     from clew.launch.ranks import check_world, place, starts_ranks
 
@@ -61,7 +61,7 @@ def run_path_of(run: Path, overrides: list[str] | None = None) -> Path:
 
 
 def open_run_of(config: Path, overrides: list[str] | None) -> tuple[Config, RunDirectory]:
-    """Load the configuration, check that all that it names exists, and create its run directory. Return both."""
+    """Load the configuration, check that everything it names exists, and create its run directory. Return both."""
     from clew.launch.preflight import check_named
     from clew.record.run import RunDirectory
 

@@ -31,7 +31,10 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
 
 
 def _train(config: Config, run: RunDirectory, arguments: Sequence[str]) -> None:
-    """Train and print a summary: all of `clew train`, or with debug.replay_rollout_data one rank of train or learn."""
+    """Train and print a summary.
+
+    This is all of `clew train` or, with debug.replay_rollout_data, one rank of train or learn.
+    """
     from clew.api import train_as_configured
 
     if config.debug.replay_rollout_data:
@@ -46,7 +49,7 @@ def _train(config: Config, run: RunDirectory, arguments: Sequence[str]) -> None:
 
 
 def _learn(config: Config, run: RunDirectory) -> None:
-    """Train on the groups of other processes, as one rank."""
+    """Train as one rank, on groups that other processes make."""
     from clew.api import drawn
     from clew.loop.trainer_process import learn
 
@@ -222,7 +225,7 @@ def evaluate(
     from clew.errors import ConfigError
     from clew.view.evaluation import show_failed, show_missed, show_models
 
-    # os.path.exists, unlike Path.exists, takes a text that is too long for a path, as an override may be.
+    # For a text that is too long for a path, as an override may be, this returns False; Path.exists would raise.
     names = [each for each in models if "=" not in each or os.path.exists(each)]  # noqa: PTH110
     if not names:
         raise typer.BadParameter("name a model, a checkpoint or a run before the fields to override")

@@ -1,6 +1,6 @@
 """`clew replay RUN --step 137 key=value`: train on recorded batches again, with other settings.
 
-The training starts from a given step by means of debug.first_step.
+debug.first_step makes the training start from a given step.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _free_trial(experiment: Path, trial: str) -> str:
 def _side_by_side(run: RunDirectory, new: RunDirectory, steps: range) -> Table:
     """Return a table of the metrics that differ in any step, each as "recorded → here"."""
     recorded = {step: run.steps.read(step)["metrics"] for step in steps if step < run.steps.count()}
-    rows = [(step, recorded.get(step, {}), new.steps.read(step)["metrics"]) for step in steps]  # {}: one that failed
+    rows = [(step, recorded.get(step, {}), new.steps.read(step)["metrics"]) for step in steps]  # {}: a failed step
     names = [name for name in SIDE_BY_SIDE if any(then.get(name) != now.get(name) for _, then, now in rows)]
     table = numbers_table("step", *names, title="recorded → here")
     for step, then, now in rows:

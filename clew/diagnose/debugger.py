@@ -23,7 +23,7 @@ def stop_at(engine: TrainEngine, steps: range, stage: str) -> None:
         names = {"engine": engine, "model": engine.policy.model, "step": engine.version, **known, **scope}
         where = ""
         if "micro" in scope:
-            # rows_N counts the rows of the micro-batch
+            # rows_N in the scope counts rows from 0 within the micro-batch, so it does not index `batch`
             names["batch_rows_N"] = rows_N = known["tokens"].row_of_S[scope["micro"].where_N]
             minibatches = [[set(rows) for rows in minibatch] for minibatch in known["plan"]]
             update, micro, count = next(

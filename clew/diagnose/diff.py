@@ -51,7 +51,7 @@ def diff(a: Path, b: Path, *, ignore: list[str], plot: Path | None) -> bool:
     """Print how two runs, or bundles of them, compare.
 
     Args:
-        ignore: Fields of the configuration, or sections, that are left out where it differs.
+        ignore: Fields or sections of the configuration whose differences are left out.
         plot: File to write a plot of the metrics to, if any.
 
     Returns:
@@ -151,7 +151,7 @@ def _is_sampling_noise(found: Difference) -> bool:
 
 
 CHOOSING = ("data.", "rollout.batch_groups", "rollout.n_samples", "rollout.drop_equal_rewards", "seed")
-"""Beginnings of the fields that say which groups there are, and how many make a batch."""
+"""Prefixes of the fields that decide which groups there are, and how many make a batch."""
 
 
 def _is_chance(runs: Pair, found: Difference, told: Iterable[str]) -> bool:
@@ -220,7 +220,7 @@ def _evaluations(runs: Pair, versions: set[int]) -> Iterator[str]:
         if then is not None and now is not None:
             if keys := _other_keys(then, now):
                 yield f"the evaluation of version {version}: {', '.join(keys)}"
-        elif all(sides) and wanted[0] == wanted[1]:  # a bundle has none
+        elif all(sides) and wanted[0] == wanted[1]:  # a bundle has no evaluations
             yield f"the evaluation of version {version}: only one of the two has it"
 
 
@@ -303,7 +303,7 @@ def _rounding(runs: Pair, found: Difference) -> str:
 
 
 def _without_data(runs: Pair, steps: range, names: tuple[str, str]) -> list[str]:
-    """Return lines that name the steps whose sequences one run or both have not, so that no stage was compared."""
+    """Return lines that name the steps whose sequences one or both runs lack, so that no stage of them was compared."""
     lines: list[str] = []
     for who, having in ((f"only {names[0]} has", (True, False)), (f"only {names[1]} has", (False, True)),
                         ("neither has", (False, False))):  # fmt: skip
@@ -328,7 +328,7 @@ def _in_step(runs: Pair, step: int, tolerance: Tolerance) -> Iterator[Difference
         yield from _in_stages(runs, step, tolerance, then, now)
         if not tolerance.exact:
             return
-    else:  # pruned: the digests are left
+    else:  # pruned: only the digests are left
         yield from _in_digests(step, then["digests"], now["digests"])
     if tolerance.exact:
         yield from differences.in_metrics(step, then.get("metrics", {}), now.get("metrics", {}))
@@ -368,7 +368,7 @@ def _in_stages(
 def _in_order(tensors: dict[str, Any], names: list[str], wanted: list[str]) -> dict[str, Any]:
     """Return a step's digests of each parameter in the order of another run that has the same parameters.
 
-    Those that are not trained come first, so the order differs if other ones are trained.
+    Parameters that are not trained come first, so the order differs if the two runs train different ones.
     """
     if names == wanted or sorted(names) != sorted(wanted):
         return tensors
@@ -416,7 +416,7 @@ def _in_batches(step: int, left: list[Sequence], right: list[Sequence], toleranc
             return found
         aligned = [
             _in_column(step, name, column, a, b, tolerance if column == "logprobs" else EXACT)
-            for column in sorted(ALIGNED, key=lambda column: column == "logprobs")  # the others say how it was sampled
+            for column in sorted(ALIGNED, key=lambda column: column == "logprobs")  # last: other columns explain it
         ]
         if apart := [each for each in aligned if each is not None]:
             return min(apart, key=lambda each: each.position or 0)
@@ -432,7 +432,7 @@ def _in_batches(step: int, left: list[Sequence], right: list[Sequence], toleranc
 
 
 def _fields(row: Sequence) -> Iterator[tuple[str, Any]]:
-    """Yield each field of a row with its place, except the tokens, the prompt's row and the times.
+    """Yield each field of a row with its place, except aligned columns, the prompt's row, times and `sampled_by`.
 
     The interactions come last, key by key.
     """
@@ -542,7 +542,7 @@ def _files(checkpoint: dict[str, Any]) -> dict[str, str]:
 
 
 def _other_weights(then: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
-    """Yield a line if two checkpoints before the first difference, of one version, have other weights."""
+    """Yield a line if the checkpoints before the first difference are of one version but their weights differ."""
     ours, theirs = (each.get("weights", {}) for each in (then, now))
     differing = [name for name in ours if theirs.get(name, ours[name]) != ours[name]]
     if differing and then["version"] == now["version"]:
@@ -551,7 +551,9 @@ def _other_weights(then: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
 
 
 def _note_configuration(runs: Pair, steps: range, names: tuple[str, str], ignore: list[str]) -> None:
-    """Print how the configurations differ although all stages agree, at the first step whose recorded ones differ.
+    """Print how the configurations differ although all stages agree.
+
+    They are compared at the first step whose recorded configurations differ, or else at the last step.
 
     Also print which files of configured functions differ at the last step.
     """

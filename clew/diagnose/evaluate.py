@@ -45,7 +45,7 @@ EPISODES = pa.schema(
         ("data", pa.string()),
     ]
 )
-"""Columns of an evaluation's episodes. `row` is the number of the data's row, `data` the row as JSON."""
+"""Columns of an evaluation's episodes. `row` is the number of the row in the data, `data` is that row as JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class Evaluation:
 
     @cached_property
     def pass_rates(self) -> dict[int, float]:
-        """Pass rate of each row, by row number. Failed episodes do not count; a row that has only such is left out."""
+        """Pass rate of each row, by row number. Failed episodes do not count; all-failed rows are left out."""
         by_row: dict[int, list[bool]] = {}
         for episode in self.episodes:
             if episode["error"] is None:
@@ -131,8 +131,8 @@ def _checkpoint_of(name: str) -> Path:
 def _settings(models: Sequence[str], data: str | None, reward: str | None, overrides: Sequence[str]) -> Config:
     """Return the configuration that all models are evaluated with.
 
-    It is that of the first run that names a reward, an agent or a workflow of its own, which a run of `clew sft` does
-    not; or else that of the first run, or defaults.
+    It is that of the first run that names a reward, an agent or a workflow of its own (a run of `clew sft` names none
+    of them). If there is no such run, it is that of the first run, or the defaults.
 
     Raises:
         ConfigError: Neither the options nor a run name the prompts or the reward; or a field is invalid.
@@ -177,7 +177,7 @@ def _version_of(checkpoint: Path) -> int | None:
 
 
 def _evaluate(name: str, config: Config, data: Mapping[int, dict[str, Any]]) -> Evaluation:
-    """Evaluate one model on the rows of the data, which are given by their numbers."""
+    """Evaluate one model on rows of the data, given by row number."""
     checkpoint = _checkpoint_of(name)
     version = _version_of(checkpoint)
     config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(checkpoint)})})

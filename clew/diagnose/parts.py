@@ -155,7 +155,7 @@ def _recorded(run: RunDirectory, step: int, why: str) -> Parts:
     probability), divided by the number of trained tokens.
     """
     batch, stages, summary = run.steps.read_data(step), Stages(digests={}, arrays={}), {}
-    if run.steps.json_path(step).exists():  # else it failed, and may have the stages of some ranks
+    if run.steps.json_path(step).exists():  # otherwise it failed, and may have stages of only some ranks
         stages, summary = run.steps.read_stages(step, batch), run.steps.read(step)
         tell_altered(run, batch, stages, summary)
     check_aligned(run, step, batch, stages, stages.arrays)
@@ -172,7 +172,7 @@ def _recorded(run: RunDirectory, step: int, why: str) -> Parts:
         current = tokens.get("current", tokens["behaviour"]).astype(np.float64)
         with np.errstate(invalid="ignore", over="ignore"):
             ratio = np.exp(current - tokens["behaviour"])
-            # -expm1(logprob) is 1 - probability, also where that is far below the rounding of 1
+            # -expm1(logprob) is 1 - probability, accurate even where that is far below the rounding error of 1
             pull = np.abs(tokens["advantage"] * ratio) * -np.expm1(np.minimum(current, 0)) / of_update
         untaught = tokens["advantage"] == 0  # where a ratio that is not finite would make the pull NaN
         if "rejected" in tokens:
@@ -234,7 +234,7 @@ def _of_data(row: Sequence, step: int) -> dict[str, np.ndarray]:
 
 
 def _rejected_share(tokens: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Return the share of a sequence's tokens that were rejected, by name; empty if the step rejects nothing."""
+    """Return {"rejected": share of a sequence's tokens that were rejected}, or {} if the step rejects nothing."""
     if "rejected" not in tokens:
         return {}
     return {"rejected": float((tokens["rejected"] != 0).mean()) if len(tokens["rejected"]) else 0.0}

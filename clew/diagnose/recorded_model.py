@@ -34,7 +34,7 @@ class RecordedModel(EpisodeEngine):
 
         Args:
             live: Whether to continue with the engine from the first request that differs.
-            sampling: Whether a request with other sampling parameters is another request.
+            sampling: Whether a request with other sampling parameters counts as different.
         """
         super().__init__(shared, episode_id)
         self.recorded = len(answers)

@@ -26,7 +26,7 @@ from clew.record.steps import parse_steps
 BREAKS = ("advantages", "loss", "backward", "update")
 
 REWARDS_SHOWN = 20
-"""Number of episodes with another reward that are shown."""
+"""Maximum number of episodes with a changed reward that are shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,10 +186,10 @@ LIMIT = "sampling.max_new_tokens"
 
 
 def _algorithm_of_another(overrides: Sequence[str], stages: str) -> Algorithm:
-    """Return the algorithm that overrides describe, by which another trainer computed its advantages and its loss.
+    """Return the algorithm, as the overrides describe it, with which another trainer computed advantages and loss.
 
     Raises:
-        ConfigError: An override is no field of algorithm or `LIMIT`, or what is needed is missing.
+        ConfigError: An override is neither a field of algorithm nor `LIMIT`, or something that is needed is missing.
     """
     said = [override.partition("=")[0] for override in overrides]
     for name, override in zip(said, overrides, strict=True):
@@ -259,7 +259,7 @@ def _rewards(run: RunDirectory, first: int, last: int, only: str | None) -> bool
 
 
 def _changed_rewards(run: RunDirectory, config: Config, steps: Iterable[int]) -> bool:
-    """Return whether the file of the workflow or of the reward function is another than when a step was made."""
+    """Return whether the file of the workflow or of the reward function has changed since one of the steps was made."""
     from clew.training.custom import digest_of_file
 
     named = {"rollout.reward": config.rollout.reward, "rollout.workflow": config.rollout.workflow}

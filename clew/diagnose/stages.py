@@ -89,7 +89,7 @@ def check_stages(
 def batch_as_it_is(run: RunDirectory, step: int) -> list[Sequence]:
     """Return the batch of a step; print to stderr where it is not what was trained on."""
     batch = run.steps.read_data(step)
-    if run.steps.json_path(step).exists():  # else it failed, and may have the stages of some ranks
+    if run.steps.json_path(step).exists():  # otherwise it failed, and may have stages of only some ranks
         tell_altered(run, batch, run.steps.read_stages(step), run.steps.read(step))
     return batch
 

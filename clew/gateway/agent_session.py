@@ -62,7 +62,7 @@ class Submission:
     left: bool = False
     """True if the client left before it had the reply, and no retry has come since."""
     delivered: bool = False
-    """True once a client had the reply. An old connection may be seen to break only after its retry had the reply."""
+    """True once a client had the reply. A retry may get it before the old connection is seen to break."""
 
     @property
     def abandoned(self) -> bool:
@@ -110,7 +110,7 @@ class AgentSession:
         self._failed: Counter[bytes] = Counter()
         """Number of failed attempts by request fingerprint. For each of them, one retry counts as a new attempt."""
         self._arriving: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
-        """Locks by request fingerprint. A retry that comes while the prompt is being made waits, and then finds it."""
+        """Locks by request fingerprint. A retry waits while the prompt is being made, and then finds the request."""
 
     @property
     def id(self) -> str:
@@ -191,7 +191,7 @@ class AgentSession:
         for request in self._requests:
             if not request.replies.done():
                 request.replies.cancel()
-                self._drop(request.ids)  # of several replies, those that are complete
+                self._drop(request.ids)  # drops those of its n replies that are already complete
             elif request.abandoned:
                 self._drop(set(request.ids) - self.turns.followed())
 
@@ -212,7 +212,7 @@ class AgentSession:
     async def _prompt(self, ask: Ask, begin: str = "") -> Prompt:
         """Return the prompt of a request; see `Turns.prompt`.
 
-        A long one is made in a thread, so that other sessions do not have to wait for it.
+        A long one, or one with images, is made in a thread, so that other sessions do not have to wait for it.
 
         Raises:
             Refusal: The messages are too long or do not fit the template, or the session has ended.
@@ -255,7 +255,7 @@ class AgentSession:
             raise Refusal(400, message, param=field)
         forced = ask.tool_choice not in ("auto", "none")
         if forced:
-            ask = replace(ask, form=None)  # a form is one of text, and a forced call leaves no text
+            ask = replace(ask, form=None)  # a form applies to text, and a forced call leaves no text
         if ask.form is not None and ask.shown_tools:
             message = (
                 f"Cannot honour {ask.form.param} together with tools: the schema would apply to the whole output, so "
@@ -279,10 +279,10 @@ class AgentSession:
         return ask, f'{CALL_OPENS}\n{{"name": {json.dumps(ask.tool_choice)}, "arguments": ' if forced else ""
 
     def _with_known_variables(self, ask: Ask) -> Ask:
-        """Drop variables that the template does not know if that does no harm.
+        """Drop variables that the template does not know, if that does no harm.
 
-        These are variables set to False, such as enable_thinking (there is nothing to turn off), and, with a warning,
-        thinking or an effort, which frameworks ask for by default for some model names.
+        A variable that is False, such as enable_thinking, is dropped silently: there is nothing to turn off. Thinking
+        or an effort is dropped with a warning, because frameworks ask for it by default for some model names.
 
         Raises:
             Refusal: The template does not know another variable.

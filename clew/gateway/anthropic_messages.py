@@ -105,7 +105,7 @@ class _Tool(Function):
     type: Literal["custom"] = "custom"
     parameters: dict[str, Any] | None = Field(alias="input_schema")
     defer_loading: bool = False
-    """True: the tool is not among those of the prompt. The model sees it only where a tool_reference names it."""
+    """True leaves the tool out of the prompt. The model sees it only where a tool_reference names it."""
     allowed_callers: list[Literal["direct"]] = Field(default=[])
 
 
@@ -443,7 +443,7 @@ def refuse(refusal: Refusal) -> dict[str, Any]:
     """See `Dialect.refuse`."""
     kind = ERRORS.get(refusal.status, "api_error" if refusal.status >= 500 else "invalid_request_error")
     error: dict[str, Any] = {"type": kind, "message": str(refusal)}
-    if refusal.code == "context_length_exceeded":  # agents look for the provider's words, and shorten their context
+    if refusal.code == "context_length_exceeded":  # agents recognise the provider's wording, and shorten their context
         error["message"] = f"prompt is too long: {refusal}"
     if refusal.code == "previous_response_not_found":  # its clients then send the whole conversation
         error["details"] = {"error_code": "thread_not_found"}

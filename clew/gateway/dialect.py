@@ -35,7 +35,7 @@ name: name of the tool or the speaker.
 
 
 class Refusal(ClewError):
-    """Raised for a request that gets an error instead of a reply. The dialect gives it its provider's form."""
+    """Raised for a request that gets an error instead of a reply. The dialect puts it into its provider's format."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         """Set the HTTP status, the request's field at fault, and the provider's error code, such as model_not_found."""

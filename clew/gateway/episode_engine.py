@@ -100,7 +100,7 @@ class EpisodeEngine:
         return self.resources.prompt_column
 
     def warn(self, warning: str, kind: str | None = None) -> None:
-        """Warn the owner of the workflow or agent. Repetitions are dropped, and MAX_WARNINGS of one kind are shown.
+        """Warn the owner of the workflow or agent. Drop repetitions, and those of one kind beyond MAX_WARNINGS.
 
         By default, warnings that differ only in numbers and IDs are of one kind.
         """

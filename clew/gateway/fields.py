@@ -209,7 +209,7 @@ def read(model: type[F], body: dict[str, Any]) -> tuple[F, list[str]]:
         return model.model_validate(body, context=notes), list(dict.fromkeys(notes))
     except ValidationError as error:
         errors = error.errors(include_url=False)
-    # Of several errors in one object, the wrong type explains the others.
+    # If one of several errors is at a field named `type`, the wrong type explains the others.
     first = next((one for one in errors if one["loc"][-1:] == ("type",)), errors[0])
     param, why, context = _path(body, first["loc"]), first["msg"], first.get("ctx", {})
     kind = context.get("tag") or (first["input"] if first["loc"][-1:] == ("type",) else None)

@@ -71,7 +71,8 @@ class Interaction:
     def is_extended_by(self, input_ids: list[int], images: Sequence[str]) -> bool:
         """Return whether a prompt begins with exactly this interaction's tokens and images (by name).
 
-        This alone decides whether a later interaction continues the same sequence. Two images may have the same tokens.
+        This alone decides whether a later interaction continues the same sequence. Names are compared
+        because two images may have the same tokens.
         """
         tokens, shown = self.all_ids, self.images
         return input_ids[: len(tokens)] == tokens and tuple(images[: len(shown)]) == shown

@@ -337,7 +337,7 @@ async def events(ask: Ask, stream: Stream) -> AsyncIterator[bytes]:
         return event(content)
 
     calls: dict[int, int] = {}
-    """Number of calls so far, by the index of the reply; a reply is there once it has begun."""
+    """Number of calls so far, by the index of the reply; a reply has an entry once it has begun."""
     async for part in stream.deltas:
         index = part.index
         opens: dict[str, Any] = {}
@@ -381,7 +381,7 @@ def refuse(refusal: Refusal) -> dict[str, Any]:
     """See `Dialect.refuse`."""
     kind = "server_error" if refusal.status >= 500 else "invalid_request_error"
     message = str(refusal)
-    if refusal.code == "context_length_exceeded":  # frameworks look for the provider's words
+    if refusal.code == "context_length_exceeded":  # frameworks recognise the provider's wording
         message = f"This model's maximum context length is exceeded: {message}"
     return {"error": {"message": message, "type": kind, "param": refusal.param, "code": refusal.code}}
 

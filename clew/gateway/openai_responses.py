@@ -123,7 +123,7 @@ class ResponsesRequest(SampledBody):
 def with_items(body: dict[str, Any], turn: Callable[[str], Turn]) -> dict[str, Any]:
     """Return a request's body in which items that the client names only by their ID are replaced by the full items.
 
-    These are item references, and reasoning items without text. `turn` finds the turn whose response has an ID.
+    These are item references, and reasoning items without text. `turn` finds the turn by the ID of its response.
 
     Raises:
         Refusal: There is no such item or response.
@@ -214,7 +214,7 @@ def _notes(request: ResponsesRequest) -> list[str]:
 
 
 def _echo(request: ResponsesRequest) -> dict[str, Any]:
-    """Return the fields that a response repeats of its request."""
+    """Return the fields of the request that a response repeats."""
     choice = request.tool_choice
     repeated = request.model_dump(
         include={
@@ -377,7 +377,7 @@ class _StreamedItems:
 
 
 def _about(index: int, item: dict[str, Any], events: Iterable[Event]) -> Iterator[Event]:
-    """Add to each event which item it is about."""
+    """Add to each event the index of its item, and the item's ID unless the event holds the item."""
     for kind, fields in events:
         yield kind, {"output_index": index, **({} if "item" in fields else {"item_id": item["id"]}), **fields}
 

@@ -105,9 +105,9 @@ class Reader:
         self._held = ""
         """End of the text fed so far that is not decided yet."""
         self._looked = 0
-        """Number of held characters in which the end of a call has been looked for already, in vain."""
+        """Number of held characters that have already been searched, in vain, for the end of a call."""
         self._thinks = self._calls = False
-        """True once there was reasoning, or a call."""
+        """True once there was reasoning (`_thinks`), or a call (`_calls`)."""
         if prompt is None:
             self._state = self._plain
         else:
@@ -259,7 +259,7 @@ def _by_template(tokenizer: PreTrainedTokenizerBase, raw: str, prompt: str, tool
 
 
 def _llama(content: str) -> tuple[list[Call], str | None]:
-    """Return the calls in Llama's form. If the text looks like calls but cannot be read, return none, and the text."""
+    """Return the calls in Llama's form. If the text looks like calls but cannot be read, return [] and the text."""
     body = content.strip().removeprefix(PYTHON_TAG).strip()
     decoder, calls, place = json.JSONDecoder(), [], 0
     while place < len(body):

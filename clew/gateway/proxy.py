@@ -90,7 +90,7 @@ class PassThrough:
         return (self._url if urlsplit(self._url).path else self._url + "/v1") + path.removeprefix("/v1")
 
     async def _answer(self, request: httpx2.Request, came: Request) -> httpx2.Response | None:
-        """Return the provider's answer once its headers are there; None, and cancel, if the client leaves first."""
+        """Return the provider's answer once its headers arrive; cancel and return None if the client leaves first."""
         answer = asyncio.ensure_future(self._client.send(request, stream=True))
         gone = asyncio.ensure_future(disconnected(came))
         try:

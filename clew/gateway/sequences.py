@@ -89,8 +89,8 @@ def turn_returns(
 ) -> dict[str, float]:
     """Return each interaction's return, the number that it is trained on, by interaction ID.
 
-    return = own reward + discount x mean of the returns of the turns that follow it. The episode's reward is added to
-    the own reward of each turn that no other follows. So with a discount of 1 and no rewards of single turns, each
+    return = own reward + discount x mean of the returns of the turns that follow it. For a turn that no other follows,
+    return = own reward + the episode's reward. So with a discount of 1 and no rewards of single turns, each
     return is the episode's reward. With branches (parallel calls, sub-agents), a turn before them gets their average.
 
     A turn follows the one that the gateway named (details["follows"]), which is in another chain if the context was

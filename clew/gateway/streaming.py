@@ -30,7 +30,8 @@ class Decoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
-        """Tokens of the last text, and those after it. The former are kept because a first token may lose its space."""
+        """Tokens of the last text, and those after it. The former are kept because the first token of a
+        text may lose the space before it."""
         self._told = 0
         """Number of these tokens that made the last text."""
 
@@ -143,11 +144,12 @@ class Draft:
         begin: str,
         stops: Sequence[str],
     ) -> None:
-        """Start a reply of the interaction `id`, and `tell` each delta.
+        """Start a reply of the interaction `id`.
 
         Args:
             index: Index of the reply among those of its request.
-            reader: Reader that takes the text apart; None if nothing is certain before the end.
+            tell: Called with each delta.
+            reader: Reader that splits the text; None if nothing is certain before the end.
             begin: Prefilled beginning.
             stops: Strings that the reply may end at.
         """

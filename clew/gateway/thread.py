@@ -124,7 +124,7 @@ class GatewayThread(ServingThread):
         super().__init__(application(self.sessions), close)
 
     def open(self, session: EpisodeEngine) -> tuple[str, AgentSession]:
-        """Open a session. Return its API key and the session, which until it is closed may be used only on `loop`."""
+        """Open a session, and return its API key and the session. Until it is closed, use it only on `loop`."""
         opened = AgentSession(session, self._limits)
         return self.sessions.open(opened.id, opened), opened
 

@@ -36,14 +36,16 @@ if TYPE_CHECKING:
 
 
 _WORDS: list[Message] = [{"role": "assistant", "content": word} for word in ("clew0", "clew1")]
-"""Two messages whose last characters differ. What their renderings have in common at the end follows the words."""
+"""Two messages whose last characters differ. So the end that their renderings share is what the template writes after
+the words."""
 
 
 _GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
-"""Tags that transformers adds to Jinja's, around the model's words."""
+"""Tags around the model's words. Transformers adds them to Jinja's own."""
 
 LOOKED_AT = 16
-"""Number of characters per token of the context. No more of a prompt is tokenized to see that it is too long."""
+"""Number of characters per token of the context. At most this much of a prompt is tokenized to see
+that it is too long."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,7 +228,7 @@ class Turns:
         return Branch(of=best, kind=kind, message=message, why=why, tokens=tokens)
 
     def _processed_again(self, turn: Turn, best: Turn, sent: Sequence[str], difference: Difference | None) -> int:
-        """Return how many tokens of a turn's prompt the recorded conversation also has, or has in another form."""
+        """Return how many of a turn's prompt tokens the recorded conversation has, as they are or in another form."""
         input_ids = turn.reply.interaction.input_ids
         both = zip(input_ids, best.all_ids, strict=False)
         same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], both)) if turn.extends else 0
@@ -249,7 +251,7 @@ class Turns:
             return None
 
     def _refuse_what_never_fits(self, text: str, param: str) -> None:
-        """Refuse a text whose beginning has more than twice as many tokens as the context. Only that is tokenized."""
+        """Refuse a text whose beginning (the only part tokenized) has more than twice as many tokens as the context."""
         if self._context is None or len(text) <= LOOKED_AT * self._context:
             return
         beginning = text[: LOOKED_AT * self._context]
@@ -271,7 +273,7 @@ class Turns:
             return self._encode_after(last_id, rendered[len(turn.rendered) + len(turn.raw) :])
         if not stands_for(ask.messages[len(turn.ask.messages)], turn.reply):
             return None
-        # The template writes it otherwise: trimmed, or the JSON of a tool's arguments spaced in its own way.
+        # The template writes the output differently: trimmed, or with other spaces in the JSON of a tool's arguments.
         tail = self._after_words(ask, len(turn.ask.messages))
         if tail is None or not rendered.endswith(tail):
             return None
@@ -363,7 +365,7 @@ class Turns:
             return True
 
     def _encode(self, text: str, *, special: bool = False) -> list[int]:
-        # In a tool's arguments JSON may escape half a surrogate pair, which no tokenizer takes.
+        # The JSON of a tool's arguments may hold an escaped half of a surrogate pair, which no tokenizer accepts.
         valid = text if text.isascii() else text.encode(errors="surrogatepass").decode(errors="replace")
         encoded: Any = self._tokenizer(valid, add_special_tokens=special)
         return list(encoded["input_ids"])
@@ -416,7 +418,8 @@ def _goes_on_from(sent: Sequence[str], reworded: int, turn: Turn) -> bool:
     spoke = turn.reply.content.strip() or turn.reply.tool_calls
     if (spoke and replied in sent) or (len(sent) > len(asked) and sent[: len(asked)] == asked):
         return True
-    # A reworded reply stands in for this turn's if messages before it are this turn's. All share the system message.
+    # A reworded reply replaces this turn's if any message before it is also in this turn's request. System messages do
+    # not count, because all turns share them.
     words = {key for key, message in zip(asked, turn.ask.messages, strict=True) if message["role"] != "system"}
     return not words.isdisjoint(sent[:reworded])
 

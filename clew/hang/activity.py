@@ -37,7 +37,7 @@ BLOCKED_CALLS = {
 DEVICE_CALLS = {"item", "tolist", "cpu", "numpy", "to", "synchronize", "nonzero", "float", "int", "bool", "print"}
 """Calls that wait until a GPU has computed a value, and that keep a core busy meanwhile."""
 DATABASE = ("execute", "executemany", "executescript", "commit")
-"""Calls in which SQLite sleeps, and tries again and again to lock its file."""
+"""Calls in which SQLite sleeps and keeps trying to lock its file."""
 KERNEL = {
     "wait_for_partner": "file",
     "anon_pipe_read": "pipe", "pipe_read": "pipe", "pipe_wait": "pipe", "anon_pipe_write": "pipe", "pipe_write": "pipe",
@@ -76,8 +76,8 @@ LIBRARY = (
     (r"/threading\.py$", "wait|wait_for|acquire|__enter__", "condition"),
     (r"filelock/", "", "file"),
 )  # fmt: skip
-"""Patterns of library frames: file, whole name of the function ("" for any), kind of wait. The first that fits any
-frame wins, so special cases stand before general ones: a queue of multiprocessing also has frames of a connection."""
+"""Patterns of library frames: file, whole name of the function ("" for any), kind of wait. The first that matches any
+frame wins, so special cases come before general ones: a multiprocessing queue also has frames of a connection."""
 JOBS = {"_worker": "concurrent/futures/thread.py", "_run_function": "torch/distributed/rpc/internal.py"}
 """Functions that run what another thread or rank has asked for, and their files."""
 DISTRIBUTED = ("collective", "send", "recv", "init", "new_group", "destroy", "store")
@@ -88,7 +88,7 @@ IDLE = ("thread", "condition", "signal", "queue", "select", "process", "future",
 
 @dataclass(frozen=True, kw_only=True)
 class Activity:
-    """Operation in which one thread is, and the place that called it."""
+    """Operation that one thread is in, and the place that called it."""
 
     kind: str
     """collective, send, recv, init, new_group, destroy, queue, lock, sleep, compute, …"""
@@ -96,7 +96,7 @@ class Activity:
     group: str = ""
     """Name of the process group as the user's code calls it; "world" for the default one."""
     members: tuple[int, ...] | None = None
-    """Ranks of the group; None if the source does not say."""
+    """Ranks of the group; None for the default group, or if they are not known."""
     peers: tuple[int, ...] = ()
     """Ranks that a send or recv waits for."""
     shape: tuple[int, ...] = ()
@@ -109,7 +109,7 @@ class Activity:
     text: str = ""
     """Source line."""
     branch: str = ""
-    """Value alone or side if the line is in a branch that only some ranks run; see `source.branch_of_rank`."""
+    """"alone" or "side" if the line is in a branch that only some ranks run, else ""; see `source.branch_of_rank`."""
     cleanup: str = ""
     """Cleanup that the line belongs to, see `source.in_cleanup`, or "destroy" for destroy_process_group; else empty."""
     in_loop: bool = False
@@ -127,7 +127,7 @@ class Activity:
     dispatches: bool = False
     """True in a function that hands results to those who wait for them in other tasks or threads."""
     heartbeat: bool = False
-    """True in a loop that only sleeps and reports, for which nobody waits."""
+    """True in a loop that only sleeps and reports. Nobody waits for it."""
 
     @property
     def site(self) -> str:
@@ -141,9 +141,9 @@ class Activity:
 
 
 WORKS = re.compile(r"\.len\([^)]*(pending|work|handle|future|req|flight|outstanding)", re.I)
-"""Lengths, in `Activity.counters`, of lists that keep asynchronous operations until they have ended."""
+"""Matches the entries of `Activity.counters` that are lengths of lists of unfinished asynchronous operations."""
 LOOP_COUNTER = re.compile(r"\.(self\.)?(\w*step\w*|it|iter\w*|i|n|epoch|batch\w*|micro\w*|idx|index)$")
-"""Names, in `Activity.counters`, of what counts the rounds of a loop."""
+"""Matches the entries of `Activity.counters` that count the rounds of a loop."""
 
 
 def counters_of(frames: tuple[Frame, ...]) -> dict[str, int]:
@@ -159,7 +159,7 @@ def counters_of(frames: tuple[Frame, ...]) -> dict[str, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Place of a thread in the user's code, and what helps to read it."""
+    """Place of a thread in the user's code, with the data that is needed to read it."""
 
     process: Process
     thread: Thread
@@ -175,7 +175,7 @@ class Place:
 
     @property
     def inside(self) -> tuple[Frame, ...]:
-        """Return the library's frames that the user's code has called; all frames if no code is the user's."""
+        """Return the library frames that the user's code has called; all frames if none of them is the user's."""
         return self.frames if installed(self.user.file) else self.frames[: self.frames.index(self.user)]
 
     @property
@@ -256,7 +256,7 @@ COROUTINES = (
     (r"asyncio/threads\.py$", "", "future"),
     (r"asyncio/(streams|base_events|selector_events|sslproto)\.py$", "", "http"),
 )  # fmt: skip
-"""Patterns of library frames of coroutines: file, function, kind of wait. The first that any frame fits wins."""
+"""Patterns of library frames of coroutines: file, function, kind of wait. The first that matches any frame wins."""
 SERVING = re.compile(r"/(aiohttp/web\w*|uvicorn/.*|starlette/.*|hypercorn/.*)\.py$|asyncio/runners\.py$")
 """Files of coroutines that wait for requests, which is no fault."""
 
@@ -333,7 +333,7 @@ def _distributed(base: Activity, place: Place) -> Activity | None:
 
 
 def shape_in(frame: Frame) -> tuple[int, ...]:
-    """Return the sizes of the tensor that a call of torch got; () if they were not read."""
+    """Return the shape of the tensor that was passed to a torch call; () if it was not read."""
     for name in ("tensor", "input_tensor", "input", "output_tensor", "output"):
         if sizes := re.findall(r"\d+", frame.locals.get(f"shape({name})", "")):
             return tuple(int(size) for size in sizes)
@@ -341,7 +341,7 @@ def shape_in(frame: Frame) -> tuple[int, ...]:
 
 
 def group_in_memory(frame: Frame, process: Process) -> tuple[str, tuple[int, ...] | None] | None:
-    """Return name and ranks of the group passed to a call of torch, read from memory; None if memory does not tell."""
+    """Return the name and ranks of the group passed to a torch call, read from memory; None if it is not there."""
     address = frame.addresses.get("group", 0)
     group = next((group for group in process.inside.groups if group.at == address), None)
     if group is not None:
@@ -376,8 +376,8 @@ def group_of(frame: Frame, place: Place) -> tuple[str, tuple[int, ...] | None]:
     if call is not None and passed is None:
         return "world", None
     address = frame.addresses.get("group", 0)
-    # The source may make the group under another name than the one that is passed. Variables of the callers that hold
-    # the same object are its other names.
+    # The source may create the group under a different name than the one that is passed. Other variables of the callers
+    # that hold the same object are its aliases.
     aliases = [source.dotted(passed)] if passed is not None else []
     for each in callers:
         aliases += [name for name, at in each.addresses.items() if at == address and name not in aliases]
@@ -460,8 +460,8 @@ def _native(base: Activity, place: Place) -> Activity:
                 return replace(base, kind="store", op=last)
             if last == "destroy_process_group":
                 return replace(base, kind="destroy", op=last, cleanup=base.cleanup or "destroy")
-    # `waits_in` is of the main thread, and was read once, after the last look. So it says nothing about other threads,
-    # nor about a main thread that was still running in this look.
+    # `waits_in` belongs to the main thread, and was read only once, after the last look. So it says nothing about other
+    # threads, nor about a main thread that was still running in this look.
     main = thread.os_id == process.pid and not thread.task
     kernel = KERNEL.get(process.waits_in, "") if main and process.last.state != "R" else ""
     if kernel == "sleep" or not thread.active:
@@ -471,7 +471,7 @@ def _native(base: Activity, place: Place) -> Activity:
             kind = BLOCKED_CALLS.get(last)
             if kind and (kernel in ("", kind) or kind in ("network", "pipe", "file")):
                 return replace(base, kind=kind, op=name, target=name.rpartition(".")[0])
-    # `with lock:` acquires in C, without a Python frame. What shows it is a line with `with` and a futex in the kernel.
+    # `with lock:` acquires in C, without a Python frame. It shows as a `with` at the line and a futex in the kernel.
     entered = entered_at(text, user.line)
     if entered and not thread.active and process.waits_in.startswith("futex"):
         return replace(base, kind="lock", op="with", target=entered)
@@ -525,7 +525,7 @@ def _peer(node: ast.expr | None, place: Place) -> int | None:
 
 
 def _messages_of(call: ast.Call, place: Place) -> list[ast.Call]:
-    """Return the P2POp(...) calls of a batch_isend_irecv, in the call, else in its function or the caller's line."""
+    """Return the P2POp(...) calls of a batch_isend_irecv, from the call, else its function, else the caller's line."""
     around = enclosing_function(place.text, place.user.line)
     outer = [frame for frame in place.frames[place.frames.index(place.user) + 1 :] if not installed(frame.file)]
     lines = [each for f in outer[:1] for each in source.calls_at(place.sources.get(f.file, ""), f.line)]
@@ -537,7 +537,8 @@ def _messages_of(call: ast.Call, place: Place) -> list[ast.Call]:
 def _calls_that_made(name: str, waiting: ast.Call, text: str) -> list[ast.Call]:
     """Return the calls of torch.distributed whose result may have this name, where `waiting` waits for it.
 
-    Names are followed back through assignments, as from w.wait() over w = works[-1] to works.append(dist.isend(...)).
+    Names are followed back through assignments: w.wait() leads to w = works[-1], and this to
+    works.append(dist.isend(...)).
     """
     chain, seen = [name.removesuffix("()").removesuffix("[]")], set[str]()
     made: list[ast.Call] = []

@@ -37,7 +37,7 @@ RESTART = {
 STANDS = (
     "missing rank", "lock or I/O", "data loading", "cpu", "external wait", "rollout blocked", "event loop blocked",
 )  # fmt: skip
-"""Patterns in which one process stands still while it could be slow."""
+"""Patterns in which one process stands still. The other explanation is that it is only slow."""
 APART = (
     "collective mismatch", "crossed groups", "pipeline micro-batch mismatch", "send/receive cycle", "cleanup deadlock",
 )  # fmt: skip
@@ -127,7 +127,7 @@ def _next(verdict: Verdict, actors: Sequence[Actor]) -> str:
 
 
 def _script(actors: Sequence[Actor]) -> str:
-    """Return the script of a rank with its arguments, as a shell takes it; "" if it was not started as a script."""
+    """Return the script of a rank with its arguments, quoted for a shell; "" if it was not started as a script."""
     for actor in actors:
         words = list(actor.process.command)
         at = next((place for place, word in enumerate(words) if word.endswith(".py")), None)

@@ -58,7 +58,7 @@ def _other_address(ranks: list[Actor]) -> Verdict | None:
 
 
 def deviating(ranks: list[Actor], values: Mapping[int, object]) -> tuple[list[Actor], str]:
-    """Return the ranks without the value of the majority (all ranks if there is none), and all values in words."""
+    """Return the ranks whose value is not the majority's (all ranks if there is none), and the values in words."""
     common, count = Counter(values.values()).most_common(1)[0]
     odd = [a for a in ranks if values[a.pid] != common] if count > len(ranks) / 2 else ranks
     return odd, ", ".join(f"{values[a.pid]} on rank {a.rank}" for a in ranks[:6])
@@ -256,7 +256,7 @@ def cycle(culprits: list[Actor], waiters: list[Actor], sources: Mapping[str, str
     kinds = {a.activity.kind for a in culprits}
     told = " ".join(f"{a.says}." for a in culprits[:4])
     cleaning = [a for a in culprits if a.activity.cleanup or a.activity.kind == "destroy"]
-    # The `finally` or `__exit__` may hide an exception: its collective waits for ranks that still train.
+    # A `finally` or `__exit__` may hide an exception, because a collective in it waits for ranks that still train.
     if cleaning and len(cleaning) < len(culprits):
         hidden = next((f"{a.hidden_exception} is" for a in cleaning if a.hidden_exception), "An exception may be")
         hidden += " hidden there: it is shown only after the cleanup ends, and that waits."
@@ -267,7 +267,7 @@ def cycle(culprits: list[Actor], waiters: list[Actor], sources: Mapping[str, str
             f"{hidden} {told}"
         )
         return verdict_about("cleanup deadlock", cleaning, why, waiters + culprits, structural=True)
-    # Sender and receiver have met, but expect other sizes.
+    # Sender and receiver have met, but expect different sizes.
     if len(kinds) == 2 and kinds == set(MESSAGES) and len(culprits) == 2 and (found := _other_shapes(culprits)):
         return found
     # Every rank receives before it sends, or the reverse.
@@ -291,7 +291,7 @@ def cycle(culprits: list[Actor], waiters: list[Actor], sources: Mapping[str, str
         # `gone`: ranks in another operation. They are at fault, and so are ranks whose peer is one of them or unknown.
         gone = {a.rank for a in culprits if a.activity.kind not in MESSAGES}
         waiting = [a for a in culprits if a.activity.kind in MESSAGES and gone & set(a.activity.peers)]
-        if len(gone) == 1 and len(waiting) > 1:  # several await a message of one rank: it left them
+        if len(gone) == 1 and len(waiting) > 1:  # several await a message from one rank, so that one has left
             return _left(next(a for a in culprits if a.rank in gone), waiting, [*waiters, *culprits])
         sides = [a for a in culprits if a.rank in gone or not a.activity.peers or gone & set(a.activity.peers)]
         waiters = [*waiters, *(a for a in culprits if a not in sides)]
@@ -322,7 +322,7 @@ def cycle(culprits: list[Actor], waiters: list[Actor], sources: Mapping[str, str
 
 
 def _callers(ranks: Sequence[Actor]) -> dict[int | None, Frame]:
-    """Return the frame of each rank, at the first level where the callers of their common line differ.
+    """Return the frame of each rank at the first level, going outwards, where the callers of their common line differ.
 
     Empty if the ranks are at different lines, or if all of their callers are equal.
     """
@@ -338,7 +338,7 @@ def _site(frame: Frame) -> str:
 
 
 def _left_a_loop(ranks: Sequence[Actor], sources: Mapping[str, str]) -> tuple[list[Actor], str] | None:
-    """Return the smaller side if some ranks have left a loop of the user's and the rest are still in it; and words."""
+    """Return the smaller side if some ranks have left a loop that the rest are still in, and words about it."""
     # From the outermost frame inwards, to the first in which some ranks are in a loop and the others are past it.
     for level in zip(*(reversed(own_frames(a)) for a in ranks), strict=False):
         if len({(frame.file, frame.function) for frame in level}) > 1:
@@ -386,7 +386,7 @@ def _one_deviates(culprits: Sequence[Actor]) -> bool:
 
 
 def _deviating(culprits: list[Actor]) -> list[Actor]:
-    """Return the ranks that left the common path: those on a branch of their own, or the rarer operation."""
+    """Return the ranks that left the common path: those on a branch of their own, or those in a rarer operation."""
     alone = [a for a in culprits if a.activity.branch == "alone"]
     if alone and len(alone) <= len(culprits) / 2:
         return alone

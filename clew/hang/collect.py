@@ -41,7 +41,7 @@ AT_ONCE = 16
 LOCALS_SHOWN = 300
 """Characters of a local variable that are kept."""
 TRIES = 4
-"""Number of attempts at a stack: a process that runs while it is read can give a torn one."""
+"""Number of attempts to read a stack: if the process runs meanwhile, the stack can be torn."""
 FORKED = [("_bootstrap", "process.py"), ("_launch", "popen_fork.py")]
 """Innermost frame of multiprocessing in a child, and the one that forked it."""
 UNREADABLE = ("permission denied", NO_PYTHON)
@@ -62,7 +62,7 @@ def py_spy() -> str:
     with suppress(importlib.metadata.PackageNotFoundError):
         installed = importlib.metadata.distribution("py-spy")
         files = [file.locate() for file in installed.files or () if file.name == "py-spy"]
-        for path in (*files, installed.locate_file("bin/py-spy")):  # the second: of `pip install --target`
+        for path in (*files, installed.locate_file("bin/py-spy")):  # the second is for `pip install --target`
             if Path(str(path)).exists():
                 return str(path)
     if found := shutil.which("py-spy"):
@@ -199,7 +199,7 @@ def watch(
 
 
 def _with_programs(processes: list[Process], pids: Sequence[int], program: str) -> list[Process]:
-    """Return the processes with native programs that were started meanwhile, and without those of them that ended.
+    """Return the processes, adding native programs that have started meanwhile and dropping those that have ended.
 
     A compiler, for example, starts one program after another. None of them is at fault for having ended.
     """
@@ -219,9 +219,9 @@ def _with_programs(processes: list[Process], pids: Sequence[int], program: str) 
 
 
 def outside(process: Process, job: Sequence[Process], locks: Locks) -> tuple[str, ...]:
-    """Return outside processes that hold what a process of the job waits for: a file's lock, or a dead child's pipe.
+    """Return processes outside the job that hold what a process of it waits for: a file's lock, or a dead child's pipe.
 
-    What a dead child has started may live on, and keep the pipe open from which its parent reads.
+    Processes that a dead child has started may live on, and keep open the pipe that its parent reads.
     """
     pids = {each.pid for each in job}
     held = {file for each in job for file in each.files}
@@ -256,7 +256,7 @@ def _with_waits(process: Process, machine: dict[str, tuple[str, int, int]], lock
     of_others = {file for pid, file, has in locks if has and pid != process.pid}
     if of_others:
         of_others &= proc.open_files_of(process.pid)
-    # /proc/locks names who waits in flock(), but not who tries again and again, as SQLite and filelock do. Then each
+    # /proc/locks lists processes that wait in flock(), but not those that retry, as SQLite and filelock do. Then any
     # open file that others have locked may be the one.
     awaited = {file for pid, file, has in locks if not has and pid == process.pid}
     return replace(
@@ -276,7 +276,7 @@ def _with_waits(process: Process, machine: dict[str, tuple[str, int, int]], lock
 
 
 def unseen_ranks(processes: Sequence[Process]) -> tuple[int, ...]:
-    """Return the ranks on nodes of which no process was seen, as far as the launcher says how many each node has."""
+    """Return the ranks on nodes where no process was seen, if the launcher says how many ranks each node has."""
     world = max((process.world or 0 for process in processes), default=0)
     # Launchers number the ranks node by node, so a node's ranks are one block of `local_world` numbers.
     blocks = {(p.rank // p.local_world, p.local_world) for p in processes if p.rank is not None and p.local_world}

@@ -21,7 +21,7 @@ def parting(ranks: Sequence[Actor]) -> tuple[list[Actor], str] | None:
     Ranks may run on for long after that: gloo pairs calls by their number and size in bytes alone.
 
     Returns:
-        None if the calls on record are the same. All ranks if no call is that of the majority.
+        None if the calls on record are the same. All ranks if that call has no majority.
     """
     for group in _pending_groups(ranks):
         calls = {a.pid: {c.number: c for c in a.process.calls if c.group == group} for a in ranks}
@@ -35,7 +35,7 @@ def parting(ranks: Sequence[Actor]) -> tuple[list[Actor], str] | None:
 
 
 def other_numbers(ranks: Sequence[Actor]) -> tuple[list[Actor], str] | None:
-    """Return the ranks whose number of launched collectives in a communicator of NCCL differs from most, and words.
+    """Return the ranks whose counts of launched collectives in an NCCL communicator differ from most, and words.
 
     If several communicators differ, return the ranks that are behind.
     """
@@ -67,7 +67,7 @@ def behind(ranks: Sequence[Actor]) -> tuple[list[Actor], str] | None:
 
 
 def _unequal(ranks: Sequence[Actor]) -> list[tuple[list[Actor], dict[int, tuple[tuple[str, int], ...]], str]]:
-    """Return the communicators of NCCL of which all ranks were seen, and whose counts differ.
+    """Return the NCCL communicators whose ranks were all seen and whose counts differ.
 
     Returns:
         For each communicator: its ranks, their counts by pid, and both as text.
@@ -85,7 +85,7 @@ def _unequal(ranks: Sequence[Actor]) -> list[tuple[list[Actor], dict[int, tuple[
 
 
 def where(ranks: Sequence[Actor]) -> tuple[str, ...]:
-    """Return a line for each group in which a call is pending: in which call each rank is."""
+    """Return a line for each group with a pending call, and for each NCCL communicator whose counts differ."""
     lines = []
     for group in _pending_groups(ranks):
         newest = {a.pid: next((c for c in reversed(a.process.calls) if c.group == group), None) for a in ranks}

@@ -14,7 +14,7 @@ from clew.hang.observed import APART, Look, Process, Snapshot, snapshot_from
 from clew.hang.reduce import Reducer, raw_state
 
 LARGEST = 500_000_000
-"""Size in bytes from which a file is not read."""
+"""Files larger than this number of bytes are not read."""
 
 
 def read_dumps(folder: Path) -> Snapshot:

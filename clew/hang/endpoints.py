@@ -53,7 +53,7 @@ def with_ends(processes: Sequence[Process], machine: Mapping[str, tuple[str, int
 
 
 def awaited_child(pid: int) -> int:
-    """Return the pid of the child whose end the main thread waits for; 0 if it waits for none, or /proc hides it."""
+    """Return the pid of the child whose exit the main thread waits for; 0 for none, for any, or if /proc hides it."""
     with suppress(OSError, ValueError, IndexError):
         words = said_of(pid, f"task/{pid}/syscall").split()
         if int(words[0]) == WAITING.get(platform.machine()):
@@ -63,7 +63,7 @@ def awaited_child(pid: int) -> int:
 
 
 def awaited(pid: int, threads: Iterable[int], peers: Mapping[str, str]) -> tuple[Awaited, ...]:
-    """Return the pipes and sockets that threads are in a system call with. None for a thread that /proc hides.
+    """Return the pipes and sockets that threads read or write in a system call. A thread that /proc hides has no entry.
 
     Args:
         pid: The process.
@@ -117,7 +117,7 @@ def peers_of_sockets(machine: Mapping[str, tuple[str, int, int]]) -> dict[str, s
 
 
 def _unix_peers() -> dict[int, int]:
-    """Return the inode of the peer of each Unix socket, by its own: /proc/net/unix does not tell peers.
+    """Return the inode of each Unix socket's peer, by the socket's own inode: /proc/net/unix does not list peers.
 
     Raises:
         OSError: The kernel does not answer.

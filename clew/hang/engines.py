@@ -1,4 +1,4 @@
-"""Asks local HTTP servers of a job how they are: paused, healthy, and whether their counters move."""
+"""Asks a job's local HTTP servers whether they are paused or healthy, and whether their counters move."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BETWEEN_S = 0.5
 SERVERS = re.compile(r"http/server\.py$|socketserver\.py$|/(uvicorn|aiohttp|hypercorn|starlette|fastapi|vllm|sglang)/")
 """Files in the stacks of HTTP servers. No other process that listens is asked anything."""
 COUNTERS = re.compile(r"^(\w*tokens?_total\S*|\w*_success_total\S*)\s+([\d.eE+]+)", re.M)
-"""Counters of generated tokens and finished requests. Counters of HTTP requests also count the questions asked here."""
+"""Counters of generated tokens and finished requests. Counters of HTTP requests would also count those made here."""
 
 
 def answers(process: Process, ports: tuple[int, ...], source: str) -> dict[str, str]:

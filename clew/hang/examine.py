@@ -67,7 +67,7 @@ def examine(pids: Sequence[int], named: dict[int, Process] | None = None, *, onc
 
 
 def run_of(pids: Sequence[int]) -> Path | None:
-    """Return the run directory of Clew to which one of these processes, or of their descendants, belongs."""
+    """Return the Clew run directory that one of these processes or their descendants belongs to."""
     opened = (Path(link) for pid in proc.below(list(pids)) for link in proc.descriptors_of(pid))
     locks = (path for path in opened if path.suffix == ".lock" and path.parent.name == "status")
     return next((path.parent.parent for path in locks if path.with_suffix(".json").exists()), None)

@@ -1,6 +1,6 @@
 """Reads torch's flight recorder in ranks that serve it.
 
-It keeps the newest 2,000 calls of collectives of a process: group, number within the group, operation and sizes.
+The recorder keeps a process's newest 2,000 collective calls: group, number within the group, operation and sizes.
 
 A rank serves it on a unix socket if it runs within `torch.distributed.elastic.control_plane.worker_main`, and the
 variable TORCH_WORKER_SERVER_SOCKET names that socket. The ranks that Clew starts do. A C++ thread answers, even while
@@ -20,9 +20,9 @@ from clew.hang.observed import Call
 ANSWER_S = 1.0
 """Time limit in seconds for each answer."""
 LONGEST = 16_000_000
-"""Number of bytes of an answer that are read."""
+"""Maximum number of bytes of an answer that are read."""
 KEPT = 200
-"""Number of calls of each group that are kept, the newest."""
+"""Number of newest calls of each group that are kept."""
 RECORDS = ("fr_trace_json", "dump_nccl_trace_json")
 """Names of the handlers that dump the records of all backends, and of NCCL. A torch without NCCL has only the first."""
 

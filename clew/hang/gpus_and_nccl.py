@@ -1,4 +1,4 @@
-"""Asks the GPUs of this machine and NCCL about themselves, where they exist. Nothing is installed for it."""
+"""Asks this machine's GPUs and NCCL about their state, where they exist. This installs nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RAS_ADDRESS = "localhost:28028"
 RAS_VARIABLE = "NCCL_RAS_ADDR"
 RAS_LINES = 40
 LONGEST = 16_000_000
-"""Number of bytes of an answer that are read."""
+"""Maximum number of bytes of an answer that are read."""
 
 
 def with_machine(snapshot: Snapshot) -> Snapshot:
@@ -31,7 +31,7 @@ def with_machine(snapshot: Snapshot) -> Snapshot:
 
 
 def gpus() -> tuple[str, ...]:
-    """Return a line for each GPU that nvidia-smi names: how busy it is, its memory, its power and the limit of it."""
+    """Return a line for each GPU that nvidia-smi names: how busy it is, its memory, power and power limit."""
     if (program := shutil.which("nvidia-smi")) is None:
         return ()
     query = "--query-gpu=index,utilization.gpu,memory.used,power.draw,power.limit"
@@ -63,7 +63,7 @@ def with_ras(snapshot: Snapshot) -> Snapshot:
         for pid, each in found:
             if pids[pid, each.communicator] == 1:
                 launched.setdefault(pid, {})[each.communicator] = each
-    # RAS has a process's pid as the process itself sees it, in a container too.
+    # RAS reports a process's pid as the process itself sees it, also in a container.
     of = {each.pid: launched.get(proc.pid_within(each.pid), {}) for each in snapshot.processes}
     processes = tuple(replace(each, launched=tuple(of[each.pid].values())) for each in snapshot.processes)
     told = tuple(f"NCCL: {line}" for line in [line for line in dict.fromkeys(lines) if line.strip()][:RAS_LINES])

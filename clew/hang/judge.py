@@ -171,7 +171,7 @@ def _how(actor: Actor, snapshot: Snapshot, subject: str) -> str:
 
 
 def _blind_loops(mains: list[Actor]) -> Verdict | None:
-    """Judge event loops that are woken up, but whose coroutines could not be read: only CPU time and output help."""
+    """Judge event loops that are woken up, but whose coroutines could not be read, by CPU time and output."""
     loops = [a for a in mains if _wakes(a) and not any(t.task for t in a.process.threads)]
     if not loops or len(loops) < len(mains):
         return None
@@ -217,7 +217,7 @@ def _unless_ready(verdict: Verdict, ranks: list[Actor]) -> Verdict:
 
 
 def _with_those_alike(verdict: Verdict, culprit: Actor, ranks: list[Actor]) -> Verdict:
-    """Blame the other ranks, too, that wait for the same thing at the same place: none of them is more at fault."""
+    """Extend the blame to other ranks that wait for the same thing at the same place: none is more at fault."""
     one = culprit.activity
     if verdict.ranks != (culprit.rank,) or culprit.dead or one.kind in (*DISTRIBUTED, "device", "compute", "unknown"):
         return verdict

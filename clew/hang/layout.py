@@ -1,4 +1,4 @@
-"""Finds where CPython keeps things: run by the interpreter of the examined process, so that both have one layout.
+"""Finds where CPython keeps things. The examined process's interpreter runs this file, so that the layout is the same.
 
 `offsets()` looks for known values in this process's own memory and prints where they are, as JSON. It uses the standard
 library only, and imports nothing of Clew.
@@ -26,7 +26,7 @@ def words(address: int, size: int) -> list[int]:
 
 
 def pointed(address: int) -> list[int]:
-    """Return the five words at an address; none if it is not mapped."""
+    """Return the five words at an address; [] if it is not mapped."""
     try:
         return words(address, 40)
     except (OSError, OverflowError, ValueError):
@@ -49,7 +49,7 @@ def runtime() -> dict:
     with Path("/proc/self/maps").open() as maps:
         for line in maps:
             start, end = (int(each, 16) for each in line.split()[0].split("-"))
-            # Variables that begin as zero lie in a mapping without a name, right behind that of their file.
+            # Zero-initialised variables lie in an unnamed mapping, right behind that of their file.
             path = line.split(None, 5)[5].strip() if len(line.split(None, 5)) > 5 else holder
             first.setdefault(path, start)
             if start <= address < end:
@@ -78,7 +78,7 @@ def frames(loop: asyncio.AbstractEventLoop) -> dict:
     first = memory.index(id(awaited)) * WORD
     assert memory[first // WORD + 1] == id(marker)
     base = id(code)
-    # The word that points at the present instruction: into the bytecode, f_lasti bytes behind its start.
+    # The word that points at the current instruction, f_lasti bytes after the start of the bytecode.
     place = next(
         n for n, word in enumerate(memory) if 0 < word - coroutine.cr_frame.f_lasti - base < 400 and word != base
     )
@@ -87,7 +87,7 @@ def frames(loop: asyncio.AbstractEventLoop) -> dict:
     with Path("/proc/self/mem").open("rb", buffering=0) as own_memory:
         own_memory.seek(id(coroutine))
         data = own_memory.read(first)
-    # How many locals and stack entries are in use is a number of 32 bits, close before them.
+    # The number of locals and stack entries in use is a 32-bit integer shortly before them.
     tops = [n for n in range(first - 24, first, 4) if int.from_bytes(data[n : n + 4], "little") == height]
     wanted = [id(tuple), 2, id(sys.intern("first")), id(sys.intern("second"))]
     names = next(n * WORD for n, word in enumerate(words(base, 300)) if pointed(word)[1:] == wanted)

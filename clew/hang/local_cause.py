@@ -175,7 +175,7 @@ def _dead(sink: Sink) -> Verdict | None:
     """Find a process, thread or coroutine that has ended, so that nobody can end the wait."""
     if sink.one.dead:
         blamed = sink.culprits
-        if sink.one.process.exit.endswith("code 0"):  # one beside it that has failed explains more
+        if sink.one.process.exit.endswith("code 0"):  # a sibling that has failed explains more
             beside = [a for a in sink.live if a.process.parent == sink.one.process.parent and a.process.exit]
             blamed = [a for a in beside if not a.process.exit.endswith("code 0")] or blamed
         others = ", and others still wait for it" if any(not a.dead for a in sink.live) else ""
@@ -195,7 +195,8 @@ def _dead(sink: Sink) -> Verdict | None:
         why = f"What has ended: {said}. So nothing can end this wait: {sink.one.says}."
         return verdict_about("dead", sink.culprits, why, others, cause="dead", structural=True)
     by = next((a for a in sink.waiters if a.process.inside.ended_threads and not a.moving), None)
-    # The culprit asks for something that a thread of another process may make. Ranks in a collective await only it.
+    # The culprit asks for something that a thread of another process may make. Ranks in a collective, however, wait
+    # only for the culprit.
     if by is not None and sink.act.kind == "sleep" and not sink.blocked_ranks:
         threads = ", ".join(by.process.inside.ended_threads[:4])
         why = f"A thread of {by.process.label} has ended: {threads}. It may have made what is awaited here: "
@@ -299,7 +300,7 @@ def _unexplained(sink: Sink) -> Verdict | None:
 
 
 def _store(sink: Sink) -> Verdict | None:
-    """Judge a key of torch's store that no other rank sets."""
+    """Judge a wait for a key of torch's store that no other rank sets, or for the members of a store."""
     if sink.act.kind != "store":
         return None
     if sink.act.op == "TCPStore":
@@ -434,7 +435,7 @@ def _computing(sink: Sink) -> Verdict | None:
     """Judge a process that computes at one place for the whole time of watching."""
     if sink.act.kind != "compute":
         return None
-    # Only counters of other threads than the main one count here: their names begin with the thread's number. Those
+    # Only counters of threads other than the main one count here: their names begin with the thread's number. Those
     # marked with ~ show no progress (see `progress._counters`).
     places = (name.partition(":")[0] for name in moved_counters(sink.one.process, sink.sources))
     if sink.act.thread != "MainThread" and any(place[0].isdigit() and "~" not in place for place in places):
@@ -657,7 +658,7 @@ def lock_holders(actor: Actor, sink: Sink) -> dict[str, str]:
 
 
 def _left_locked(sink: Sink) -> str:
-    """Return words about a lock that nothing that was seen holds by a `with`: it was left locked."""
+    """Return words about a lock that was left locked: nothing that was seen is inside a `with` of it."""
     if sink.act.op == "__enter__" and sink.act.target:  # a lock of multiprocessing: another process can hold it
         if any(lock_holders(a, sink) for a in sink.live):
             return ""
@@ -690,7 +691,7 @@ RULES: tuple[Callable[[Sink], Verdict | None], ...] = (
     _silent_server, _outside, _retrying, device, _unscheduled, _computing, _both_poll, _threads_poll, _polling,
     _one_at_a_time, _lost_task, _blocked,
 )  # fmt: skip
-"""Rules in the order in which they are asked: the first that answers is right, so facts stand before guesses.
+"""Rules in the order in which they are tried: the first that answers decides, so facts come before guesses.
 
 Rules after `_unexplained` can rely on a kind that `LOCAL` has. `_blocked` always answers.
 """

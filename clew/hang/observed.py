@@ -112,7 +112,7 @@ class Look:
     """Voluntary context switches of the main thread."""
     cpu_s: float = 0.0
     written: int = 0
-    """Bytes that the process has written so far, to whatever file or pipe."""
+    """Bytes that the process has written so far, to any file or pipe."""
     read: int = 0
     """Bytes that it has read so far, and those that its ended children have read."""
     children_cpu_s: float = 0.0
@@ -156,7 +156,7 @@ class Process:
     ends: tuple[str, ...] = ()
     """Ends that it has open and for which a thread of some process waits."""
     awaited_child: int = 0
-    """Child whose end the main thread waits for; 0 if it waits for none, for any, or if /proc hides it."""
+    """Pid of the child whose exit the main thread waits for; 0 for no child, for any, or if /proc hides it."""
     gpus: tuple[str, ...] = ()
     """Devices of NVIDIA GPUs that it has opened, such as /dev/nvidia0."""
     files: tuple[str, ...] = ()
@@ -181,7 +181,7 @@ class Process:
     """Rank, pid and host of further ranks that were seen in the same state; see `clew.hang.reduce`."""
     inside: Inside = Inside()
     calls: tuple[Call, ...] = ()
-    """Collectives on record in torch's flight recorder, oldest first; none where it cannot be read."""
+    """Collectives on record in torch's flight recorder, oldest first; empty if it cannot be read."""
     launched: tuple[Launched, ...] = ()
     answers: dict[str, str] = field(default_factory=dict)
     """Answers of a local HTTP server: is_paused, health, and metrics (moving or still)."""

@@ -16,14 +16,14 @@ from clew.hang.progress import in_polling_loop, recent
 from clew.hang.source import calls_of, loop_at
 
 COMPUTES = 0.05
-"""Share of a core from which a program computes. One that only wakes up and asks uses 0.01."""
+"""Share of a core from which a program counts as computing. One that only wakes up and polls uses 0.01."""
 STARTS_MANY = 0.2
-"""Share of a core from which the ended children of a program count: a shell that calls `sleep 0.01` in a loop uses 0.1
-to start it."""
+"""Share of a core from which the ended children of a program count as its work. A shell that calls `sleep 0.01` in a
+loop uses 0.1 to start it."""
 STREAMS = ("network", "http")
 """Kinds of a coroutine that reads from a stream, which may also be a pipe."""
 MOVES = 4096
-"""Bytes per second from which a program moves data: a log of its waiting is shorter."""
+"""Bytes per second from which a program counts as moving data: a log of its waiting stays below this."""
 
 
 def native(process: Process) -> bool:
@@ -33,7 +33,7 @@ def native(process: Process) -> bool:
 
 
 def with_python_parents(processes: Sequence[Process]) -> list[Process]:
-    """Return the processes, with those that a native program started as children of the nearest one that is not."""
+    """Return the processes. Those that a native program started become children of the nearest ancestor with Python."""
     by_pid = {each.pid: each for each in processes}
     found = []
     for process in processes:
@@ -60,7 +60,7 @@ def awaited_work(process: Process, activity: Activity, processes: Sequence[Proce
     if process.awaited_child:
         children = [each for each in children if each.pid == process.awaited_child]
     elif activity.kind != "pipe" and any(each.threads for each in children):
-        return ""  # it may wait for one with Python, whose own stack shows whether it works
+        return ""  # it may wait for a Python child, whose own stack shows whether it works
     for program in filter(native, children):
         family = [program, *_below(program, processes)]
         shared = {pipe for each in family for pipe in each.pipes} & {*process.pipes}
@@ -117,7 +117,7 @@ def _rates(process: Process) -> tuple[float, float, float]:
     first, last = looks[0], looks[-1]
     seconds = last.at - first.at
     moved = last.written - first.written
-    # The kernel adds what ended children have read. To start one, the loader of libraries reads some kilobytes.
+    # The kernel adds what ended children have read, and the dynamic loader reads some kilobytes to start each one.
     if last.children_faults == first.children_faults:
         moved += last.read - first.read
     ended = last.children_cpu_s - first.children_cpu_s

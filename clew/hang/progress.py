@@ -20,7 +20,7 @@ WAITING_NAMES = re.compile(
     r"\w*time(r|stamp)?|now|(heart)?beats?|ticks?|pid|port|seed|fd|pause\w*|backoff|delay)s?($|[^a-z])",
     re.I,
 )
-"""Names of counters that a loop advances while it waits: whole words, as `timestep` and `entries` count work."""
+"""Names of counters that a loop advances while it waits. Whole words only: `timestep` and `entries` count work."""
 CLOCK = re.compile(r"(^|\.)(time|monotonic|perf_counter)$")
 DEADLINE = "its deadline"
 """Beginning of the name of a deadline that is used as a counter."""
@@ -119,7 +119,7 @@ def _counters(look: Look, process: Process, sources: Mapping[str, str]) -> dict[
 def deadlines(text: str, line: int) -> set[str]:
     """Return the names with which the innermost `while` around a line compares the clock, unless it only polls.
 
-    Such a loop ends by itself. If its deadline moves, it has ended, and begun anew.
+    Such a loop ends by itself. If its deadline moves, it has ended and started again.
     """
     loop = source.loop_at(text, line)
     if not isinstance(loop, ast.While) or source.polls(loop, text):
@@ -233,7 +233,7 @@ def moves(process: Process, sources: Mapping[str, str], world: int | None) -> bo
 
 
 def _advances(process: Process) -> bool:
-    """Return whether a busy process has a number that only rises or falls, or output and fewer and fewer coroutines."""
+    """Return whether a process is busy with a number that only rises or falls, or writes while its coroutines end."""
     looks = recent(process).looks
     return (busy(process) and _goes_steadily(process)) or (looks[-1].written > looks[0].written and _tasks_end(process))
 
@@ -251,8 +251,8 @@ def _goes_through_collectives(process: Process, every: Sequence[Activity], woken
     """Return whether a rank that every look found in a collective went through several of them."""
     if len({(each.op, each.group, each.line) for each in every}) > 1:
         return True
-    # Another address is another work, but a new work can get the address of the last one. For messages being woken up
-    # twice is enough: nothing but a message wakes up a rank that waits for one.
+    # A different address means a different work, but a new work can get the address of the last one. For messages, two
+    # wake-ups are enough: nothing but a message wakes up a rank that waits for one.
     works = {_work_address(look, process.pid) for look in process.looks} - {0}
     messages = all(each.kind in ("send", "recv") for each in every)
     return (woken > 0 and len(works) > 1) or (messages and woken >= 2)
@@ -279,7 +279,7 @@ def _signals_pile_up(process: Process, sources: Mapping[str, str], world: int | 
 
 
 def _tasks_end(process: Process) -> bool:
-    """Return whether fewer and fewer coroutines run one function of the user's: they come to their ends."""
+    """Return whether fewer and fewer coroutines run one function of the user's: they finish one by one."""
     counts: list[Counter[str]] = []
     for look in (each for each in process.looks if each.threads):
         own = ([f.function for f in t.frames if not installed(f.file)] for t in look.threads if t.task and not t.ended)
@@ -383,7 +383,7 @@ def _work_address(look: Look, pid: int) -> int:
 def _works_in_library(process: Process, sources: Mapping[str, str]) -> bool:
     """Return whether one of the user's lines, outside a `while`, keeps a library busy at changing places.
 
-    An import, for example, can take longer than one watches.
+    An import, for example, can take longer than the whole watch.
     """
     threads = _mains_of(process)
     stacks = {tuple(f.function for f in thread.frames if installed(f.file)) for thread in threads}
@@ -435,7 +435,7 @@ def _passes_lines(process: Process, sources: Mapping[str, str]) -> bool:
 
 
 def busy(process: Process) -> bool:
-    """Return whether a process only computes: it was always ready to run, however little of the cores it got."""
+    """Return whether a process only computes: it was always ready to run, however little processor time it got."""
     looks = process.looks
     if not looks:
         return False
@@ -488,7 +488,7 @@ MANY = 10
 
 
 def refusing(process: Process, sources: Mapping[str, str]) -> str:
-    """Return the counter that shows that everything is rejected: it grows while no accepted one does; or ""."""
+    """Return the counter that shows that everything is rejected: it grows and nothing is accepted; else ""."""
     moved = moved_counters(process, sources)
     if accepts(process, sources):
         return ""
@@ -498,7 +498,7 @@ def refusing(process: Process, sources: Mapping[str, str]) -> str:
 
 
 def _keeps_none(process: Process, sources: Mapping[str, str], moved: Mapping[str, tuple[int, int]]) -> str:
-    """Return the counter of a function that grew by many while one of what was kept, beside it, stood still; or ""."""
+    """Return a counter that grew by `MANY` or more while one of kept items in the same frame stood still; else ""."""
     every = [_counters(look, process, sources) for look in process.looks if look.threads]
     for name in every[-1] if every else ():
         frame, short = _frame_and_name(name)

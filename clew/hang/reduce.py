@@ -1,7 +1,8 @@
 """Reduces a job to a few representatives of each state, so that nodes send little and a merge stays small.
 
 Ranks in the same state (equal stacks, equal counters, both moving or both not) are represented by the first of them,
-which lists the others as `alike`. Reducing what was reduced and merged before gives the same as reducing all at once.
+which lists the others as `alike`. Parts may be reduced first, then merged and reduced again: the result is the same as
+reducing all at once.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ JUDGED = 256
 """Number of processes up to which all are judged. Above it, only a share of each state is judged."""
 MAKING = ("init", "new_group")
 MEETING = ("hostname", "port", "group_name", "ranks")
-"""Locals of torch that say where ranks meet that are making a group, and which group."""
+"""Local variables of torch that say where ranks that are making a group meet, and which group it is."""
 COUNTERS = re.compile(r"(\w*step\w*|it|iter\w*|i|n|epoch|batch\w*|micro\w*|idx|index|(group_)?(src|dst))$")
 """Local integers that must be equal for ranks of one state: they show which call a rank is in and whom it awaits."""
 
@@ -91,7 +92,7 @@ def state_of(process: Process, sources: Mapping[str, str]) -> Hashable:
     last, main = process.last, process.last.main(process.pid)
     one = activity_of(process, main, sources, process.world) if main is not None else None
     operation: tuple[Hashable, ...] = ()
-    if main is not None and one is not None:  # all by which `between_ranks` tells ranks in one call apart
+    if main is not None and one is not None:  # everything by which `between_ranks` tells ranks in one call apart
         counts = [each for each in one.counters.items() if LOOP_COUNTER.search(each[0]) or WORKS.search(each[0])]
         met = [frame.locals.get(name) for frame in main.frames for name in MEETING] if one.kind in MAKING else []
         operation = (one.op, one.group, one.members, one.peers, one.branch, one.root, one.shape, *counts, *met)

@@ -61,7 +61,7 @@ def world_group(process: Process) -> Group | None:
 
 
 def waits_for_work(process: Process) -> bool:
-    """Return whether a worker of a pool or data loader has nothing to do: then it is at no fault."""
+    """Return whether a worker of a pool or data loader has nothing to do: then it is not at fault."""
     main = process.main
     frames = main.frames if main else ()
     if frames and frames[0].file.endswith("ray/_private/worker.py") and frames[0].name == "main_loop":
@@ -84,14 +84,14 @@ def role_of(process: Process, parent: Process | None, *, distributed: bool) -> t
     if any(file.endswith("torch/utils/data/_utils/worker.py") for file in files):
         return "loader", None
     rank = _rank_of(process, distributed=distributed)
-    # What a rank starts inherits its environment and, after a fork, its memory.
+    # A process that a rank starts inherits its environment and, after a fork, its memory.
     inherited = parent is not None and parent.threads and _rank_of(parent, distributed=distributed) == rank
     if rank is not None and not inherited:
         return "rank", rank
     dead_or_stopped = process.exit or process.last.state in "ZXTtD"
     program = Path(process.command[0]).name if process.command else ""
     if not process.threads and not dead_or_stopped and "python" not in program:
-        return "idle", None  # a shell, say, also one with Python among its arguments
+        return "idle", None  # for example a shell, even with Python among its arguments
     return "other", None
 
 
@@ -133,7 +133,7 @@ def with_drivers(processes: Sequence[Process]) -> list[Process]:
 
 
 def _by_order(found: list[tuple[Process, str]]) -> list[tuple[Process, str]]:
-    """Give ranks to processes that were started beside the others and say no number: by the order of their pids."""
+    """Give ranks, in the order of pids, to processes that were started beside the ranks but do not name their own."""
     known = {p.pid: p.rank for p, role in found if role == "rank"}
     parents = {p.parent for p, role in found if role == "rank"}
     kin = [p for p, role in found if role == "other" and p.parent in parents and p.pid not in parents]

@@ -17,7 +17,7 @@ CLEANUP_NAMES = re.compile(
     r"clean|teardown|tear_down|shutdown|shut_down|finali[sz]e|close|__exit__|__del__|destroy|atexit", re.I
 )
 HANDLER_CLEANUP = re.compile(rf"{CLEANUP_NAMES.pattern}|barrier|(^|_)save|abort", re.I)
-"""Names of calls by which an `except` cleans up. Other calls there go on with the work, such as with half a batch."""
+"""Names of calls by which an `except` cleans up. Other calls there go on with the work, perhaps with half a batch."""
 WITHOUT_RAISE = "an except without raise"
 """Kind of cleanup in an `except` that hides no exception, because it raises none."""
 ENDS = ("sys.exit", "exit", "quit", "os._exit", "os.abort")
@@ -114,14 +114,14 @@ def rank_names(text: str) -> frozenset[str]:
 
 
 def branch_of_rank(text: str, line: int) -> str:
-    """Return "alone" if only one rank runs a line, "side" if the other ranks run the `else` of it, otherwise ""."""
+    """Return "alone" if only one rank runs a line, "side" if the others run the other branch, otherwise ""."""
     for outer, inner in pairwise(enclosing(text, line)):
         if not isinstance(outer, ast.If):
             continue
         words = set(re.findall(r"\w+", ast.unparse(outer.test)))
         if not (words & rank_names(text) or any("rank" in word.lower() or "is_main" in word for word in words)):
             continue
-        # `if rank != 0:` is run by all ranks but one, so it is its `else` that one rank runs.
+        # All ranks but one run the body of `if rank != 0:`, so its `else` is what one rank runs.
         differs = isinstance(outer.test, ast.Compare) and isinstance(outer.test.ops[0], (ast.NotEq, ast.Gt, ast.GtE))
         if (inner in outer.orelse) if differs else (inner in outer.body):
             return "side" if outer.orelse else "alone"
@@ -141,7 +141,7 @@ def in_cleanup(text: str, line: int) -> str:
 
 
 def _cleans_up(path: Sequence[ast.AST], text: str, line: int) -> bool | None:
-    """Return whether an `except` can raise if it cleans up; None if it goes on with the work, as a retry does.
+    """Return whether an `except` that cleans up can raise; None if it goes on with the work instead, as a retry does.
 
     Args:
         path: The handler and the nodes in it around the line.
@@ -155,7 +155,7 @@ def _cleans_up(path: Sequence[ast.AST], text: str, line: int) -> bool | None:
 
 
 def _leads_to_raise(path: Sequence[ast.AST]) -> bool:
-    """Return whether a program that goes on from the last of these nodes always comes to a `raise` in the first."""
+    """Return whether a program that goes on from the last of these nodes always raises or exits within the first."""
     for place in range(len(path) - 1, 0, -1):
         outer, inner = path[place - 1 : place + 1]
         blocks = (getattr(outer, name, []) for name in ("body", "orelse", "finalbody"))
@@ -230,7 +230,7 @@ def function_named(text: str, name: str) -> ast.FunctionDef | ast.AsyncFunctionD
 
 
 def calls_of(loop: ast.AST) -> list[str]:
-    """Return the names of the calls in a loop. One that waits without a limit gets (), so that POLLS does not fit."""
+    """Return the names of the calls in a loop. One that waits without a limit gets (), so that POLLS does not match."""
     calls = [call for call in ast.walk(loop) if isinstance(call, ast.Call)]
     return [
         dotted(call.func)
@@ -316,7 +316,7 @@ def assignments(text: str, name: str) -> Iterator[ast.expr]:
 
 
 def origin(text: str, call: ast.Call) -> str:
-    """Return the top-level module that a called name comes from by an import of the file; "" for any other call."""
+    """Return the top-level module from which the file imports a called name; "" if it does not import it."""
     root = dotted(call.func).partition(".")[0]
     for node in ast.walk(parse(text) or ast.Module([], [])):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -327,7 +327,7 @@ def origin(text: str, call: ast.Call) -> str:
 
 
 def constants(text: str) -> dict[str, int]:
-    """Return the integers that a module assigns once, at its top, such as WORLD = 4."""
+    """Return the integers that a module assigns at its top level, such as WORLD = 4."""
     tree, found = parse(text), dict[str, int]()
     for node in tree.body if tree else ():
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and type(node.value.value) is int:
@@ -336,7 +336,7 @@ def constants(text: str) -> dict[str, int]:
 
 
 class Unknown(Exception):
-    """Raised when an expression is more than the evaluator knows."""
+    """Raised when the evaluator does not support an expression."""
 
 
 def evaluate(node: ast.AST, names: Mapping[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""A verdict, and the processes about which it speaks."""
+"""A verdict, and the processes that it is about."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Actor:
     threads: tuple[Activity, ...] = ()
     moving: bool = False
     role: str = "other"
-    """rank, launcher, loader (a DataLoader's worker), idle (Python's own helpers, programs without Python) or other."""
+    """rank, launcher, loader (a DataLoader's worker), idle (helpers, unoccupied workers, native programs) or other."""
     work: str = ""
     """Words about the native program that it waits for, if that works."""
 
@@ -116,7 +116,7 @@ class Actor:
 
     @property
     def hidden_exception(self) -> str:
-        """Return the class of the exception with which the main thread is in an `__exit__`; "" if there is none."""
+        """Return the class of the exception given to the `__exit__` that the main thread is in; "" if there is none."""
         for frame in self.process.main.frames if self.process.main else ():
             text = " ".join(frame.locals.values()) if frame.name == "__exit__" else ""
             if found := re.search(r"\b[A-Z]\w*(Error|Exception|Interrupt|Exit)\b", text):

@@ -146,7 +146,7 @@ def at_other_end(actor: Actor, live: Sequence[Actor]) -> set[int]:
 
 
 def surely_awaits(actor: Actor, live: Sequence[Actor]) -> bool:
-    """Return whether it was seen which pipe or socket a process reads or writes, and one process has its other end."""
+    """Return whether the pipe or socket that a process reads or writes is known, and one process has its other end."""
     return any(other for _, other in _awaited(actor)) and len(at_other_end(actor, live)) == 1
 
 
@@ -157,7 +157,7 @@ def _awaited(actor: Actor) -> list[tuple[str, str]]:
 
 
 def _piped(actor: Actor, live: Sequence[Actor]) -> set[int]:
-    """Return the processes that share a pipe with one: those that can fill or empty its queues."""
+    """Return the pids of the processes that share a pipe with this one: they can fill or empty its queues."""
     pipes = set(actor.process.pipes)
     others = [a for a in live if a is not actor and a.rank is None and pipes & set(a.process.pipes)]
     return {a.pid for a in others if a.activity.kind not in ("process", "thread")}  # not one that only joins the rest

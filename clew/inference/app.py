@@ -1,7 +1,7 @@
 """The HTTP application of `clew serve`.
 
-`/generate` is plain ASGI: with models so small that a step takes a millisecond, each layer between socket and engine
-shows. Everything else goes through Starlette.
+`/generate` is plain ASGI: with the smallest models, a step takes a millisecond, and each layer between socket and
+engine costs noticeable time. Everything else goes through Starlette.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Application:
         return self._answer(call, request, await self.engine.generate(request))
 
     def _answer(self, call: Call, request: GenerateRequest, completion: Completion) -> dict[str, Any]:
-        if call.return_logprob and completion.wrong_logprobs:  # nobody may train on them unawares
+        if call.return_logprob and completion.wrong_logprobs:  # nobody may train on them unknowingly
             raise EngineError(completion.wrong_logprobs)
         text = ""
         if call.with_text and self.engine.core.tokenizer is not None:
@@ -160,7 +160,7 @@ class Application:
             return ask.prompt
         if len(ask.prompt) < LARGE_TEXT:
             return self._tokenized(ask.prompt)
-        return await asyncio.to_thread(self._tokenized, ask.prompt)  # other requests are not to wait
+        return await asyncio.to_thread(self._tokenized, ask.prompt)  # so that other requests need not wait
 
     def _tokenized(self, text: str) -> list[int]:
         tokenizer = self.engine.core.tokenizer
@@ -202,12 +202,12 @@ class Application:
 
             def on_token(token: int, logprob: float) -> None:
                 nonlocal version
-                if not output:  # not before: the request may have waited for an update to end
+                if not output:  # not earlier: the request may have waited for an update to end
                     version = self.engine.core.version
                 output.append(token)
                 logprobs.append(logprob)
-                # Only the last event has the stop token: if that event were lost after this one, a client would submit
-                # the request again, and go on after its end.
+                # The stop token is sent only in the last event. If it came earlier and the last event were lost, a
+                # client would submit the request again, and continue after its end.
                 if token in ends:
                     return
                 shown = slice(-1 if call.deltas else 0, None)
@@ -298,7 +298,7 @@ def _check_tags(body: dict[str, Any]) -> None:
 
 
 class _Administration:
-    """Endpoints beside `/generate`, as SGLang has them."""
+    """The endpoints other than `/generate`, modelled on SGLang's."""
 
     def __init__(self, application: Application) -> None:
         self._application = application
@@ -383,7 +383,10 @@ class _Administration:
         return Response(status_code=200)
 
     async def receive_weights(self, request: Request) -> Response:
-        """Take part in the trainer's broadcast; `update_weights_from_disk` then names its digests. Clew's own."""
+        """Take part in the trainer's broadcast; `update_weights_from_disk` then names its digests.
+
+        SGLang does not have this endpoint.
+        """
         content = await _read(request)
         try:
             sent = TypeAdapter(Broadcast).validate_python(content)

@@ -1,6 +1,6 @@
 """Attention that transformers' models compute while they are served, registered under the name `clew_rows`.
 
-Transformers knows no mask for this name, so a model whose configuration has it builds none of its own: the cache knows
+Transformers has no mask function for this name, so a model that is configured with it builds no mask: the cache knows
 the window of each row. `attending_to` sets what a forward may attend to, because not every architecture passes its
 keyword arguments on to its layers.
 """
@@ -23,8 +23,8 @@ NAME = "clew_rows"
 ALIGNED = 16
 """Number of elements that CUDA's attention kernels read at once. Each row of a mask must begin at a multiple of it.
 
-torch copies a mask whose rows are not that far apart. It does not look where the first row begins: the kernel then
-fails with "misaligned address", and the process cannot use the GPU any more.
+torch copies a mask if the distance between its rows is not such a multiple. But it does not check where the first row
+begins: if that is misaligned, the kernel fails with "misaligned address", and the process can no longer use the GPU.
 """
 
 
@@ -65,8 +65,8 @@ class Rows:
     def prefill_mask(self, query: Tensor, key: Tensor, window: int | None) -> Tensor | None:
         """Return the mask of a prefill, [rows, 1, queries, length]; None if plain causal attention is enough.
 
-        The queries are the last ones: layers that share the keys of an earlier layer, as Gemma 4's do, compute only the
-        tokens whose logits are kept.
+        The queries may be the last tokens alone: layers that share the keys of an earlier layer, as Gemma 4's do,
+        compute only the tokens whose logits are kept.
         """
         queries, length = query.shape[2], key.shape[2]
         if window is not None and window >= length:
@@ -128,7 +128,7 @@ def attend(
     decoding = rows.starts is None and length == 1
     if decoding:
         key, value, mask = rows.seen(key, value, sliding_window)
-        if repeat > 1:  # the heads that share a key are that key's queries: nothing is repeated
+        if repeat > 1:  # heads that share a key become more queries of it: no key is repeated
             query = query.reshape(n, heads // repeat, repeat, -1)
     else:
         mask = rows.prefill_mask(query, key, sliding_window)

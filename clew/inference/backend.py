@@ -22,7 +22,7 @@ class Launch:
 
     command: list[str]
     environment: dict[str, str]
-    """Variables that are set beside those of this process."""
+    """Variables that are set in addition to those of this process."""
 
 
 class Backend(HTTPEngine):
@@ -108,7 +108,7 @@ class Backend(HTTPEngine):
 def check_model(kind: str, address: str, served: str, wanted: str) -> None:
     """Raise EngineError if a server's model has another architecture, size or vocabulary than the run's.
 
-    Folders of other machines and hub names are not looked at.
+    Folders on other machines and hub names are not checked.
     """
     for field in ("architectures", "vocab_size", "hidden_size", "num_hidden_layers"):
         own, other = config_field(wanted, field), config_field(served, field)
@@ -128,7 +128,7 @@ def config_field(folder: str, field: str) -> Any:
 
 
 def leaves(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested options flattened, by their innermost names with "-" for "_"; of equal names, the first counts."""
+    """Flatten nested options to their innermost names, with "-" for "_". If a name occurs twice, the first counts."""
     found: dict[str, Any] = {}
     for name, value in options.items():
         for leaf, content in (leaves(value) if isinstance(value, dict) else {name.replace("_", "-"): value}).items():

@@ -76,7 +76,7 @@ class RowCache(Cache):
         self.first = 0
         """Leftmost column in use: `lo` in the picture above."""
         self.mask: Tensor | None = None
-        """Mask [rows, 1, 1, columns] of zeros and the least number of the dtype; None if all rows start together.
+        """Mask [rows, 1, 1, columns] of zeros and the lowest number of the dtype; None if all rows start together.
 
         Its columns begin with `first`: see `ALIGNED`.
         """
@@ -126,7 +126,7 @@ class RowCache(Cache):
         self._make_room(self.rows + len(prompts), longest, max(map(len, prompts)), filled)
         n, end = self.rows, self.column
         start = end - filled.keys[0].shape[2]
-        skipped = max(0, -start)  # padding that finds no column
+        skipped = max(0, -start)  # columns of padding for which there is no room
         index = torch.tensor(sources, device=self.tokens.device)
         for own, other in zip(self.keys + self.values, filled.keys + filled.values, strict=True):
             own[n : n + len(prompts), :, start + skipped : end] = other[:, :, skipped:].index_select(0, index)
@@ -186,7 +186,8 @@ class RowCache(Cache):
         if rows > capacity:
             affordable = self.budget // max(1, width * self.bytes_per_token)
             capacity = max(rows, min(2 * rows, affordable))
-        # Room to spare saves moves. Where the budget has none, take only what is needed; `fits` says that it is there.
+        # Spare room saves moves. If the budget has none, take only what is needed: `fits` has checked that there is
+        # enough.
         if capacity * width * self.bytes_per_token > self.budget:
             capacity, width, column = rows, min(width, columns_for(longest)), left
         self._lay_out(capacity, width, column - self.column)
@@ -231,7 +232,7 @@ class RowCache(Cache):
 
 
 def moves(rows: int, leaving: list[int]) -> tuple[list[int], list[int]]:
-    """Return which rows move where, as (sources, targets), when `leaving` end and the rest stays contiguous."""
+    """Return which rows move where, as (sources, targets), so that the rest stays contiguous without `leaving`."""
     gone = set(leaving)
     left = rows - len(gone)
     return [row for row in range(left, rows) if row not in gone], [row for row in range(left) if row in gone]

@@ -32,13 +32,13 @@ from clew.record.broadcast import Broadcast
 from clew.record.weights import WeightRef
 
 Take = Callable[[Any, str], Any]
-"""Function that reads an answer, or an event of one, of the server at an address."""
+"""Function (answer or event of a stream, address of the server) -> what the caller needs from it."""
 
 LONGEST_MESSAGE = 2000
 """Number of characters of a server's own message that are shown."""
 
 LONGEST_PAGE = 200
-"""Number of characters that are shown of an answer that is no JSON."""
+"""Number of characters that are shown of an answer that is not JSON."""
 
 AWAY = (429, 502, 503, 504)
 """Statuses of a server that is busy, starting or draining, and of a proxy whose server is away."""
@@ -49,7 +49,7 @@ LARGEST_LOGPROB = 1e-3
 ADDRESS_HINT = "Is this the host:port that the inference server printed?"
 
 HEALTH_S = 2.0
-"""Seconds between two looks whether a server answers."""
+"""Seconds between two checks of whether a server answers."""
 
 FROZEN_S = 30.0
 """Seconds without an answer after which a server counts as frozen."""
@@ -136,7 +136,7 @@ class HTTPEngine:
         return f"{self.kind} {address}".strip()
 
     def _check_prompt(self, answer: dict[str, Any], request: GenerateRequest) -> None:
-        """Raise an error if an answer is to another prompt than the request's."""
+        """Raise an error if the answer belongs to another prompt than the request's."""
 
     async def _whole(self, path: str, body: dict[str, Any], request: GenerateRequest) -> Completion:
         """Return a completion that comes in one answer."""
@@ -153,8 +153,8 @@ class HTTPEngine:
     async def _streamed(self, path: str, body: dict[str, Any], request: GenerateRequest) -> Completion:
         """Return a completion whose tokens are passed on as they come.
 
-        If the server goes away in the middle, or sends what cannot be right, the tokens so far are returned as an
-        aborted completion.
+        If the server goes away in the middle, or sends something that cannot be right, the tokens so far are returned
+        as an aborted completion.
         """
         whole = Completion(output_ids=[], logprobs=[], versions=[], finish_reason="abort")
         assert request.on_token is not None
@@ -175,7 +175,7 @@ class HTTPEngine:
             async for new in self._events(path, {**body, "stream": True}, take):
                 if new is None:
                     continue
-                masks += new.sampling_mask or []  # `clew serve` sends all with the last event, vLLM with each its own
+                masks += new.sampling_mask or []  # `clew serve` sends all at the end, vLLM each event's own
                 whole = replace(
                     new,
                     output_ids=whole.output_ids + new.output_ids,
@@ -234,7 +234,7 @@ class HTTPEngine:
         """Have the server abort all requests, load the weights in place, score the probe, and resume.
 
         Returns:
-            The seconds that each part took, for which it served no request.
+            The seconds that each part took. The server served no requests during that time.
 
         Raises:
             EngineError: The weights are refused, or the probe differs. The server then serves the old weights or, if it
@@ -255,7 +255,10 @@ class HTTPEngine:
         return loaded.get("clew", {})
 
     async def receive_weights(self, sent: Broadcast) -> Timings:
-        """Have the server abort all requests and take part in a broadcast; `load_weights` then has it checked."""
+        """Have the server take part in a broadcast; `load_weights` then has it checked.
+
+        With vLLM or SGLang behind it, it aborts all requests first; the embedded engine keeps serving meanwhile.
+        """
         received = await self._post("/receive_weights", asdict(sent))
         return received.get("clew", {})
 
@@ -418,7 +421,7 @@ class HTTPEngine:
 
 @contextlib.contextmanager
 def _readable(address: str, path: str, content: bytes) -> Iterator[None]:
-    """Raise FaultyAnswer where the block cannot read what a server has answered."""
+    """Raise FaultyAnswer if the block cannot read what a server has answered."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, AssertionError) as error:

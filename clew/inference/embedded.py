@@ -70,7 +70,7 @@ class Row:
     end: int = field(init=False)
     """Tick at which its last possible token is drawn."""
     free: int = field(init=False)
-    """Tick from which on it may draw a stop ID."""
+    """First tick at which it may draw a stop ID."""
     watched: bool = field(init=False)
     """True if its tokens are examined one by one, for stop strings or streaming."""
 
@@ -93,7 +93,7 @@ class EmbeddedEngine(Core):
         max_running: int = 128,
         cache_gib: float = 1.0,
     ) -> None:
-        """Create the engine. It takes the model over: `clew.inference.attention` replaces the model's attention."""
+        """Create the engine. It takes over the model: `clew.inference.attention` replaces the model's attention."""
         super().__init__(model, tokenizer, vision)
         self.max_running = max_running
         model.set_attn_implementation(attention.NAME if vision is None else {"text_config": attention.NAME})
@@ -206,7 +206,7 @@ class EmbeddedEngine(Core):
         return filled, self._forward(ids, positions, filled, rows, width), 0
 
     def _prefill_seeing(self, prompt: list[int], images: Sequence[bytes]) -> tuple[PrefillCache, Tensor, int]:
-        """Compute one prompt with images, whose positions the model finds itself. Returns what `_prefill` returns."""
+        """Compute one prompt with images, whose positions the model computes. Returns what `_prefill` returns."""
         assert self.vision is not None, "images are refused where nobody can see them"
         filled, ids_1T = PrefillCache(), torch.tensor([prompt], device=self.device)
         shown = self.vision.inputs(ids_1T, [images], self.model.dtype)

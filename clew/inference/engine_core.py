@@ -23,7 +23,7 @@ from clew.record.weights import WeightRef
 Finished = tuple[GenerateRequest, Completion]
 
 Aborted = GenerateRequest | str | None
-"""Requests that an abort means: this one, those with this ID, or all (None)."""
+"""Requests that an abort applies to: this one, those with this ID, or all (None)."""
 
 
 def is_meant(request: GenerateRequest, which: Aborted) -> bool:
@@ -52,7 +52,7 @@ class Core(ServedModel):
         self.waiting: deque[GenerateRequest] = deque()
         self.prefilled_tokens = 0
 
-    # To be given by the two ------------------------------------------------------------------------------------------
+    # Implemented by the two engines ----------------------------------------------------------------------------------
 
     def step(self) -> list[Finished]:
         """Generate the next token of the running sequences; return those that ended."""
@@ -65,7 +65,7 @@ class Core(ServedModel):
         raise NotImplementedError
 
     def logprobs(self, input_ids: list[int], images: Sequence[bytes] = ()) -> Tensor:
-        """Return the logprobs [vocab] of the token after input_ids at temperature 1, by the path that serves them."""
+        """Return the logprobs [vocab] of the token after input_ids at temperature 1, computed as for requests."""
         raise NotImplementedError
 
     def score(self, input_ids: list[int]) -> float:
@@ -112,7 +112,7 @@ class Core(ServedModel):
         return self._abort_running(which) + never_ran
 
     def abort_waiting(self, which: Aborted = None) -> list[Finished]:
-        """Abort what `abort` does, but only in the queue."""
+        """Abort like `abort`, but only requests in the queue."""
         waiting = [request for request in self.waiting if is_meant(request, which)]
         self.waiting = deque(request for request in self.waiting if not is_meant(request, which))
         return [
@@ -121,7 +121,7 @@ class Core(ServedModel):
 
     @torch.inference_mode()
     def release_memory(self) -> list[Finished]:
-        """Give the cache's memory back to the device; return what was running as aborted. What waits keeps waiting."""
+        """Give the cache's memory back to the device; return running requests as aborted. The queue stays."""
         aborted = self._abort_running(None)
         self._drop_cache()
         torch.cuda.empty_cache()
@@ -137,7 +137,7 @@ class Core(ServedModel):
         main memory.
 
         Args:
-            weights: Result of `weights_of`, if it was called already: for a broadcast, it takes long.
+            weights: Result of `weights_of`, if it was called already: for a broadcast, it takes a long time.
 
         Raises:
             EngineError: The weights are refused, and the old ones are still served. Any other error means that the old
@@ -184,7 +184,7 @@ class Core(ServedModel):
         matched: int | str | None = None,
         masks: list[Tensor] | None = None,
     ) -> Completion:
-        """Return a completion by the present weights (a load aborts all requests), and count its tokens."""
+        """Return a completion and count its tokens. A load aborts all requests, so the current weights made it."""
         self.generated_tokens += len(output_ids)
         return Completion(
             output_ids=output_ids,

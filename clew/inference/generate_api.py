@@ -1,10 +1,11 @@
 """SGLang's native HTTP shapes: what a client may ask of `/generate`, and what it gets back.
 
 Clew's additions are in one field, `clew`, which SGLang ignores: ``continues`` (see SamplingParams), ``exact_stop``
-(stop_token_ids replace the model's end tokens instead of adding to them), ``text: false`` (leave out the text) and
-``deltas`` (each event of a stream has only the new tokens; otherwise, as with SGLang, it has all tokens so far),
-``sampling_mask`` (where top_p, top_k or min_p cut: the logprobs are renormalised over the tokens that were left, whose
-IDs come in meta_info.clew.sampling_mask). What vLLM or SGLang say about who sampled the tokens comes there, too.
+(stop_token_ids replace the model's end tokens instead of adding to them), ``text: false`` (leave out the text),
+``deltas`` (each event of a stream has only the new tokens; otherwise, as with SGLang, it has all tokens so far) and
+``sampling_mask`` (if top_p, top_k or min_p cut tokens off, the logprobs are renormalised over the tokens that are left,
+and meta_info.clew.sampling_mask has their IDs). meta_info.clew also has what vLLM or SGLang say about who sampled the
+tokens.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def parse_call(body: Any, default_stop_ids: tuple[int, ...]) -> Call:
                 f"Cannot generate more than {MAX_SEQUENCES} sequences in one call: {count} prompts, with n {copies}. "
                 f"Send several calls."
             )
-        for copy in range(copies):  # each draws other tokens
+        for copy in range(copies):  # each copy draws other tokens
             drawn = params if copies == 1 else replace(params, seed=params.seed + copy)
             asks.append(Ask(prompt=prompt, params=drawn, rid=rid, images=shown))
     return Call(
@@ -130,7 +131,7 @@ def _flag(fields: dict[str, Any], name: str, default: bool = False) -> bool:
 
 
 def _number(fields: dict[str, Any], name: str, default: float, kind: str = "number") -> float:
-    """Return a finite number as it is (a float could not hold each seed); the default if it is missing or null."""
+    """Return a finite number as it is (a float cannot hold every seed); the default if it is missing or null."""
     value = fields.get(name)
     if value is None:
         return default
@@ -167,7 +168,7 @@ def _prompts(body: dict[str, Any]) -> tuple[list[list[int] | str], bool]:
 def _images(given: Any, count: int, batch: bool) -> list[tuple[bytes, ...]]:
     """Return the images of each prompt.
 
-    image_data is a file in base64 (also as a data URL), or a list of such, which may be lists again. For several
+    image_data is a file in base64 (also as a data URL), or a list of files, which may be nested. For several
     prompts (a batch) it is one image for all, or a list with an image or a list of images for each.
     """
     if not given:
@@ -209,7 +210,7 @@ def _params(given: Any, clew: dict[str, Any], default_stop_ids: tuple[int, ...])
         stop_ids = tuple(extra or ())
     else:
         stop_ids = None if not extra else tuple(sorted({*default_stop_ids, *extra}))
-    if not isinstance(stop, str | list | tuple):  # strings in it: `ServedModel.check`
+    if not isinstance(stop, str | list | tuple):  # `ServedModel.check` checks the strings in it
         raise EngineError(f"sampling_params: stop is {_shown(stop)}, expected a string or a list of strings.")
     schema = given.get("json_schema")
     if not isinstance(schema, str | None):

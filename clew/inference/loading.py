@@ -113,7 +113,7 @@ def _reading(path: str) -> Iterator[None]:
 
 
 def _check_names(own: dict[str, torch.Tensor], found: dict[str, list[int]], path: str) -> None:
-    covered = {_identity(own[name]) for name in found if name in own}  # a tied tensor may be missing by one name
+    covered = {_identity(own[name]) for name in found if name in own}  # a tied tensor may be missing under one name
     missing = [name for name, tensor in own.items() if name not in found and _identity(tensor) not in covered]
     extra = [name for name in found if name not in own]
     misshapen = [

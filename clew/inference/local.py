@@ -50,12 +50,12 @@ class LocalEngine:
         self.gather_s = gather_s
         self._waits = waits
         self._held: asyncio.Event | None = None
-        """Set when the update ends that new requests wait for; None: there is none."""
+        """Event that new requests wait for, set when the current update ends; None: nothing to wait for."""
         self.failure: str | None = None
         """Reason why this process serves nothing any more, such as a failed step: every call raises EngineError."""
         self._futures: dict[GenerateRequest, asyncio.Future[Completion]] = {}
         self.released = False
-        """True from `release_memory` until `resume_memory`, the end of its lease or of a pause: requests wait."""
+        """True from `release_memory` until `resume_memory`, the end of its lease, or that of a pause. Requests wait."""
         self._lease: asyncio.TimerHandle | None = None
         self._release_lease: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
@@ -95,7 +95,8 @@ class LocalEngine:
         A load that is refused leaves everything as it was, including requests in flight. A load that fails later, or
         whose probe differs, has aborted the requests in flight; the old weights are still served.
 
-        If the engine `waits`, requests in flight end first; queued and new ones start under the new weights.
+        If the engine `waits`, queued requests are returned as aborted, even if the load is then refused. Requests in
+        flight end before the load, and new ones wait until after it.
         """
         clock = Parts()
 
@@ -120,7 +121,7 @@ class LocalEngine:
         return clock.seconds
 
     async def receive_weights(self, sent: Broadcast) -> Timings:
-        """Take part in the trainer's broadcast, and keep what comes for `load_weights`. It serves meanwhile."""
+        """Take part in the trainer's broadcast, and keep what comes for `load_weights`. It keeps serving meanwhile."""
         clock = Parts()
 
         def receive() -> dict[str, torch.Tensor]:
@@ -136,7 +137,7 @@ class LocalEngine:
         return clock.seconds
 
     async def _drained(self) -> None:
-        """Return the requests of the queue as aborted, and wait until those that are being generated have ended."""
+        """Abort the queued requests, and wait until those that are being generated have ended."""
         await self._call(lambda: self._deliver(self.core.abort_waiting()))
         with waiting(
             "generations in flight to end",
@@ -146,7 +147,7 @@ class LocalEngine:
             while self.core.running() and not self.paused and self.failure is None:
                 if in_flight := list(self._futures.values()):
                     await asyncio.wait(in_flight, return_when=asyncio.FIRST_COMPLETED)
-                await asyncio.sleep(0)  # their callers take them out of the futures
+                await asyncio.sleep(0)  # lets their callers remove them from `_futures`
 
     async def abort(self, request_id: str | None = None) -> None:
         await self._call(lambda: self._deliver(self.core.abort(request_id)))

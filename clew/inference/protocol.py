@@ -1,6 +1,6 @@
 """Protocol of every inference engine, and the values that are sent to it and come back. Imports no torch.
 
-It serves the embedded engine in this process, `clew serve` over HTTP, and SGLang (`clew serve` uses SGLang's native
+It covers the embedded engine in this process, `clew serve` over HTTP, and SGLang (`clew serve` uses SGLang's native
 HTTP shapes).
 """
 
@@ -50,7 +50,7 @@ class ServerFault(EngineError):
     """Base class of the errors that are the server's fault and not the request's."""
 
     def __init__(self, address: str, reason: str) -> None:
-        """Create it; the address is "" if the engine that raises it is the one that is meant."""
+        """Create it; the address is "" if the engine that raises it is the faulty one."""
         super().__init__(f"inference server {address}: {reason}" if address else reason)
         self.address = address
         self.reason = reason
@@ -64,7 +64,7 @@ class EngineUnreachable(ServerFault):
 
 
 class FaultyAnswer(ServerFault):
-    """Raised when an answer cannot be right, such as logprobs that are NaN, or a web page in the place of JSON.
+    """Raised when an answer cannot be right, such as logprobs that are NaN, or a web page instead of JSON.
 
     Another server may do better: `clew.inference.resubmit` tries again a few times.
     """
@@ -80,15 +80,15 @@ class SchemaUnsupported(EngineError):
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Parameters of drawing tokens."""
+    """Parameters for sampling tokens."""
 
     max_new_tokens: int = 256
     min_new_tokens: int = 0
-    """Minimum number of tokens. Before it, no stop ID is drawn (its probability is 0), and no stop string counts."""
+    """Minimum number of tokens. Until then, no stop ID is drawn (its probability is 0), and no stop string counts."""
     temperature: float = 1.0
     """Number that logits are divided by. 0 takes the likeliest token, and its logprob is that at temperature 1."""
     top_p: float = 1.0
-    """Nucleus sampling: draw from the fewest likeliest tokens whose probabilities add up to this."""
+    """Nucleus sampling: draw from the smallest set of likeliest tokens whose probabilities add up to this."""
     top_k: int = 0
     """Number of likeliest tokens to draw from; 0: all."""
     min_p: float = 0.0
@@ -119,7 +119,7 @@ class SamplingParams:
         return default if self.stop_token_ids is None else self.stop_token_ids
 
     def cuts(self, vocab: float) -> bool:
-        """Return whether tokens are drawn from a part of the `vocab` IDs. Greedy decoding is scored as if not."""
+        """Return whether tokens are drawn from only a part of the `vocab` IDs; False for greedy decoding."""
         return self.temperature > 0 and (self.top_p < 1 or 0 < self.top_k < vocab or self.min_p > 0)
 
 
@@ -130,7 +130,7 @@ class GenerateRequest:
     input_ids: list[int]
     params: SamplingParams
     images: tuple[bytes, ...] = ()
-    """Files that the tokens show, in order; the tokens that stand for each are in input_ids already."""
+    """Image files, in order; the tokens that stand for each are in input_ids already."""
     id: str = ""
     """ID for `abort`."""
     on_token: OnToken | None = None
@@ -139,7 +139,7 @@ class GenerateRequest:
     It is never called if the engine does not stream.
     """
     sampling_mask: bool = False
-    """True asks for `Completion.sampling_mask` where `params` cut the distribution, with logprobs relative to it."""
+    """True asks for `Completion.sampling_mask` if `params` cut the distribution, with logprobs relative to it."""
 
 
 class Span(TypedDict):

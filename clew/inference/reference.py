@@ -1,4 +1,4 @@
-"""The slow reference engine: one sequence at a time, no cache, the whole forward for each token.
+"""The slow reference engine: one sequence at a time, no cache, a full forward pass for each token.
 
 The tests check that `EmbeddedEngine` gives the same results. It also serves the models that the fast path cannot serve:
 see `clew.inference.embedded.build_engine`.

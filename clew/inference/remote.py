@@ -4,8 +4,8 @@
 
     rollout, trainer ──► clew serve ──► RemoteEngine ──► vLLM or SGLang, a child process on a port of its own
 
-`clew serve` looks the same from outside whatever generates: the same `/generate`, leases, tokens and refusals. What is
-special about an engine is in `vllm.py` and `sglang.py`.
+`clew serve` looks the same from outside, whichever engine generates: the same `/generate`, leases, tokens and refusals.
+`vllm.py` and `sglang.py` have what is special about each engine.
 
 An update closes a gate for new requests, aborts those in flight, and opens the gate when the new weights are loaded and
 checked. So no request spans two versions, and every token's version is known without asking the engine.
@@ -44,21 +44,21 @@ log = logging.getLogger("clew.inference")
 BACKENDS: dict[str, type[Backend]] = {"vllm": VLLMEngine, "sglang": SGLangEngine}
 
 POLL_S = 0.2
-"""Seconds between two looks at a server that starts."""
+"""Seconds between two checks of a server that is starting."""
 
 UPDATE_S = 600.0
-"""Seconds in which a server must have loaded new weights. One that answers, but whose workers are frozen, is given up
-after that."""
+"""Seconds within which a server must load new weights. After that it is given up, even if it still answers: its workers
+may be frozen."""
 
 UNCHECKED_S = 60.0
 """Seconds after a broadcast within which the trainer must ask for its weights to be checked."""
 
 ABORT_S = 60.0
-"""Seconds in which all aborted requests must have come back."""
+"""Seconds within which all aborted requests must come back."""
 
 
 class RemoteCore(ServedModel):
-    """The part of a `RemoteEngine` that answers for its model; `clew.inference.engine_core.Core` is its counterpart."""
+    """The part of a `RemoteEngine` that knows its model; `clew.inference.engine_core.Core` is its counterpart."""
 
     def __init__(self, config: Config) -> None:
         """Read the model's configuration, its tokenizer and its image input.
@@ -163,8 +163,8 @@ class RemoteEngine:
         return self.core.version
 
     async def abort(self, request_id: str | None = None) -> None:
-        # Otherwise there is nothing to abort, and an older vLLM, which aborts by pausing and resuming, would end the
-        # pause of an update.
+        # Without active requests, there is nothing to abort, and an older vLLM, which aborts by pausing and resuming,
+        # would end the pause of an update.
         if self.core.active:
             await self._backend.abort(request_id)
 
@@ -264,7 +264,7 @@ class RemoteEngine:
                 await asyncio.sleep(0.02)
 
     async def _closed(self) -> None:
-        """Hold back new requests, and abort until none is in flight: also those that are on their way to the server."""
+        """Hold back new requests, and abort until none is in flight, not even on its way to the server."""
         # If the server were paused first, it would keep a late request, and complete it with the new weights under the
         # label of the old ones.
         self._gate.clear()
@@ -303,7 +303,7 @@ class RemoteEngine:
             self._open()
 
     def _open(self) -> None:
-        """End a pause or an update: let requests through, which are refused while `broken` says why."""
+        """End a pause or an update: let requests through. They are refused while `broken` is set."""
         if self.received is not None and not self.core.broken:
             self.core.broken = f"version {self.received} was received from the trainer, and is not checked yet"
         if self._lease is not None:
@@ -402,7 +402,7 @@ class RemoteEngine:
         return ""
 
     async def _answers(self) -> bool:
-        """Return whether the engine answers, also while it is paused; SGLang's /health does not then."""
+        """Return whether the engine answers, also while it is paused. SGLang's /health would not."""
         try:
             async with asyncio.timeout(HEALTH_S):
                 await self._backend.alive()
@@ -411,7 +411,7 @@ class RemoteEngine:
         return True
 
     async def _lives(self) -> bool:
-        """Return whether the engine answers; during an update, in which it has no time, whether its HTTP side does."""
+        """Return whether the engine answers. During an update, it has no time: then its HTTP side must answer."""
         return await (self._backend.answers() if self._changing.locked() else self._answers())
 
     async def _keep_watch(self) -> None:

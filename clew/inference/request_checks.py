@@ -21,11 +21,11 @@ MAX_STOP_IDS = 1024
 """Maximum number of stop IDs of a request."""
 
 PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
-"""Largest allowed difference, in nats, between the probe's logprobs of trainer and engine, by dtype."""
+"""Largest allowed difference, in nats, between the trainer's and the engine's logprob of the probe, by dtype."""
 
 
 class ServedModel:
-    """Part of an engine that answers for its model: its limits, and what requests are checked against."""
+    """Part of an engine that knows its model: its limits, and the values that requests are checked against."""
 
     def __init__(self, config: Any, generation_config: Any, tokenizer: Any, vision: Vision | None, vocab: int) -> None:
         """Create it from transformers' configurations of the model. Without a tokenizer, it takes no stop strings."""
@@ -71,7 +71,7 @@ class ServedModel:
 
 
 def _whole(values: Iterable[object]) -> bool:
-    # NumPy's numbers, too. The first test is there for speed.
+    # NumPy's integers count, too. The first test is there for speed.
     return all(kind is int or issubclass(kind, Integral) for kind in set(map(type, values)))
 
 
@@ -128,7 +128,8 @@ def matched_stop(request: GenerateRequest, output_ids: list[int], tokenizer: Any
     params = request.params
     if not params.stop or len(output_ids) < params.min_new_tokens:
         return None
-    # A token may be one byte, and a character has up to four. 8 more, as a token's text may depend on those before it.
+    # A token may be one byte, and a character has up to four. 8 more tokens, because a token's text may depend on those
+    # before it.
     window = max(len(stop) if stop.isascii() else 4 * len(stop) for stop in params.stop) + 8
     recent = output_ids[-window:]
     if len(recent) < window and params.continues:

@@ -1,4 +1,4 @@
-"""Completes requests although weights are loaded, or the server dies, in the middle. Imports no torch.
+"""Completes requests even if weights are loaded, or the server dies, in the middle. Imports no torch.
 
 In the embedded engine, a token's random number depends on its position and the seed alone. So the result with aborts is
 the same as without them, except for the version of the weights that made each token.
@@ -22,11 +22,11 @@ RETRY_S = 0.02
 async def generate_through_aborts(engine: Engine, request: GenerateRequest, *, restart: bool = False) -> Completion:
     """Complete one sequence; submit it again with the tokens so far after each abort, until it ends by itself.
 
-    It waits, under a name, for a server that is away or not ready. After a faulty answer it asks again, which reaches
-    another server if there is one.
+    It waits for a server that is away or not ready, and reports the wait (`clew.waits`). After a faulty answer it asks
+    again, which reaches another server if there is one.
 
     Args:
-        restart: True submits it without the tokens so far, so that all tokens of the completion are by one version.
+        restart: True submits it without the tokens so far, so that one version of the weights makes all tokens.
 
     Raises:
         EngineError: The request itself is refused.
@@ -34,7 +34,7 @@ async def generate_through_aborts(engine: Engine, request: GenerateRequest, *, r
         EngineUnreachable: Output held to a JSON schema was cut short.
     """
     params = request.params
-    if restart:  # what was passed on cannot be taken back
+    if restart:  # tokens that were passed on cannot be taken back
         request = replace(request, on_token=None)
     whole = nothing = Completion(output_ids=[], logprobs=[], versions=[], finish_reason="abort")
     faults = 0
@@ -73,7 +73,7 @@ async def generate_through_aborts(engine: Engine, request: GenerateRequest, *, r
             reason = "the server cut short what it held to a JSON schema, and cannot continue there"
             raise EngineUnreachable("", f"Cannot finish this completion: {reason}. Send the request again.")
         if not part.output_ids:
-            await asyncio.sleep(0.02)  # the engine is about to load: not a wait of its own, but no spinning either
+            await asyncio.sleep(0.02)  # the engine is about to load: do not spin, but do not report a wait either
 
 
 async def _until_reachable(engine: Engine, error: EngineUnreachable) -> None:
@@ -88,4 +88,4 @@ async def _until_reachable(engine: Engine, error: EngineUnreachable) -> None:
             except EngineUnreachable as again:
                 reason = again.reason
             except FaultyAnswer:
-                return  # it answers: the request finds out what
+                return  # it answers: the next request will show what

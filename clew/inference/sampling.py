@@ -48,7 +48,7 @@ def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowParams:
-    """Sampling parameters of the present rows, as tensors; None where no row uses them."""
+    """Sampling parameters of the current rows, as tensors; None if no row uses them."""
 
     seeds: Tensor
     """Seed of each row, int64 [rows]."""

@@ -38,7 +38,7 @@ GATHER_S = 0.001
 """Seconds that an idle engine waits for more requests of a burst; an arrival takes a fifth of that."""
 
 LOOK_S = 0.5
-"""Seconds between two looks whether the run lists this server."""
+"""Seconds between two checks of whether the run lists this server."""
 
 
 class Beside(Protocol):
@@ -149,7 +149,7 @@ async def _serve(
     try:
         await server.serve(sockets=[listener])
         if keeper.done():
-            keeper.result()  # raises what it met
+            keeper.result()  # raises the error that ended it
     finally:
         for task in [keeper, *tasks]:
             task.cancel()
@@ -203,7 +203,7 @@ async def _keep_listed(
             run.register_server(replace(entry, ready=True))
             try:
                 await _load_newest(engine, run, entry, reporter)
-            except EngineUnreachable as error:  # what is behind it died or froze: its watch says so soon
+            except EngineUnreachable as error:  # the engine behind it died or froze: its watch will say so
                 log.warning("the newest weights are not loaded yet: %s", error)
                 run.register_server(replace(entry, ready=False))
                 await asyncio.sleep(LOOK_S)
@@ -227,7 +227,7 @@ async def _load_newest(engine: ServedEngine, run: RunDirectory, entry: Server, r
 
     Raises:
         EngineError: The weights were refused, or the trainer has given this server up.
-        EngineUnreachable: What is behind this server died or froze.
+        EngineUnreachable: The engine behind this server died or froze.
     """
     while (newest := run.newest_weights()) is not None and newest.version != engine.core.version:
         reporter.set(doing=f"loading version {newest.version}")

@@ -1,4 +1,4 @@
-"""The process of a vLLM or SGLang server: it is started, its log is read for the cause of its end, and it is ended."""
+"""Starts and ends the process of a vLLM or SGLang server. If it ends by itself, its log is read for the cause."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DIES_WITH_PARENT = (
 )
 """Program that has the kernel kill it with its parent (prctl(2), PR_SET_PDEATHSIG), and then becomes the server.
 
-It ends at once if its parent is gone already, of which the kernel would not tell.
+It ends at once if its parent is gone already: the kernel would not kill it then.
 """
 
 _CAUSE = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|error|Killed)\b: .+")

@@ -49,7 +49,7 @@ CPU_OPTIONS = {
     "mem-fraction-static": 0.2,
     "max-total-tokens": 65536,
     "sleep-on-idle": True,  # otherwise an idle server takes a whole core
-    "skip-server-warmup": True,  # it is an English sentence, and ends the server if the tokenizer has no token for it
+    "skip-server-warmup": True,  # an English sentence; ends the server if the tokenizer has no token for it
 }
 """Options for a machine without GPU, unless inference.args says otherwise."""
 
@@ -60,17 +60,17 @@ parser = argparse.ArgumentParser()
 ServerArgs.add_cli_args(parser)
 print("OPTIONS", json.dumps([name for action in parser._actions for name in action.option_strings]))
 """
-"""Program that prints the server's options. SGLang's own parser also takes unambiguous beginnings of names."""
+"""Program that prints the server's options. SGLang's own parser also takes unambiguous prefixes of names."""
 
 ROOM = 5
-"""Tokens at the end of the model's context that stay free. SGLang takes no prompt that leaves fewer than 6, and a
+"""Tokens at the end of the model's context that stay free. SGLang takes no prompt that leaves fewer than 6 free, and a
 completion that an update interrupts is continued as a longer prompt."""
 
 OPTIONS_S = 120.0
-"""Seconds in which SGLang must have listed its options."""
+"""Seconds within which SGLang must list its options."""
 
 LOOKS = 50
-"""Number of looks, 20 ms apart, whether aborted requests have ended. SGLang's own pause looks only once a second."""
+"""Number of checks, 20 ms apart, of whether aborted requests have ended. SGLang's own pause checks once a second."""
 
 
 class SGLangEngine(Backend):
@@ -96,7 +96,7 @@ class SGLangEngine(Backend):
         self._tensors: Tensors = {}
         self._sent: Tensors = {}
         self._expected: dict[str, list[str]] | None = None
-        """The trainer's checksums of the weights that it broadcast last; None: they came from files, `_sent`."""
+        """The trainer's checksums of the weights that it broadcast last; None: they came from files, see `_sent`."""
         self._dtype = "F32"
         self._held: dict[str, str] = {}
 
@@ -126,7 +126,7 @@ class SGLangEngine(Backend):
         return Launch(command=[python, "-m", "sglang.launch_server", *arguments], environment=environment)
 
     async def alive(self) -> None:
-        """Ask for the scheduler's state. /health takes a second, and generates a token, which a pause stops."""
+        """Ask for the scheduler's state. /health takes a second, and generates a token, which a pause prevents."""
         await self._request("GET", "/server_info", None)
 
     async def prepare(self) -> list[str]:
@@ -151,7 +151,7 @@ class SGLangEngine(Backend):
         self._dtype = DTYPES.get(server.get("dtype", ""), "")
         on_one_cpu = server.get("device") == "cpu" and server.get("tp_size", 1) == 1
         self._checks_weights = "/weights_checker" in routes and on_one_cpu and bool(self._dtype)
-        with contextlib.suppress(EngineError):  # a hub name, or a folder of another machine
+        with contextlib.suppress(EngineError):  # a hub name, or a folder on another machine
             self._tensors = await asyncio.to_thread(read_folder, self._model or info["model_path"])
         if self._checks_weights:
             self._held = await self._checksums()
@@ -268,7 +268,7 @@ class SGLangEngine(Backend):
                 await self._post("/update_weights_from_distributed", {**body, **group, **label})
         finally:
             for path, body in (("/end_weight_update", {}), ("/destroy_weights_update_group", group)):
-                with contextlib.suppress(EngineError):  # the first error is the one to tell
+                with contextlib.suppress(EngineError):  # the first error is the one to report
                     await self._post(path, body)
 
     async def load(self, ref: WeightRef) -> None:
@@ -337,7 +337,7 @@ class SGLangEngine(Backend):
         self._held = held
 
     async def _left(self) -> str:
-        """Return what an update that failed has left in the server."""
+        """Return a sentence about what a failed update has left in the server."""
         if not self._checks_weights:
             return "What it holds now is unknown; restart it."
         held = await self._checksums()
@@ -391,7 +391,7 @@ def known_options(python: str) -> set[str]:
     try:
         done = subprocess.run([python, "-c", LIST_OPTIONS], capture_output=True, text=True, timeout=OPTIONS_S)
     except (OSError, subprocess.TimeoutExpired) as error:
-        late = isinstance(error, subprocess.TimeoutExpired)  # its text has the whole program
+        late = isinstance(error, subprocess.TimeoutExpired)  # the error's text holds the whole program
         why = f"it did not list its options within {OPTIONS_S:g} s" if late else first_line(error)
         raise ConfigError(f"Cannot start SGLang with {python} (inference.python): {why}") from None
     for line in done.stdout.splitlines():

@@ -1,7 +1,7 @@
 """Checksums of the tensors of safetensors files, as SGLang's /weights_checker computes them on a CPU. No torch.
 
-SGLang holds some tensors joined: its qkv_proj is q_proj, k_proj and v_proj, one below the other, so that its bytes are
-theirs, one after the other. Its checksum is the first 64 bits of the SHA-256 of a tensor's bytes.
+SGLang joins some tensors: its qkv_proj is q_proj, k_proj and v_proj, one below the other, so its bytes are the bytes of
+these three in this order. Its checksum is the first 64 bits of the SHA-256 of a tensor's bytes.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class Sums:
         self._open: dict[str, tuple[Any, Sequence[int], int]] = {}
 
     def add(self, name: str, shape: Sequence[int], block: Any) -> None:
-        """Add a tensor, given its shape and its numbers in memory. The parts of a joined one come in SGLang's order."""
+        """Add a tensor, given its shape and its numbers. The parts of a joined one must come in SGLang's order."""
         view = memoryview(block)
         self._open.setdefault(whole_of(name), (hashlib.sha256(), shape, view.itemsize))[0].update(view)
 
@@ -156,7 +156,7 @@ def whole_of(name: str) -> str:
 
 
 def checksums(names: Iterable[str], sent: Tensors, dtype: str) -> dict[str, list[str]]:
-    """Return SGLang's checksums of its tensors of this number type; those of which a part was not sent are left out."""
+    """Return SGLang's checksums of its tensors of this number type; if a part of one was not sent, it is left out."""
     parts = {name: [name] if name in sent else parts_of(name) for name in names}  # Phi-3's own tensors are joined
     whole = {name: [sent[part] for part in needed] for name, needed in parts.items() if sent.keys() >= set(needed)}
     return {name: checksum(name, found, dtype) for name, found in whole.items()}

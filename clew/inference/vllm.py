@@ -49,7 +49,7 @@ LogprobsMode = Literal["raw", "processed", "unknown"]
 PROBE_IDS = [0, 1, 2, 3]
 PROBE_TEMPERATURE = 0.5
 TOP_K = 1000
-"""Value of top_k in probes, for a vLLM that returns sampling masks: it refuses requests without."""
+"""Value of top_k in probes, for a vLLM that returns sampling masks: it refuses requests without top_k."""
 SMALLEST_GAP = 1e-2
 """Smallest difference, in nats, between two tokens at which the modes can be told apart."""
 
@@ -65,7 +65,7 @@ OWN = (
 """Options that Clew sets itself."""
 
 GENERATE = "/inference/v1/generate"
-"""Route of tokens in, tokens out. It expands images itself, and says to which tokens."""
+"""Route that takes and returns tokens. It expands images itself, and returns the tokens that they became."""
 
 ADAPTER = "clew"
 """Name under which the run's adapters are served."""
@@ -139,7 +139,7 @@ class VLLMEngine(Backend):
             "dtype": config.model.dtype,
             "max-num-seqs": inference.max_running,
             "kv-cache-memory-bytes": int(inference.cache_gib * 2**30),
-            "logprobs-mode": "processed_logprobs",  # otherwise before temperature
+            "logprobs-mode": "processed_logprobs",  # the default reports them before temperature
             "max-logprobs": 5,
             "worker-extension-cls": EXTENSION,
             "disable-uvicorn-access-log": True,
@@ -224,7 +224,7 @@ class VLLMEngine(Backend):
         return {**version, **info["vllm_config"]}
 
     async def _check_extension(self) -> None:
-        """Raise EngineError if the workers have not Clew's extension, which an attached server may lack."""
+        """Raise EngineError if the workers do not have Clew's extension, which an attached server may lack."""
         try:
             await self._post("/collective_rpc", {"method": "clew_load", "args": ["/nonexistent"]})
         except EngineUnreachable:
@@ -263,7 +263,7 @@ class VLLMEngine(Backend):
         if ref.holds_adapters():
             adapter = {"lora_name": ADAPTER, "lora_path": ref.path, "load_inplace": True}
             await self._post(LOAD_ADAPTER, adapter)
-            self.model = ADAPTER  # from now on requests name it; until then they got the model without it
+            self.model = ADAPTER  # from now on requests name it; until then they named the model without it
         elif not ref.was_broadcast():
             await self._post("/collective_rpc", {"method": "clew_load", "args": [ref.path]})
         forgotten = await self._request("POST", "/reset_prefix_cache", None)
@@ -351,7 +351,7 @@ class VLLMEngine(Backend):
 
         Args:
             params: The parameters.
-            masked: Whether the server said which tokens were left.
+            masked: True if the server said which tokens were left.
         """
         reports = f"vLLM at {self.address} reports logprobs"
         if self.logprobs_mode == "processed":
@@ -386,7 +386,7 @@ class VLLMEngine(Backend):
         wrong = completion.wrong_logprobs or self.wrong_logprobs(params, completion.sampling_mask is not None)
         completion = replace(completion, wrong_logprobs=wrong)
         if completion.finish_reason == "stop" and completion.matched is None and completion.output_ids:
-            return replace(completion, matched=completion.output_ids[-1])  # an end token goes unnamed
+            return replace(completion, matched=completion.output_ids[-1])  # vLLM does not name an end token
         return completion
 
     def _body_of(self, request: GenerateRequest, params: SamplingParams) -> tuple[str, dict[str, Any]]:
@@ -412,7 +412,7 @@ class VLLMEngine(Backend):
             )
 
     def _new_of(self, answer: dict[str, Any], before: int, address: str) -> Completion | None:
-        """Return the new tokens of a response, or of an event, which has no others; None if it has no choice."""
+        """Return the new tokens of a response, or of an event, which has only new ones; None without a choice."""
         if not answer["choices"]:  # an event with the usage
             return None
         choice = answer["choices"][0]
@@ -487,7 +487,7 @@ def mode_of(at_one: Mapping[str, float], at_other: Mapping[str, float], temperat
     Args:
         at_one: Logprobs of the likeliest next tokens at temperature 1, by token.
         at_other: Those at `temperature`.
-        temperature: Another temperature than 1, above 0.
+        temperature: A temperature above 0, other than 1.
     """
     both = sorted(at_one.keys() & at_other.keys(), key=lambda token: at_one[token])
     if not both:

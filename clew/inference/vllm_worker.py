@@ -76,7 +76,7 @@ class CopyTrace(TorchDispatchMode):
         self._sources: list[tuple[str, Tensor]] = []
 
     def watch(self, name: str, source: Tensor) -> None:
-        """Follow a contiguous tensor, which has just been read. It is kept, so that no other gets its address."""
+        """Follow a contiguous tensor, which has just been read. It is kept alive, so that no other gets its address."""
         place = bisect_right(self._starts, source.data_ptr())
         self._starts.insert(place, source.data_ptr())
         self._sources.insert(place, (name, source))
@@ -144,17 +144,17 @@ class Extension:
     """Tensors of the last update."""
 
     before_packing: ClassVar[dict[str, list[Any]]] = {}
-    """Answers that `clew_held` gave about weights before they were packed: now their bytes cannot be compared."""
+    """Answers that `clew_held` gave about weights before they were packed: packed bytes cannot be compared."""
 
     def clew_adapters(self, folder: str) -> dict[str, list[Any]]:
-        """Return, as `clew_held` does, what the engine holds of a folder's adapters where it computes from.
+        """Return, like `clew_held`, what the engine holds of a folder's adapters in the memory that it computes from.
 
         Nothing counts as held if they were not loaded, or if the server does not hold the weights that it began with.
         """
         manager: Any = self.model_runner.lora_manager._adapter_manager
         parse: Any = vars(import_module("vllm.lora.utils"))["parse_fine_tuned_lora_name"]
         mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
-        places = {  # vLLM joins q_proj, k_proj and v_proj to one layer, which has an adapter of each
+        places = {  # vLLM joins q_proj, k_proj and v_proj into one layer, which has an adapter for each
             part: (layer, number)
             for name, layer in manager.modules.items()
             for number, part in enumerate(manager.packed_modules.get(name, [name]))
@@ -190,7 +190,7 @@ class Extension:
             self._loaded(copies)
 
     def _loaded(self, copies: Copies) -> None:
-        """Keep where the engine holds new weights, and have it forget what it computed with others."""
+        """Remember where the engine holds the new weights, and have it forget what it computed with the old ones."""
         Extension.copies, Extension.before_packing = copies, {}
         if packed := packed_weights(self.model_runner.model):
             places = {weight.untyped_storage().data_ptr() for weight, _ in packed}

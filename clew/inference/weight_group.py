@@ -4,10 +4,10 @@
 
     rank 0 of the trainer ──► gloo or NCCL ──► workers of vLLM and SGLang
 
-The group is formed as SGLang's /init_weights_update_group forms it: apart from the default group of each process, which
-need not have one. Torch has no public function for that.
+The group is formed as SGLang's /init_weights_update_group forms it: separate from the default group of each process. A
+process need not have a default group. Torch has no public function for that.
 
-vLLM's workers load this file, too. It imports torch alone.
+vLLM's workers load this file, too. Besides Clew's own files, it imports only torch.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from torch.distributed import distributed_c10d as c10d
 from clew.record.broadcast import Broadcast
 
 PATIENCE = datetime.timedelta(seconds=30)
-"""Time in which every member must have come to the group, and have taken each tensor."""
+"""Time within which every member must join the group, and take part in sending each tensor."""
 
 
 class MemberLost(RuntimeError):
-    """Raised when a member of a broadcast is lost, or does not come or take part in time."""
+    """Raised when a member of a broadcast is lost, or does not join or take part in time."""
 
 
 @contextmanager
 def _plainly() -> Iterator[None]:
-    """Raise MemberLost for torch's errors, without their places in C++ and their advice."""
+    """Raise torch's errors as MemberLost, without their C++ locations and advice."""
     try:
         yield
     except RuntimeError as error:
@@ -43,7 +43,7 @@ def _plainly() -> Iterator[None]:
 
 
 def meeting_point(host: str, port: int, size: int, *, leads: bool = False) -> Any:
-    """Return the store at which `size` members meet. Rank 0 (`leads`) serves it; its port 0 means any free port."""
+    """Return the store at which `size` members meet. Rank 0 (`leads`) serves it; with port 0, on any free port."""
     store: Any = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
     with _plainly():
         return store(host, port, size, is_master=leads, wait_for_workers=False, timeout=PATIENCE)

@@ -59,7 +59,11 @@ class Watch:
     """Watcher of the progress of one run's processes, which runs `clew hang` when there is none."""
 
     def __init__(self, run: RunDirectory, after_s: float | None) -> None:
-        """Prepare to watch. after_s: seconds without progress after which `clew hang` runs; None: never."""
+        """Prepare to watch.
+
+        Args:
+            after_s: Seconds without progress after which `clew hang` runs; None: never.
+        """
         self._run = run
         self._after_s = after_s
         self._asking: subprocess.Popen[str] | None = None
@@ -103,7 +107,7 @@ class Watch:
             self._asking = None
 
     def _moved_at(self, now: float) -> float:
-        """Return when the trainer last made progress, or any process while the trainer waits for rollout."""
+        """Return when the trainer last made progress; while it waits for rollout, when any process last did."""
         rollout_counts = False
         for path in self._run.status.glob("[!.]*.json"):
             with suppress(OSError, ValueError, KeyError, TypeError):
@@ -201,5 +205,5 @@ def _watch_until(config: Config, end: threading.Event) -> None:
         if not ends or not tell(LaunchError(text)):
             print(f"clew: {text}" if ends else f"warning: {text}", file=sys.stderr, flush=True)
         if ends:
-            os._exit(2)  # the main thread waits, and cannot be told
+            os._exit(2)  # the main thread is stuck in a wait, and cannot be asked to end
     watch.stop()

@@ -28,7 +28,7 @@ PLACED_VARIABLE = "CLEW_PLACED"
 """Variable that is set for ranks that `place` started: `place` then reports why they failed."""
 
 LONGEST_SOCKET = 108
-"""Number of bytes that the path of a socket must stay below (unix(7)): torch waits for ever where it is longer."""
+"""Number of bytes that the path of a socket must stay below (unix(7)): torch waits for ever if it is longer."""
 
 LAST_LINES = 12
 """Number of lines of a rank's output that are shown when it was killed."""
@@ -82,7 +82,7 @@ def place(ranks: int, arguments: list[str], logs: Path | None = None) -> None:
 
 
 def named(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """Return the environment variables (torchrun's) that make a process rank `rank` of `ranks`; these meet at `port`.
+    """Return the environment variables (torchrun's) that make a process rank `rank` of `ranks`, which meet at `port`.
     If the process calls `die_with_parent`, it dies with this one."""
     return {
         "RANK": str(rank),
@@ -165,7 +165,7 @@ def _first_cause(failed: dict[int, int], errors: list[Path], ends: list[str]) ->
     Args:
         failed: Exit codes of the ranks that ended before the others were killed.
         errors: File of each rank, see `tell`.
-        ends: Last lines of each rank, for one that has told nothing.
+        ends: Last lines of each rank's output, shown for a rank that reported nothing.
     """
     ranks = len(errors)
     killed = [rank for rank, code in failed.items() if code < 0]

@@ -33,12 +33,12 @@ class LiveBatches:
         self._clock = clock
 
     def write(self, step: int) -> None:
-        """Wait for the batch of a step, and write it. One that was chosen before a kill is trained on as it is."""
+        """Wait for the batch of a step, and write it. A batch chosen before a kill is trained on as it is."""
         if self._run.steps.has_data(step):
             return
         tables = self._choose(step)
         with self._clock("record"):
-            table = concatenated(tables).combine_chunks()  # Parquet takes one piece a third quicker than many
+            table = concatenated(tables).combine_chunks()  # Parquet writes one piece a third faster than many
             consumed_at = pa.array([time.time()] * table.num_rows)
             place = table.schema.get_field_index("consumed_at")
             self._run.steps.write_data(step, table.set_column(place, "consumed_at", consumed_at))

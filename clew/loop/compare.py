@@ -1,4 +1,4 @@
-"""The comparison of a step that was trained again with its record, stage by stage in the order of computation."""
+"""Compares a step that was trained again to its record, stage by stage in the order of computation."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def _in_checkpoint(run: RunDirectory, step: int, engine: TrainEngine, tolerance:
         return
     facts = checkpoint.read_manifest(folder)
     if engine.critic is not None and facts["critic_updates"] is None:
-        return  # the run went on from here without its critic, and wrote it again
+        return  # the run went on without its critic, and wrote this checkpoint again
     saved = checkpoint.digests_in(folder, engine)
     for kind, digests in checkpoint.digests_of(engine).items():
         for name, now in digests.items():

@@ -94,7 +94,7 @@ class NothingToLearn:
             f"hard or too easy for this model, or the reward does not tell answers apart: `clew show RUN {step}` shows "
             f"some"
         )
-        if _is_power_of_two(self._in_a_row):  # WARN_STEPS is one
+        if _is_power_of_two(self._in_a_row):  # WARN_STEPS is a power of two, too
             log.warning("%s", warning)
         return warning
 

@@ -75,7 +75,7 @@ class Publisher:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _broadcast(self, engine: TrainEngine, sender: Sender) -> WeightRef | None:
-        """Send the weights, and have the servers that received them checked. Return where their digests are."""
+        """Send the weights, and have the servers that got them check and serve them. Return where the digests are."""
         with self._clock("publish/send"):
             digests, servers = sender(engine)
         ref = write_weights(engine, self._folder_of(engine), engine.version, sent=digests)

@@ -24,7 +24,7 @@ def suspected(
     *,
     checked: bool,
 ) -> Difference:
-    """Return a difference in the advantages or the loss, with how the user's own function may have caused it.
+    """Return the difference `found`, in advantages or loss, and add how the user's own function may have caused it.
 
     Args:
         checked: True if all inputs agree, and torch's random numbers were seeded as they were in the recorded step.

@@ -26,7 +26,8 @@ def restore(config: Config, run: RunDirectory, ranks: Ranks, *, supervised: bool
     Raises:
         ConfigError: The objective belongs to `clew sft`; or the model changed; or settings of training changed although
             steps must be trained again.
-        RecordError: The run belongs to the other of `clew train` and `clew sft`, or its record is inconsistent.
+        RecordError: The other command (`clew train` or `clew sft`) or another trainer made the run, or its record is
+            inconsistent.
     """
     if config.training.objective != "sft" and not supervised:
         raise ConfigError(
@@ -95,7 +96,7 @@ def _refuse_changes(config: Config, run: RunDirectory, version: int, committed: 
         )
     if config.training.schedule == "constant":
         changed.pop("training.steps", None)
-    changed.pop("training.tp", None)  # like launch.ranks it changes the order of sums alone
+    changed.pop("training.tp", None)  # like launch.ranks, it only changes the order of sums
     decisive = [said for name, said in changed.items() if name.startswith(("training.", "algorithm."))]
     if decisive and committed > version:
         raise ConfigError(

@@ -4,7 +4,7 @@
 
     slices of FSDP2 ──► one whole tensor after another ──► rank 0 ──► gloo or NCCL ──► workers of vLLM and SGLang
 
-No rank ever holds the whole model. A server loads them in buckets. What it then holds is compared with the
+No rank ever holds the whole model. A server loads the tensors in buckets. What it then holds is compared with the
 digests of what was sent, as after an update from disk.
 """
 

@@ -98,7 +98,7 @@ class ServerControl:
         return any(not server.wants_weights and server.name not in names for server in self.ready())
 
     def wanted(self) -> bool:
-        """Return whether a server waits for the newest weights to be broadcast. It looks once a second."""
+        """Return whether a server waits for a broadcast of the newest weights. It looks at most once a second."""
         now = time.monotonic()
         if now < self._looks_again:
             return False

@@ -114,7 +114,7 @@ class Surroundings:
         if self._publisher is not None:
             self._publisher(engine)
         if self.config.launch.colocate:
-            torch.cuda.empty_cache()  # what the writing of weights took
+            torch.cuda.empty_cache()  # frees the memory that writing the weights took
 
     def wait_for_evaluation(self, version: int) -> None:
         """Wait until the evaluation of this version is complete, if one is due and its weights still exist."""

@@ -279,7 +279,7 @@ ORIGIN = "group, episode, turns, finish reason, rewards by name, data or interac
 def _in_digests(
     step: int, recorded: Mapping[str, int], found: Mapping[str, int], *, what: str = ""
 ) -> Difference | None:
-    """Return the first sequence with another digest, or which only one side has. what: text that follows its ID."""
+    """Return the first sequence whose digest differs, or that only one side has. what: text that follows its ID."""
     differing = [name for name in {**recorded, **found} if recorded.get(name) != found.get(name)]
     if not differing:
         return None
@@ -292,11 +292,12 @@ def _in_digests(
 def in_tensors(
     step: int, stage: str, names: Sequence[str], recorded: str, found: str, update: str = ""
 ) -> Difference | None:
-    """Return the first parameter whose digest differs. `update` follows its name in the message: which update it is.
+    """Return the first parameter whose digest differs.
 
     Args:
         recorded: Digests as `clew.record.digest.to_hex` writes them.
         found: The other side, in the same form.
+        update: Text that follows the parameter's name in the message and says which update it is.
     """
     then, now = from_hex(recorded), from_hex(found)
     count = max(len(then), len(now))

@@ -55,7 +55,10 @@ def context_in(config: PreTrainedConfig) -> tuple[int | None, str]:
 
 
 def positions_go_on(config: PreTrainedConfig) -> bool:
-    """Return whether a model can compute longer sequences than its context, as its rotary positions do not change."""
+    """Return whether a model can compute sequences longer than its context.
+
+    It can if its rotary positions do not depend on the length of the sequence.
+    """
     kinds = [each.get("rope_type") for each in _ropes(config)]
     return bool(kinds) and not {"longrope", "dynamic"} & {*kinds}
 

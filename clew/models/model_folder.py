@@ -62,7 +62,7 @@ def check_folder(path: str, needed: str, what: str, remedy: str, field: str = "m
 
 
 HUB_S = 5.0
-"""Seconds that the hub has to answer whether it has a model. transformers itself would try for a minute."""
+"""Seconds within which the hub must say whether it has a model. transformers itself would try for a minute."""
 
 
 def _check_on_hub(name: str, field: str) -> None:

@@ -40,7 +40,7 @@ def begin_digest(tensor: Tensor, *, name: str, start: int = 0) -> Callable[[], i
 
 
 def begin_on_device(tensor: Tensor, *, name: str, start: int = 0) -> Callable[[], int]:
-    """Compute as `begin_digest`, on the tensor's device, which reads its memory faster than it could be copied."""
+    """Do what `begin_digest` does on the tensor's device, which reads its memory faster than it could be copied."""
     flat = tensor.contiguous().view(-1)
     bits, mask = flat.view(_BITS[flat.element_size()]), (1 << 8 * flat.element_size()) - 1
     within = _within_block(flat.device)

@@ -4,9 +4,9 @@
 
     text     Which digit?  <image>                       one placeholder per image, as the chat template writes it
     tokens   Which digit?  P P P P P P P P P             as many as the image takes of the context: this is recorded
-    inputs   pixel_values, and what else the model's forward pass asks for
+    inputs   pixel_values, and whatever else the model's forward pass asks for
 
-Shared by rollout, training and inference. Images are passed on as the files that they came as: PNG, JPEG and so on.
+Shared by rollout, training and inference. Images are passed on as the original files: PNG, JPEG and so on.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Vision:
         self.placeholder: str = processor.image_token
         """Text that a chat template writes for an image."""
         self.image_id = image_id
-        """Token ID that the model replaces by what it sees. An image has one or many of these tokens."""
+        """Token ID that the model replaces with what it sees. An image has one or many of these tokens."""
         self._known: dict[bytes, tuple[int, ...]] = {}
         """Tokens of images, by the SHA-256 of the images."""
         self._lock = threading.Lock()  # the gateway makes prompts in threads
@@ -100,7 +100,7 @@ class Vision:
         """Return tokens with one placeholder for each image, for engines that expand images themselves.
 
         Raises:
-            ImageError: The tokens that stand for an image are not there in one piece.
+            ImageError: The tokens that stand for an image do not occur in one piece.
         """
         collapsed: list[int] = []
         start = 0
@@ -125,7 +125,7 @@ class Vision:
         return sum(self.tokens_of(image).count(self.image_id) for image in images)
 
     def check(self, ids: Sequence[int], images: Sequence[bytes]) -> None:
-        """Raise ImageError if the tokens do not hold what stands for these images."""
+        """Raise ImageError if the tokens do not have as many image tokens as these images need."""
         found, expected = ids.count(self.image_id), self._image_tokens(images)
         if found != expected:
             raise ImageError(

@@ -19,7 +19,7 @@ MASK = (1 << 64) - 1
 
 
 def mix(values: np.ndarray) -> np.ndarray:
-    """Hash values by splitmix64's finalizer (Steele et al., 2014); odd, so that no changed bit is multiplied away."""
+    """Hash values by splitmix64's finalizer (Steele et al., 2014). Results are odd, so no changed bit gets lost."""
     z = (values + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -171,7 +171,7 @@ class _Chain:
         self.reported: set[str] = set()
         """Files that have already been reported as not fitting."""
         self.indexed = self.steps.index_path.is_file()
-        # what follows the last line break is a line that a kill tore
+        # text after the last line break is a line that a kill cut short
         *raw, torn = read_bytes(self.steps.index_path).split(b"\n") if self.indexed else [b""]
         self.torn = bool(torn)
         self.lines: list[dict[str, Any] | None] = [None] * len(raw)

@@ -47,7 +47,7 @@ def why_foreign(run: RunDirectory) -> str | None:
 
 
 def _owners(path: Path | str) -> Iterator[int]:
-    """Yield the owner of a file, and of what it points to if it is a link; nothing for what is not there.
+    """Yield the owner of a file and, if it is a link, of what it points to; nothing if the file does not exist.
 
     A link to itself or to what this user cannot reach points to nothing: its reader says so when it opens the file.
     """

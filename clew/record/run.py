@@ -188,7 +188,7 @@ class RunDirectory:
         return [int(each.name.removeprefix("step-")) for each in folders if (each / "checkpoint.json").exists()]
 
     def best_in_words(self) -> str:
-        """Return text to append to a line: the best evaluated checkpoint; "" if that is the newest, or none is."""
+        """Return text to append to a line: the best evaluated checkpoint; "" if it is the newest, or there is none."""
         best, latest = self.checkpoints / "best", self.checkpoints / "latest"
         if not best.is_symlink() or best.resolve() == latest.resolve():
             return ""
@@ -355,7 +355,7 @@ class RunDirectory:
 
 
 def installed(packages: Iterable[str]) -> dict[str, str]:
-    """Return the versions of the packages that are installed: a Writer needs few of them."""
+    """Return the versions of those packages that are installed. A Writer needs only a few of them."""
     versions: dict[str, str] = {}
     for name in packages:
         with suppress(importlib.metadata.PackageNotFoundError):

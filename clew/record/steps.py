@@ -282,7 +282,7 @@ class Steps:
             step = int(path.stem.removeprefix("step-"))
             if step < before:
                 shutil.rmtree(self.stage_path(step, 0).parent, ignore_errors=True)
-                path.unlink(missing_ok=True)  # last: after a kill, the step is found by it
+                path.unlink(missing_ok=True)  # last: by this file, a step that a kill left is found again
 
 
 def _check_stages(path: Path, table: pa.Table, first: pa.Table) -> None:

@@ -289,7 +289,7 @@ _EXPECTED = {np.bool_: "0 or 1 for each token", np.int32: "whole numbers of 32 b
 
 
 def _array(what: str, value: Any, dtype: type) -> np.ndarray:
-    """Return `value` as an array of a type in `_EXPECTED`. Raises RecordError if that alters more than rounding."""
+    """Return `value` as an array of a type in `_EXPECTED`. Raises RecordError if more than rounding changes."""
     if hasattr(value, "detach"):  # a torch tensor; NumPy takes none with a gradient, on a GPU, or of bfloat16
         value = value.detach().cpu()
         value = value.float() if "bfloat16" in str(value.dtype) else value

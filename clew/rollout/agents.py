@@ -1,9 +1,11 @@
 """Agents: any class with `async def run(self, data, **extra_kwargs)` that talks to a model provider.
 
-extra_kwargs has base_url and api_key, for a client of OpenAI's or Anthropic's interface, and http_client, an
-httpx2.AsyncClient for the official ones (AsyncOpenAI(http_client=...)); an agent that names only some of them gets
-those. `run` returns a number, or a dict from interaction ID (a response's `id`) to number. A plain `def run` is run in
-a thread. One instance serves all episodes, side by side.
+extra_kwargs has base_url and api_key, for any client of OpenAI's or Anthropic's API, and http_client, an
+httpx2.AsyncClient for the official clients (AsyncOpenAI(http_client=...)). An agent that names only some of them gets
+only those.
+
+`run` returns a number, or a dict from interaction ID (a response's `id`) to number. A plain `def run` is run in a
+thread. One instance serves all episodes, side by side.
 """
 
 from __future__ import annotations
@@ -91,7 +93,7 @@ async def run_of(agent: Any, data: dict[str, Any], arguments: dict[str, Any]) ->
 
 
 async def _in_thread(call: Callable[[], Any]) -> Any:
-    """Run `call` in a daemon thread: unlike a pool's, one that never ends does not keep the process alive."""
+    """Run `call` in a daemon thread. Unlike a thread of a pool, it does not keep the process alive if it never ends."""
     loop, context = asyncio.get_running_loop(), contextvars.copy_context()
     # An error is passed as a value, because a future takes no StopIteration as its exception.
     done: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
@@ -147,7 +149,7 @@ class AgentWorkflow:
         async def outcome() -> tuple[Any, BaseException | None]:
             try:
                 return await run, None
-            except (Exception, SystemExit) as error:  # out of a task, SystemExit would end the event loop
+            except (Exception, SystemExit) as error:  # if it left the task, SystemExit would end the event loop
                 return None, error
 
         task = asyncio.ensure_future(outcome())

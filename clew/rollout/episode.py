@@ -91,11 +91,11 @@ async def run_episode(
     except ClewError as failure:
         error = f"{type(failure).__name__}: {failure}"
     except (Exception, SystemExit, asyncio.CancelledError) as failure:
-        # The user's code: the boundary where an episode becomes a record.
+        # The user's code may raise anything. Here its failure becomes part of the record.
         task = asyncio.current_task()
         assert task is not None
         if isinstance(failure, asyncio.CancelledError) and task.cancelling():
-            raise  # rollout is ending; any other cancellation is one that the user's code let out
+            raise  # rollout is ending; any other CancelledError came from the user's code
         error = f"{type(failure).__name__}: {failure}\n{''.join(traceback.format_exception(failure))}"
 
     columns: dict[str, Any] = {
@@ -119,7 +119,7 @@ async def _reward_of(
     workflow: Workflow, session: EpisodeEngine, data: dict[str, Any], timeout_s: float | None
 ) -> Reward:
     own = f"{type(workflow).__module__}.{type(workflow).__qualname__}.run_episode"
-    name = getattr(workflow, "name_in_errors", own)  # an agent's, which its workflow only calls
+    name = getattr(workflow, "name_in_errors", own)  # set for an agent: its workflow only calls it
     limit = asyncio.timeout(timeout_s)
     try:
         async with limit:
@@ -145,7 +145,7 @@ def _failed(episode_id: str, error: str, session: EpisodeEngine, columns: dict[s
         reward=math.nan,
         finish_reason="error",
         error=error,
-        # Their tokens are in no sequence, and `clew agent replay` answers with them.
+        # No sequence holds the tokens of a failed episode, and `clew agent replay` answers with them.
         interactions=[
             {**each.as_dict(), "tokens": {name: getattr(each, name) for name in TOKENS}}
             for each in session.interactions

@@ -11,7 +11,7 @@ import numpy as np
 from clew.rollout.episode import Episode
 
 Z = 1.96
-"""Standard deviations on each side of the mean that hold 95 % of a normal distribution."""
+"""Number of standard deviations on each side of the mean that enclose 95 % of a normal distribution."""
 
 
 def group_id(version: int, row: int) -> str:
@@ -30,8 +30,8 @@ def pass_at_k(n: int, passed: int, k: int) -> float:
 def interval(values: SequenceABC[float]) -> tuple[float, float] | None:
     """Return the 95 % confidence interval of the mean of one number per prompt; None for fewer than two prompts.
 
-    Prompts are independent, samples of one prompt are not: this error is of the mean over prompts (Miller 2024, arXiv
-    2411.00640, section 2.2).
+    Prompts are independent, but samples of one prompt are not, so the error is that of the mean over prompts (Miller
+    2024, arXiv 2411.00640, section 2.2).
     """
     if len(values) < 2:
         return None
@@ -43,8 +43,8 @@ def pass_interval(rates: SequenceABC[float], n_samples: int) -> tuple[float, flo
     """Return the 95 % confidence interval of the mean of the prompts' pass rates, each in [0, 1]; None for no prompt.
 
     It is Wilson's score interval (1927), which stays within [0, 1] and has a width even if all prompts pass. Its number
-    of trials is that of independent trials with the same variance of the mean: one per prompt if each prompt always
-    passes or always fails, and at most n_samples per prompt if the samples of a prompt are independent.
+    of trials is the number of independent trials whose mean would have the same variance. It is one per prompt if each
+    prompt always passes or always fails, and n_samples per prompt, the maximum, if a prompt's samples are independent.
     """
     if not rates:
         return None

@@ -4,17 +4,18 @@ Stopping a healthy run is as bad as training a broken one, so the rule is a stat
 because the episodes of a group share a prompt and often fail together: a prompt that is too long fails all of them.
 
 Let m be rollout.max_failed_share, and suppose that episodes fail at half that rate, q = m/2. Let S be the sum of the
-failed shares of n groups. Each share lies in [0, 1] with mean q, whatever binds the episodes of a group together, so
-Hoeffding's inequality holds for S (1963, theorem 1; Chernoff's bound where whole groups fail)::
+failed shares of n groups. Each share lies in [0, 1] with mean q, however the episodes of a group depend on one another,
+so Hoeffding's inequality holds for S (1963, theorem 1; Chernoff's bound if groups fail only as a whole)::
 
     P(S >= n x) <= exp(-n KL(x, q)),    KL(x, q) = x ln(x/q) + (1 - x) ln((1 - x)/(1 - q)),    x > q
 
-After each group the last n groups are looked at, for every n up to a window of W. The run stops where
-n KL(S/n, q) >= h. A look then stops a healthy run with a probability of at most W exp(-h). A step has `batch_groups`
+After each group the last n groups are looked at, for every n up to a window of W. The run stops if n KL(S/n, q) >= h
+for one of them. A look then stops a healthy run with a probability of at most W exp(-h). A step has `batch_groups`
 looks, and up to as many again for rejected groups that are made anew. So h = ln(2 batch_groups W / FALSE_STOPS) makes a
-false stop rarer than FALSE_STOPS a step. W is where the rule meets the limit itself, W KL(m, m/2) = h: over W groups a
-share above m stops the run, over fewer only a share so high that chance does not explain it. For m = 0.2 and 16 groups
-a batch these are 421 groups at 20 %, 122 at 30 %, 37 at 50 %, and 9 where everything fails.
+false stop rarer than FALSE_STOPS a step. W is the number of groups at which the rule meets the limit itself,
+W KL(m, m/2) = h. Over W groups, a share above m stops the run; over fewer, only a share so high that chance does not
+explain it. For m = 0.2 and 16 groups a batch, that takes 422 groups at 20 %, 122 at 30 %, 37 at 50 %, and 9 if
+everything fails.
 
 While no episode has succeeded since the start, all looks together count as one: h = ln(1 / FALSE_STOPS), which is
 4 groups for m = 0.2 and 14 for m = 1.

@@ -11,7 +11,8 @@ log = logging.getLogger("clew.rollout")
 
 WARN_BATCHES = 4
 STOP_BATCHES = 40
-"""Number of batches' worth of groups rejected in a row after which the run stops; at least one pass over the data."""
+"""Number of batches' worth of groups rejected in a row before a warning (WARN_BATCHES) and before the run stops
+(STOP_BATCHES, but never before one pass over the data)."""
 
 
 class EqualRewards:

@@ -35,13 +35,13 @@ async def run_rows(
     """Run the configured workflow or agent on each row, all episodes side by side. Return the episodes of each row.
 
     Args:
-        load: Loads the engine. It is called once the user's code is loaded, and the engine is closed at the end.
+        load: Loads the engine. It is called after the user's code is loaded, and the engine is closed at the end.
         name: Returns the group ID of a row by its place. The seeds of its episodes derive from it.
         n_samples: Number of episodes per row.
         done: Called after each episode.
     """
     gateway = agent = None
-    if config.rollout.agent is not None:  # else neither the gateway nor its web server is imported
+    if config.rollout.agent is not None:  # a workflow needs neither the gateway nor its web server: do not import them
         from clew.rollout.agents import agent_workflow
         from clew.rollout.process import gateway_for
 

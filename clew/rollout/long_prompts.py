@@ -64,7 +64,7 @@ def count_tokens(
     """Return the number of tokens of each prompt, as the built-in workflows send it to the model.
 
     Chat messages go through the chat template; with `chat`, so does a text, as a user's message. An image counts as its
-    placeholder, and what is neither text nor messages as its JSON. See `SingleTurn` for `enable_thinking`.
+    placeholder, and a prompt that is neither text nor messages as its JSON. See `SingleTurn` for `enable_thinking`.
     """
     options: dict[str, Any] = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
     lengths = [0] * len(prompts)

@@ -24,7 +24,7 @@ from clew.rollout.server_pool import ServerPool
 from clew.waits import Reporter
 
 END_S = 1.5
-"""Seconds until the process ends when it is asked to, even if a workflow blocks the event loop."""
+"""Maximum seconds from a signal to the end of the process, even if a workflow blocks the event loop."""
 
 
 def rollout(config: Config) -> None:

@@ -1,7 +1,7 @@
 """Worker processes for plain reward functions: one job each at a time, killed and replaced at the time limit.
 
 A reward function may hang, even inside C code that no signal handler interrupts, or take its process down. Neither may
-stop rollout, and neither may become a 0: the episode fails with an EpisodeError.
+stop rollout, and neither may count as a reward of 0: the episode fails with an EpisodeError.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class _Worker:
         self._pipe.close()
 
     def how_it_ended(self) -> str:
-        """Return the exit code or signal of a process that has closed its pipe, and end whatever still runs of it."""
+        """Return the exit code or signal of a process that has closed its pipe, and kill whatever is left of it."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=0.5)
         self.kill()

@@ -42,6 +42,6 @@ def _answer(function: RewardFunction, completion: str, data: dict) -> tuple[str,
         return "returned", function(completion, data)
     except EpisodeError as error:
         return "failed", str(error)
-    except Exception as error:  # the user's code: in this process, the boundary where an episode becomes a record
+    except Exception as error:  # the user's code may raise anything: the parent gets it as a message
         where = "".join(traceback.format_exception(error))
         return "failed", f"reward {function.path} raised {type(error).__name__}: {error}\n{where}"

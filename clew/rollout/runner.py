@@ -160,7 +160,7 @@ class RolloutRunner:
             await asyncio.gather(*ended, return_exceptions=True)
         if isinstance(self._workflow, AgentWorkflow):
             await self._workflow.close()
-        if isinstance(self._reward, RewardPool):  # last: to kill a worker during a call would record a failed episode
+        if isinstance(self._reward, RewardPool):  # last: killing a worker during a call would record a failed episode
             self._reward.close()
 
     @property
@@ -327,7 +327,7 @@ class RolloutRunner:
             self._episodes(by_temperature, eval_group_id(version, number), row, n_samples, version)
             for number, row in enumerate(self._eval_rows)
         )
-        watch = self._failure_watch(self._run.evals)  # of its own, and fed once all episodes have ended
+        watch = self._failure_watch(self._run.evals)  # its own watch, fed after all episodes have ended
         sequences = [sequence for episodes in prompts for episode in episodes for sequence in episode.sequences]
         for sequence in sequences:
             if others := set(sequence.versions[sequence.loss_mask].tolist()) - {version}:
@@ -338,7 +338,7 @@ class RolloutRunner:
         try:
             for episodes in prompts:
                 watch.add([episode.error for episode in episodes])
-        except RolloutError:  # its message says where they are; without a summary the evaluation is made again
+        except RolloutError:  # its message says where the episodes are; without a summary the evaluation is made again
             self._run.write_eval(version, sequences, None)
             raise
         seconds, pass_above = time.monotonic() - began, self._config.eval.pass_above
@@ -388,7 +388,7 @@ class RolloutRunner:
     async def _something_changes(self) -> None:
         """Wait until a group or an evaluation is finished, or the inbox has changed."""
         looked_at = time.time()
-        # A change within the resolution of the time stamp leaves the stamp as it is: look again soon after one.
+        # Two changes within the resolution of the time stamp may leave one stamp: look again soon after a change.
         recent = looked_at - self._inbox_seen / 1e9 <= STAMP_S
         look_again_at = looked_at + (STAMP_S if recent else LOOK_S)
         while not self._changed.is_set():

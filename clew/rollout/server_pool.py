@@ -35,7 +35,7 @@ LOOK_S = 0.2
 """Maximum age of the list of servers, in seconds."""
 
 AVOID_S = 0.25
-"""Seconds for which a server is avoided after it could not be reached; doubled up to 8 s while that goes on."""
+"""Seconds for which a server is avoided after it could not be reached. Each further failure doubles them, up to 8 s."""
 
 PLACES = 65536
 """Maximum number of episodes whose server is remembered."""

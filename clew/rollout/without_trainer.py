@@ -25,8 +25,9 @@ PATIENCE_S = 3.0
 def roll_out(config: Config, steps: int, out: Path) -> None:
     """Make batches until `out` has `steps` of them, on the servers of the run that the configuration names.
 
-    Nothing is trained: the weights stay as they are, and rollout.max_lag only limits how many groups are made at once,
-    because each has its time limit from its start. Called again after a kill, it goes on where it was.
+    Nothing is trained: the weights stay as they are. rollout.max_lag only limits how many groups are made at once. It
+    is needed because each group's time limit runs from its start. Called again after a kill, it continues where it
+    stopped.
     """
     config = config.model_copy(
         update={
@@ -45,7 +46,7 @@ def roll_out(config: Config, steps: int, out: Path) -> None:
 
 async def _roll_out(config: Config, steps: int, writer: Writer, reporter: Reporter) -> None:
     inbox, served = writer.run.inbox, RunDirectory(config.run_path)
-    inbox.remove(writer.run.steps.consumed())  # of a batch that was committed just before a kill
+    inbox.remove(writer.run.steps.consumed())  # groups of a batch that was committed just before a kill
     inbox.publish(writer.run.steps.count())
     with ended_by_signals():
         await _until_served(served)

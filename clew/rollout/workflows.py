@@ -118,7 +118,7 @@ class MultiTurnRetry(SingleTurn):
             try:
                 answer = await engine.generate(tokens, prompt=prompt)
             except RequestTooLong:
-                break  # the last answer stands: to throw the episode away would favour short ones
+                break  # the last answer stands: throwing the episode away would favour short ones
             retries += 1
             reward = await engine.reward(answer.text, data)
         scale = self.discount**retries

@@ -32,7 +32,7 @@ FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
 
 
 class WatchThread(threading.Thread):
-    """Thread that only watches. It is no trace of an agent, and its processor time does not count."""
+    """Thread that only watches. It does not count as left behind by an agent, and its processor time is ignored."""
 
 
 class Watcher:
@@ -111,7 +111,7 @@ def scheduled(thread: int) -> tuple[float, float]:
 def children() -> Iterator[int]:
     """Yield the process IDs of this process's descendants. Linux only.
 
-    Missing are those that a descendant started in another thread than its main one.
+    Processes that a descendant started outside its main thread are missing.
     """
     for thread in threading.enumerate():
         yield from _below(f"/proc/self/task/{thread.native_id}/children")

@@ -44,7 +44,7 @@ class Crossing:
 def crossed_answers(
     requests: Sequence[Request], is_own: Callable[[str, str], bool] = lambda episode, text: False
 ) -> list[Crossing]:
-    """Return one crossing for each pair of episodes in which one sends text that the model had answered to the other.
+    """Return one crossing for each pair of episodes in which one sends text from an answer that the other got.
 
     Answers that several episodes got, or that only repeat their prompt, do not count. Nor does text that the sender has
     from elsewhere, according to `is_own`: by chance, a model may say what is in another episode's data.

@@ -71,7 +71,7 @@ async def run_some_elsewhere(source: Source, stage: Stage, crowd: Wave, first: S
         if not episodes:
             continue
         stage.requests.take()
-        # The child cannot tell the model's time, so each episode may also take the time that one of them took here.
+        # The child cannot tell the model's time, so each episode may also take as long as the slowest one did here.
         timeout_s = stage.timeout_s + max(episode.seconds for episode in half)
         elsewhere.why_not = await _run_child(source, episodes, stage.open_episode, timeout_s=timeout_s, hash_seed=seed)
         if elsewhere.why_not:
@@ -115,7 +115,7 @@ async def _run_child(
             try:
                 process.stdin.write(task_json.encode())
                 process.stdin.close()
-                # Not up to the end of the pipe, which processes that the agent started may keep open.
+                # Read only one line: processes that the agent started may keep the pipe open.
                 answer = await asyncio.wait_for(process.stdout.readline(), limit)
             except TimeoutError:
                 return f"it did not end within {limit:g} s"
@@ -211,10 +211,10 @@ def main() -> None:
     task = json.loads(sys.stdin.buffer.read())
     sys.path[:] = task["sys_path"]
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the agent prints is no answer
+    os.dup2(2, 1)  # what the agent prints is not the answer
     answers.write(json.dumps(asyncio.run(_work(task))) + "\n")
     answers.flush()
-    os._exit(0)  # whatever the agent left running
+    os._exit(0)  # ends whatever the agent left running
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ NOT_CLOSED_EITHER = "Unclosed connector"
 NEVER_LOOKED_AT = "Task exception was never retrieved"
 
 SHARE = 0.1
-"""Number of such reports, as a share of the episodes, above which they count as a fault."""
+"""Number of reports of one of these kinds, as a share of the episodes, above which they count as a fault."""
 
 QUANTITIES = {
     "tasks": (0.05, 2, "{:.1f} tasks"),
@@ -194,7 +194,7 @@ class Sampler:
         if tracemalloc.is_tracing():
             held = self._held()
             counts["memory"], examples["memory"] = held.total(), _largest(held)
-            counts.pop("resident", None)  # to trace costs memory itself
+            counts.pop("resident", None)  # tracing itself costs memory
         return Sample(episodes=episodes, counts=counts, examples=examples, by_line=by_line)
 
     def _task(self, task: asyncio.Task) -> str:
@@ -290,7 +290,7 @@ def _open_files() -> dict[int, str]:
     files: dict[int, str] = {}
     folder = Path("/proc/self/fd")
     for entry in folder.iterdir() if folder.is_dir() else ():
-        with suppress(FileNotFoundError):  # the listing's own
+        with suppress(FileNotFoundError):  # the descriptor of the listing itself
             files[int(entry.name)] = str(entry.readlink())
     return files
 

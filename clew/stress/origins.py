@@ -175,8 +175,8 @@ def calls_noted(functions: Iterable[tuple[ModuleType, str]], note: Callable[...,
 def judge_written(written: Sequence[Written], *, matters: bool) -> list[Verdict]:
     """Return one verdict for each line that writes a file which another episode writes at the same time.
 
-    Without `matters` (episodes were seen to depend on one another), the file may be a cache or a log, and the verdict
-    is only a suspicion.
+    `matters` is True if episodes were seen to depend on one another. Otherwise, the file may be a cache or a log, and
+    the verdict is only a suspicion.
     """
     by_line: dict[str, dict[str, list[Written]]] = defaultdict(dict)
     for path, files in grouped(written, lambda file: file.path).items():

@@ -116,7 +116,7 @@ def _now() -> dict[str, Any]:
 
 
 def _restore(name: str, value: Any) -> None:
-    """Restore the state with this name in `_now`. None: a variable did not exist; other state is left as it is."""
+    """Restore the state with this name in `_now`. None: remove a variable, but leave other state as it is."""
     if name.startswith("os.environ"):
         variable = name[len("os.environ['") : -len("']")]
         os.environ.pop(variable, None)

@@ -30,7 +30,7 @@ DEPTH = 3
 """Maximum depth to which objects within objects are examined."""
 
 WIDTH = 256
-"""Maximum number of entries of each object that are examined in turn. The entries themselves are all compared."""
+"""Maximum number of entries of each object whose own contents are examined. The entries themselves are all compared."""
 
 MANY = 4096
 """Maximum number of entries in a dictionary; a larger one is a table, and is left alone."""
@@ -218,7 +218,7 @@ class State:
 
 
 def _roots(agent: object, code: Code) -> Iterator[tuple[str, Any]]:
-    """Yield named dictionaries of attributes: the agent's, its classes', and the globals of the user's modules."""
+    """Yield named dictionaries: attributes of the agent and classes, globals of the user's modules, and defaults."""
     if hasattr(agent, "__dict__"):
         yield "self" if "agent" in sys.modules else "agent", agent.__dict__  # "agent" is then the module's name
     own = sys.modules[type(agent).__module__]

@@ -149,7 +149,7 @@ def driven(clew_drives: Coroutine, episode: Episode, stepped: Stepped | None) ->
                 try:
                     clew_drives.close()
                 except RuntimeError:
-                    # It swallows GeneratorExit, too. Collected as garbage, even by Python's own end, it would go on.
+                    # It swallows GeneratorExit, too. If collected as garbage, even at Python's exit, it would go on.
                     ctypes.pythonapi.Py_IncRef(ctypes.py_object(clew_drives))
                 raise
             thrown = error

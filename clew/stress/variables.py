@@ -192,7 +192,7 @@ def _sets_of(file: str) -> frozenset[str]:
     return frozenset(
         target.id
         for node in _tree(file).body
-        if isinstance(node, ast.Assign) and _is_unordered(node.value, "")  # no file: it would come back here
+        if isinstance(node, ast.Assign) and _is_unordered(node.value, "")  # no file: a name would lead back here
         for target in node.targets
         if isinstance(target, ast.Name)
     )

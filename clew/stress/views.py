@@ -32,7 +32,7 @@ overflow-wrap: anywhere } img { max-width: 100% } .green { color: #183 } .red { 
 """
 
 Rows = list[list[str]]
-"""Cells of a table, with its heads in the first row."""
+"""Cells of a table, with its headings in the first row."""
 
 
 def rendered(report: Report) -> Group:

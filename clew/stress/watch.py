@@ -43,7 +43,7 @@ ONCE_S = 1.0
 """Seconds above which a single block is named in any case."""
 
 STUCK_S = 30.0
-"""Seconds after which a loop that stands still without computing is taken to never move again."""
+"""Seconds after which a loop that stands still without computing counts as stuck for good."""
 
 INTERRUPT_S = 0.05
 """Seconds after which each further stuck call is interrupted, once one has been seen; also the pause between checks."""

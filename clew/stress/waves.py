@@ -1,4 +1,4 @@
-"""Runs waves of episodes of one agent, observes them, and stops the episodes that come to no end."""
+"""Runs waves of episodes of one agent, observes them, and stops the episodes that do not end."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def _sdpa(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    kv_heads = key.shape[1]  # grouped queries: heads that share a key become its rows, not copies
+    kv_heads = key.shape[1]  # grouped queries: heads that share a key become more rows of queries; no key is copied
     query = (query * (scaling if scaling is not None else dim**-0.5)).reshape(n, kv_heads, -1, dim)
     scores = (query @ key.transpose(2, 3)).view(n, kv_heads, -1, length, length) + _future(length)
     weights = torch.softmax(scores, -1).view(n, kv_heads, -1, length)

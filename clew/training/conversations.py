@@ -58,7 +58,7 @@ def encode_conversation(messages: list[Any], tools: Any, tokenizer: Any, where: 
 
 
 def _by_prefixes(messages: list[Message], tools: Any, tokenizer: Any, where: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens and the mask, by what rendering each turn adds to the messages before it."""
+    """Return the tokens and the mask, found by the text that each turn adds to the rendered messages before it."""
 
     def render(some: list[Message], *, generation: bool) -> str:
         return tokenizer.apply_chat_template(some, tools=tools, add_generation_prompt=generation, tokenize=False)

@@ -58,7 +58,7 @@ class Critic:
         return self._policy.compute_all(tokens, plan, self._values)
 
     def after_last(self, tokens: Tokens, plan: Plan, chosen_R: np.ndarray) -> np.ndarray:
-        """Return, at the last trained token of each chosen row, the value of the state after it, and else 0: [S]."""
+        """Return the value of the state after the last trained token of each chosen row, at that token; else 0: [S]."""
         found_S = self._policy.zeros(tokens)
         if not chosen_R.any():
             return found_S
@@ -174,7 +174,7 @@ def _check_same_tokens(model: Any, path: str, tokenizer: Any, vocabulary: int) -
     embedded = model.get_input_embeddings().weight.shape[0]
     try:
         critics = load_tokenizer(path).get_vocab()
-    except ModelError:  # no tokenizer beside it: the sizes must tell
+    except ModelError:  # the critic has no tokenizer: only the sizes can be compared
         critics = tokenizer.get_vocab() if embedded == vocabulary else {}
     used = sorted((number, token) for token, number in tokenizer.get_vocab().items() if number < vocabulary)
     differing = [(number, token) for number, token in used if critics.get(token) != number]

@@ -27,7 +27,7 @@ from clew.record.rows import Sequence
 def code_of(config: Config) -> dict[str, str]:
     """Return the digest of the file that defines each of the user's functions and classes.
 
-    Keys are fields such as "rollout.reward". A file's digest is the one from when this process first asked for it.
+    Keys are fields such as "rollout.reward". A file's digest is taken when this process first asks for it.
     """
     digests = {f"algorithm.{stage}": source_of(config.algorithm, stage) for stage in ("advantages", "loss")}
     for name in ("workflow", "agent", "reward"):

@@ -97,7 +97,7 @@ def _sequence(group: str, place: int, demonstration: Demonstration, row: dict) -
 
     Args:
         group: ID of the group.
-        place: 0; 1 for the rejected of a pair.
+        place: 1 for the rejected completion of a pair, else 0.
         demonstration: The tokens.
         row: Row of the data.
     """

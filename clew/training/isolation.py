@@ -95,7 +95,7 @@ def keeps_rows_apart(model: Any) -> bool:
 
 
 def _lengths(model: Any) -> list[int]:
-    """Return LENGTHS, or less if the context is too short."""
+    """Return LENGTHS, or smaller numbers if the context is too short."""
     context = context_in(model.config)[0] or 2 * max(LENGTHS)
     return [min(length, max(2, context // 2)) for length in LENGTHS]
 

@@ -58,7 +58,7 @@ OPTIONS = (
 """Options that a user's loss may take by name, besides kl_coef."""
 
 OPTIONAL = {"reference_N": "algorithm.kl_coef", "entropies_N": "algorithm.entropy_coef"}
-"""Inputs that a loss gets only if an option asks for them, and that option."""
+"""Inputs that a loss gets only if an option asks for them, each with the name of that option."""
 
 
 class CustomLoss:

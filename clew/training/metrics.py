@@ -75,7 +75,7 @@ def correlation_metrics(
 
 
 def lag_metrics(lag_N: np.ndarray) -> dict[str, float]:
-    """Return by how many versions the trained tokens lag behind the trainer's at the start of the step."""
+    """Return how many versions the trained tokens lag behind the trainer's weights at the start of the step."""
     return {"lag_mean": float(lag_N.mean()), "lag_max": float(lag_N.max())} if lag_N.size else {}
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 WASTE = 2**12
-"""Maximum padding of a bucket, in query-key pairs. A further bucket costs about as much time."""
+"""Maximum padding of a bucket, in query-key pairs. One more bucket costs about as much time as this padding."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -106,7 +106,7 @@ def bucket_by_length(lengths: Sequence[int]) -> list[list[int]]:
 
 
 class _Moved(torch.autograd.Function):
-    """values[there], with a fast and deterministic gradient.
+    """Selection of values[there], with a fast and deterministic gradient.
 
     Each value is selected once, apart from copies that fill padding and have no gradient. So the gradient is a plain
     selection as well, whereas autograd's own would be a slow sum in an unspecified order.

@@ -1,4 +1,4 @@
-"""A batch as one .pt file of plain tensors, padded on the right to [B, T], as AReaL hands it from rollout to training.
+"""A batch as one .pt file of plain tensors, padded on the right to [B, T], as AReaL passes it from rollout to training.
 
 Files are read with `weights_only=True`: a file with a pickled object is refused, and nothing in it is executed.
 docs/record.md, "A batch as a .pt file", describes the fields.
@@ -146,7 +146,7 @@ def _read(path: Path) -> dict[str, Any]:
         # Memory-mapped: nothing is read or allocated before the sizes are checked.
         content = torch.load(path, weights_only=True, map_location="cpu", mmap=zipped)
         altered = False
-        if isinstance(content, dict) and "clew_format" in content:  # torch.load looks at no checksum
+        if isinstance(content, dict) and "clew_format" in content:  # torch.load does not verify checksums
             with zipfile.ZipFile(path) as archive:
                 altered = archive.testzip() is not None
     except RecordError:
@@ -182,7 +182,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _check_packed(path: Path) -> None:
-    """Raise RecordError for an archive that torch did not write: a few MB that are compressed may unpack to many GB."""
+    """Raise RecordError for an archive that torch did not write: a few compressed MB may unpack to many GB."""
     with zipfile.ZipFile(path) as archive:
         members = archive.infolist()
     unpacked, size = sum(member.file_size for member in members), path.stat().st_size

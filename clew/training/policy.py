@@ -168,7 +168,7 @@ class Policy:
 
         Args:
             micro: Micro-batch; None computes a placeholder, because all ranks gather parameters together.
-            entropy_gradient: Whether the entropies have gradients, too.
+            entropy_gradient: True if the entropies get gradients, too.
         """
         return self._score(self.model, micro or self.idle, entropy_gradient=entropy_gradient)
 

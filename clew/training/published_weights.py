@@ -32,7 +32,7 @@ def write_weights(
     probe_ids: Sequence[int] | None = None,
     sent: Digests | None = None,
 ) -> WeightRef:
-    """Write the policy's weights in the type that inference computes with. Of tied tensors, one is written.
+    """Write the policy's weights in the type that inference computes with. Only one of several tied tensors is written.
 
     For Clew's own engine, tensors keep their names in memory, because its model has the same class as the policy. For
     vLLM and SGLang they get the names of published models, which differ for mixtures of experts, for example. Every
@@ -78,7 +78,7 @@ def write_weights(
 
 def public_tensors(engine: TrainEngine, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return tensors under the names and in the shapes of published models, which vLLM and SGLang load."""
-    from transformers.core_model_loading import revert_weight_conversion  # it joins a layer's experts in memory
+    from transformers.core_model_loading import revert_weight_conversion  # in memory, a layer's experts are joined
 
     public = revert_weight_conversion(engine.policy.model, dict(tensors))
     return {name: tensor.contiguous() for name, tensor in public.items()}

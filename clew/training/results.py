@@ -49,7 +49,7 @@ class StepResult:
     - values, returns: with a critic
     - bootstrap_values: with algorithm.bootstrap_truncated, at the last trained token of each truncated episode
     - entropies: with an entropy bonus
-    - rejected: why a token was rejected, if anything can be, see `clew.algorithms.rejection`
+    - rejected: why a token was rejected, if the algorithm can reject any, see `clew.algorithms.rejection`
     - loss: the token's contribution to the mean over all tokens, weighted as algorithm.loss_mean asks
     """
     plan: Plan

@@ -36,7 +36,7 @@ _quick: set[Computes] = set()
 """Functions that have replaced transformers' own."""
 
 _other: set[type] = set()
-"""Norms that compute something else, with some settings; they keep transformers' code with all."""
+"""Norms that compute something else with some settings. They keep transformers' code with all settings."""
 
 
 def quicken(model: Any) -> None:
@@ -60,7 +60,7 @@ def quicken(model: Any) -> None:
         epsilon = next((name for name in EPSILONS for module in modules.values() if hasattr(module, name)), None)
         if epsilon is None or kind in _other:
             continue
-        # A second model may have other settings than that for which the norm was replaced, so they are tried again.
+        # A second model may have other settings than the one whose norm was replaced first, so they are tried again.
         replaced = kind.forward in _quick
         slow = kind.forward.__wrapped__ if replaced else kind.forward
         quick = kind.forward if replaced else _norm(slow, epsilon)

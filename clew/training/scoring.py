@@ -154,7 +154,7 @@ def _score(
 class _Projection(ExitStack):
     """Context in which the output embedding gets only the predicting hidden states.
 
-    If they are not projected all at once, it gets only the first one, and records what the model does to its logits.
+    Without `all_at_once`, it gets only the first of them, and the context records what the model does to the logits.
     """
 
     def __init__(self, head: torch.nn.Module, predictors_N: Tensor, *, all_at_once: bool) -> None:

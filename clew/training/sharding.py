@@ -69,19 +69,19 @@ def shard(model: Any, ranks: Ranks, device: torch.device, *, root: torch.nn.Modu
     with nullcontext(mesh) if ranks.tp == 1 else split(model, blocks, ranks, device, root=root) as mesh_of_blocks:
         for block in blocks:
             fully_shard(block, mesh=mesh_of_blocks, mp_policy=policy)
-        # What projects logits in chunks does so after the forward pass, so the outermost parameters stay gathered.
+        # Logits in chunks are projected after the forward pass, so the outermost parameters stay gathered.
         fully_shard(outermost, mesh=mesh, mp_policy=policy, reshard_after_forward=root is not None)
         for module in outermost.modules():
             if isinstance(module, FSDPModule):
-                # Of what is outside the blocks, each rank of a group has all of the gradient.
+                # Outside the blocks, each rank of a group has the whole gradient, so divide the sum by their number.
                 module.set_gradient_divide_factor(float(ranks.tp) if module is outermost else 1.0)
-                module.set_force_sum_reduction_for_comms(True)  # what gloo can do; on NCCL the same sum
+                module.set_force_sum_reduction_for_comms(True)  # all that gloo supports; NCCL gives the same sum
 
 
 def blocks_of(model: Any) -> list[torch.nn.Module]:
     """Return the decoder's blocks: the modules that transformers says must not be split.
 
-    None lies within another: for Mamba, where both blocks and their mixers are named, these are the blocks.
+    No block lies within another: for Mamba, where both blocks and their mixers are named, these are the blocks.
     """
     names = set(model._no_split_modules or ())
     blocks: list[torch.nn.Module] = []
@@ -100,17 +100,17 @@ def checkpoint_activations(model: Any) -> None:
 
 
 def slice_of(tensor: Tensor, ranks: Ranks) -> tuple[Tensor, int] | None:
-    """Return the part of a tensor that this rank answers for, and its flat position in the whole tensor.
+    """Return the part of a tensor that this rank is responsible for, and its flat position in the whole tensor.
 
-    None means that other ranks answer for all of it; rank 0 answers for tensors that every rank has as a whole. Every
-    rank must call this at once.
+    None means that other ranks are responsible for all of it. Rank 0 is responsible for tensors that every rank has
+    as a whole. Every rank must call this at once.
     """
     if not isinstance(tensor, DTensor):
         return (tensor, 0) if ranks.leads else None
     if tensor.device_mesh.size() < ranks.size and ranks.tp_rank:
         return None  # the same slices are on the first rank of each group
     if any(each.is_replicate() or each.dim for each in tensor.placements):  # pyright: ignore[reportAttributeAccessIssue]
-        for second in (Replicate(), Shard(0)):  # columns to rows, of which each is here once; gloo has no all-to-all
+        for second in (Replicate(), Shard(0)):  # columns to rows, each on one rank; two steps: gloo has no all-to-all
             tensor = tensor.redistribute(placements=[Shard(0), second])
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tensor.to_local(), offsets[0] * math.prod(tensor.shape[1:])
@@ -130,7 +130,7 @@ def whole(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
     placements = list(tensor.placements)
-    for dim in range(len(placements)):  # one after the other: all at once DTensor does so too, and warns of it
+    for dim in range(len(placements)):  # one by one: given all at once, DTensor does the same, and warns
         placements[dim] = Replicate()
         tensor = tensor.redistribute(placements=placements)
     return tensor.to_local()

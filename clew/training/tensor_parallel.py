@@ -159,8 +159,8 @@ def _check_split(
     """Raise ModelError when the split model does not work.
 
     Its output must be that of the whole model, and ranks of a group must get equal gradients of each parameter that all
-    of them have; otherwise the plan lacks something. This is tried out, because it depends on
-    all of an architecture's code.
+    of them have; otherwise the plan lacks something. This is tried out, because it depends on all of an architecture's
+    code.
 
     Args:
         mesh: Mesh with the dimensions "fsdp" and "tp".

@@ -63,7 +63,7 @@ def show_ran(
 
 
 def _show_failed(console: Console, sequence: Sequence) -> None:
-    """Print how far a failed episode came, and what it raised, with the traceback."""
+    """Print how far a failed episode got, and what it raised, with the traceback."""
     for interaction in sequence.interactions:
         prompt = interaction.get("prompt")
         asked = prompt[-1].get("content") if isinstance(prompt, list) and prompt else prompt

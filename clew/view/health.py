@@ -35,7 +35,7 @@ LAG = 8
 K3_WITHOUT_LAG = 1e-3
 """Mismatch of engine and trainer about the same weights; NeMo RL expects `gen_kl_error` to be about that large."""
 K3 = 0.015
-"""Mismatch with lag; prime-rl expects `mismatch_kl` to stay below."""
+"""Mismatch with lag; prime-rl expects `mismatch_kl` to stay below this."""
 CLIPPED = {"token": 0.2, "sequence": 0.5}
 """Share of clipped tokens, by algorithm.ratio. GSPO's narrow bounds clip many tokens (2507.18071, section 5.3)."""
 REJECTED_TOKENS, ALMOST_ALL = 0.5, 0.9
@@ -269,7 +269,7 @@ def find_spikes(history: History, factor: float) -> dict[int, tuple[float, float
     """Return the steps whose gradient norm is a spike, with the norm and the usual norm at that step.
 
     A spike is above `factor` times the median of the recent steps, and of the whole run. Steps with norms of almost 0
-    (their rewards were equal) are left out: the step after them would be a spike.
+    (their rewards were equal) are left out: otherwise the step after them would count as a spike.
     """
     usable = history.metrics["grad_norm"] > NO_GRADIENT
     norms, steps = history.metrics["grad_norm"][usable], history.steps[usable]

@@ -461,5 +461,5 @@ def _field(value: Any) -> str:
 
 
 def _counts(plan: Any) -> str:
-    """Return the number of micro-batches in each update as text, without the empty ones that fill up other ranks."""
+    """Return the number of micro-batches in each update as text, without the empty ones that even out the ranks."""
     return " ".join(str(sum(map(bool, update))) for update in plan) or MISSING

@@ -119,7 +119,7 @@ def status_table(run: RunDirectory) -> Group:
 
 def show_status(console: Console, run: RunDirectory) -> None:
     console.print(status_table(run))
-    if line := ended_early(run, with_error=False):  # the table has it
+    if line := ended_early(run, with_error=False):  # the table shows the error
         console.print(Text(line, "yellow"))
     if warned := in_words(read_warnings(run.warnings_path)[0]):
         console.print()

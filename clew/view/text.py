@@ -19,7 +19,7 @@ MISSING = "-"
 GAP = 2
 """Number of blanks between two columns."""
 WORDS = 16
-"""Number of characters that a column of text needs at most to fit; longer text is cut or wrapped."""
+"""Maximum width, in characters, at which a column of text counts when columns are fitted; longer text is cut."""
 
 
 def one_line(text: str, limit: int = 160, style: str = "") -> Text:

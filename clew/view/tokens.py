@@ -17,7 +17,7 @@ from clew.view.text import MISSING, number, visible
 LEGEND = "underlined: generated; green: advantage above 0, red: below 0, stronger where it is larger"
 LEGEND_UNTRAINED = "underlined: generated; no advantages on record (no committed step trained on this sequence)"
 REPEATED = 8
-"""Minimum number of equal tokens in a row that are shown as one, if they were not generated: those of an image."""
+"""Minimum number of equal tokens in a row that are shown as one if they were not generated, as in an image."""
 _BYTES = 4
 """Maximum number of tokens that one character may be spread over."""
 
