@@ -613,7 +613,7 @@ def _drift_of_evaluations(console: Console, runs: Pair, versions: set[int]) -> N
     """Print the evaluations of the versions that both runs evaluated."""
     sides = [{each["version"]: each for each in run.read_evals()} for run in runs]
     both = sorted({*sides[0]} & {*sides[1]} & versions)
-    names = [name for name in SCORES if all(name in side[version] for side in sides for version in both)]
+    names = [name for name in SCORES if all(side[version].get(name) is not None for side in sides for version in both)]
     if not both:
         return
     table = numbers_table("evaluation of version", *names)

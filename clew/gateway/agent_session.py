@@ -273,7 +273,8 @@ class AgentSession:
             )
             raise Refusal(400, message, param=param)
         if not ask.parallel_tool_calls:
-            ask = replace(ask, sampling={**ask.sampling, "stop": (*ask.sampling.get("stop", ()), CALL_CLOSES)})
+            stops = ask.sampling.get("stop", self.engine.resources.sampling.stop)
+            ask = replace(ask, sampling={**ask.sampling, "stop": (*stops, CALL_CLOSES)})
         if ask.tool_choice == "required":
             return ask, f'{CALL_OPENS}\n{{"name": "'
         return ask, f'{CALL_OPENS}\n{{"name": {json.dumps(ask.tool_choice)}, "arguments": ' if forced else ""

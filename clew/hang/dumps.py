@@ -157,5 +157,12 @@ def renumbered(process: Process, offset: int) -> Process:
         replace(look, threads=tuple(replace(each, os_id=each.os_id + offset) for each in look.threads))
         for look in process.looks
     )
-    alike = tuple((rank, pid + offset, host) for rank, pid, host in process.alike)
-    return replace(process, pid=process.pid + offset, parent=process.parent + offset, looks=looks, alike=alike)
+    return replace(
+        process,
+        pid=process.pid + offset,
+        parent=process.parent + offset,
+        looks=looks,
+        alike=tuple((rank, pid + offset, host) for rank, pid, host in process.alike),
+        awaits=tuple((thread + offset, own, other) for thread, own, other in process.awaits),
+        awaited_child=process.awaited_child + offset if process.awaited_child else 0,
+    )

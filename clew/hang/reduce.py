@@ -156,4 +156,15 @@ def _as(process: Process, rank: int, pid: int, host: str) -> Process:
     # `roles` reads a rank from these groups, so each process needs its own rank there.
     groups = tuple(each if each.rank is None else replace(each, rank=rank) for each in process.inside.groups)
     inside = replace(process.inside, groups=groups)
-    return replace(process, rank=rank, pid=pid, host=host, looks=looks, inside=inside, alike=())
+    return replace(
+        process,
+        rank=rank,
+        pid=pid,
+        host=host,
+        looks=looks,
+        inside=inside,
+        alike=(),
+        awaits=(),  # what its own system calls wait for was not kept
+        ends=(),
+        awaited_child=0,
+    )

@@ -113,6 +113,23 @@ def rank_names(text: str) -> frozenset[str]:
     return frozenset(found - {"world", "world_size"})
 
 
+def _holds_for_one(test: ast.expr) -> bool:
+    """Return whether a condition on the rank, such as `rank == 0` or `is_main`, holds for one rank, not for the others.
+
+    `rank != 0`, `rank > 0`, `0 < rank`, `rank` alone and `not is_main` hold for all ranks but one.
+    """
+    match test:
+        case ast.UnaryOp(op=ast.Not()):
+            return not _holds_for_one(test.operand)
+        case ast.Compare(left=ast.Constant()):
+            return not isinstance(test.ops[0], (ast.NotEq, ast.Lt, ast.LtE))
+        case ast.Compare():
+            return not isinstance(test.ops[0], (ast.NotEq, ast.Gt, ast.GtE))
+        case ast.Name() | ast.Attribute():
+            return not re.fullmatch(r"(\w+_)?rank", dotted(test).rpartition(".")[2].lower())
+    return True
+
+
 def branch_of_rank(text: str, line: int) -> str:
     """Return "alone" if only one rank runs a line, "side" if the others run the other branch, otherwise ""."""
     for outer, inner in pairwise(enclosing(text, line)):
@@ -121,9 +138,7 @@ def branch_of_rank(text: str, line: int) -> str:
         words = set(re.findall(r"\w+", ast.unparse(outer.test)))
         if not (words & rank_names(text) or any("rank" in word.lower() or "is_main" in word for word in words)):
             continue
-        # All ranks but one run the body of `if rank != 0:`, so its `else` is what one rank runs.
-        differs = isinstance(outer.test, ast.Compare) and isinstance(outer.test.ops[0], (ast.NotEq, ast.Gt, ast.GtE))
-        if (inner in outer.orelse) if differs else (inner in outer.body):
+        if inner in (outer.body if _holds_for_one(outer.test) else outer.orelse):
             return "side" if outer.orelse else "alone"
     return ""
 

@@ -159,5 +159,6 @@ def _awaited(actor: Actor) -> list[tuple[str, str]]:
 def _piped(actor: Actor, live: Sequence[Actor]) -> set[int]:
     """Return the pids of the processes that share a pipe with this one: they can fill or empty its queues."""
     pipes = set(actor.process.pipes)
-    others = [a for a in live if a is not actor and a.rank is None and pipes & set(a.process.pipes)]
+    here = [a for a in live if a is not actor and a.rank is None and a.process.host == actor.process.host]
+    others = [a for a in here if pipes & set(a.process.pipes)]
     return {a.pid for a in others if a.activity.kind not in ("process", "thread")}  # not one that only joins the rest

@@ -40,18 +40,18 @@ async def run_rows(
         n_samples: Number of episodes per row.
         done: Called after each episode.
     """
-    gateway = agent = None
-    if config.rollout.agent is not None:  # a workflow needs neither the gateway nor its web server: do not import them
-        from clew.rollout.agents import agent_workflow
-        from clew.rollout.process import gateway_for
-
-        gateway = gateway_for(config)
-        assert gateway is not None
-        agent = agent_workflow(config, gateway)
-    workflow = agent or load_workflow(config)
-    reward = load_reward(config)
+    gateway = agent = reward = None
     engine: OwnEngine | None = None
     try:
+        if config.rollout.agent is not None:  # a workflow needs no gateway and no web server: do not import them
+            from clew.rollout.agents import agent_workflow
+            from clew.rollout.process import gateway_for
+
+            gateway = gateway_for(config)
+            assert gateway is not None
+            agent = agent_workflow(config, gateway)
+        workflow = agent or load_workflow(config)
+        reward = load_reward(config)
         tokenizer, vision = load_tokenizer(config.model.path), load_vision(config.model.path)
         engine = load()
         shared = resources(config, engine, tokenizer, reward, vision=vision).at_temperature(temperature)

@@ -163,17 +163,18 @@ def step_cells(summary: dict[str, Any]) -> tuple[str, ...]:
     spans.append(("other", sum(seconds.values()) - sum(took for _, took in spans)))
     times = "  ".join(f"{name} {took:.2f}" for name, took in spans if took >= 0.005)
     whole = max(sum(seconds.values()), 1e-9)
+    trained = metrics.get("tokens_trained", metrics.get("tokens", 0.0))
     training = max(seconds.get("forward_backward", 0.0) + seconds.get("logprobs", 0.0), 1e-9)
     return (
         str(summary["step"]),
-        f"{metrics['reward']:.3f}",
-        f"{metrics['response_length']:.1f}",
+        number(metrics.get("reward")),  # a step of `clew sft` has none
+        number(metrics.get("response_length"), ".1f"),
         f"{metrics.get('lag_mean', 0.0):.2f}/{metrics.get('lag_max', 0.0):.0f}",
         f"{metrics.get('behaviour_k3', 0.0):.1e}",
         number(metrics.get("rejected_share"), ".1%"),
         f"{metrics['grad_norm']:.2f}",
-        f"{metrics['tokens_trained'] / whole:,.0f}",
-        f"{metrics['tokens_trained'] / training:,.0f}",
+        f"{trained / whole:,.0f}",
+        f"{trained / training:,.0f}",
         times,
     )
 

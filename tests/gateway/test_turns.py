@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -217,7 +218,10 @@ def test_one_call_at_most_where_the_client_wants_it_so(tmp_path: Path) -> None:
     one = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
     talk = Talk(tmp_path, lambda prompt: f"{one}\n{one}<|im_end|>")
     assert len(asyncio.run(talk.ask([USER], tools=[ADD])).tool_calls) == 2
+    resources = talk.session.engine.resources
+    talk.session.engine.resources = replace(resources, sampling=replace(resources.sampling, stop=("END",)))
     assert len(asyncio.run(talk.ask([USER], tools=[ADD], parallel_tool_calls=False)).tool_calls) == 1
+    assert talk.engine.params[-1].stop == ("END", "</tool_call>"), "the configured stop strings hold, too"
 
 
 @given(st.lists(st.text("ab"), min_size=1, max_size=4))

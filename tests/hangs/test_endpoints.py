@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from clew.hang import endpoints, proc
+from clew.hang.dumps import Merge
 from clew.hang.judge import judge
 from clew.hang.observed import Frame, Look, Process, Snapshot, Thread, snapshot_from
 from clew.hang.verdict import Verdict
@@ -151,6 +152,16 @@ def test_idle_workers_of_a_waiting_rank_are_not_blamed() -> None:
     ]
     verdict = judged([replace(first, ends=tuple(ours)), rank(1, 8), *workers])
     assert (verdict.pattern, verdict.ranks) == ("missing rank", (1,))
+
+
+def test_reports_of_nodes_keep_who_waits_for_whom_when_they_are_merged() -> None:
+    merge = Merge()
+    for host in ("a", "b"):
+        processes = tuple(replace(each, host=host, awaited_child=201) for each in envs())
+        merge.add_text(json.dumps({"snapshot": Snapshot(processes=processes).as_dict()}))
+    for one in merge.snapshot([]).processes:
+        assert {thread for thread, _, _ in one.awaits} == {one.threads[0].os_id}
+        assert one.awaited_child - one.pid in {201 - each.pid for each in envs()}
 
 
 def test_the_ends_survive_json() -> None:

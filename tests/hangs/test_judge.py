@@ -262,6 +262,11 @@ def test_a_line_knows_its_branch_and_cleanup() -> None:
     text = "try:\n    train()\nfinally:\n    dist.barrier()\nif rank == 0:\n    save()\n"
     assert source.in_cleanup(text, 4) == "finally" and source.in_cleanup(text, 2) == ""
     assert source.branch_of_rank(text, 6) == "alone" and source.branch_of_rank(text, 4) == ""
+    for one in ("rank == 0", "is_main", "not rank", "0 == rank", "self.is_main and x", "rank < 1"):
+        assert source.branch_of_rank(f"if {one}:\n    save()\n", 2) == "alone", one
+    for others in ("rank != 0", "not is_main", "self.rank", "local_rank", "0 < rank", "rank >= 1"):
+        text = f"if {others}:\n    train()\nelse:\n    save()\n"
+        assert (source.branch_of_rank(text, 2), source.branch_of_rank(text, 4)) == ("", "side"), others
 
 
 @pytest.mark.parametrize(
