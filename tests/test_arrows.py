@@ -66,16 +66,16 @@ MAY_IMPORT = {
 LINES = {
     "top": 3225,  # weights.via; devices.py: launch.devices; asyncio_tasks.py: asyncio tasks; names of fields elsewhere
     "algorithms": 770,  # rejection.py: the corrections that other systems have for lag and mismatch
-    "cli": 1030,  # clew hang, on several nodes; clew sft and clew learn watch themselves; refused options
+    "cli": 1040,  # clew hang, on several nodes; clew sft and clew learn watch themselves; refused options
     "diagnose": 2640,
     "gateway": 4820,
-    "hang": 6230,  # reading memory; pipes, programs; flight recorder, RAS, Ray; HTTP engines; files; 100,000 ranks
+    "hang": 6300,  # reading memory; pipes, programs; flight recorder, RAS, Ray; HTTP engines; files; 100,000 ranks
     "inference": 5670,  # 3700 before vLLM and SGLang in training: clients, checks of updates, adapters, broadcasts
     "launch": 660,  # no_progress.py, also without clew train; several servers, and their devices
     "loop": 2620,  # sender.py: weights that are broadcast; servers that froze or refused are taken out in mid-update
     "models": 690,  # a hub name that no hub knows; prompts with placeholders of images, for engines that expand them
-    "record": 3000,
-    "rollout": 2030,
+    "record": 3030,
+    "rollout": 2040,
     "stress": 4280,
     "training": 5050,
     "view": 2430,  # 1400 before the health check of a run, a reward that fell included, and its questions over steps
