@@ -204,11 +204,13 @@ def _with_programs(processes: list[Process], pids: Sequence[int], program: str) 
     A compiler, for example, starts one program after another. None of them is at fault for having ended.
     """
     helpers = {each.pid for each in processes if native(each)}
-    kept = [
-        each
-        for each in processes
-        if each.pid not in helpers or each.last.state not in "ZX" or (each.pid in pids and each.parent not in helpers)
-    ]
+
+    def passing(each: Process) -> bool:
+        # Some end before they are known to be without Python.
+        small = each.pid in helpers or (each.parent in helpers and not any(look.threads for look in each.looks))
+        return each.last.state in "ZX" and small and (each.pid not in pids or each.parent in helpers)
+
+    kept = [each for each in processes if not passing(each)]
     known = {each.pid for each in processes} | {*pids}
     # This command may itself be below a process that it examines.
     below = proc.below(list(pids), without=os.getpid())
