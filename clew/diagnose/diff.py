@@ -551,11 +551,10 @@ def _other_weights(then: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
 
 
 def _note_configuration(runs: Pair, steps: range, names: tuple[str, str], ignore: list[str]) -> None:
-    """Print how the configurations differ although all stages agree.
+    """Print how the configurations differ although all stages agree, and which files of configured functions do.
 
-    They are compared at the first step whose recorded configurations differ, or else at the last step.
-
-    Also print which files of configured functions differ at the last step.
+    Configurations are compared at the first step whose recorded ones differ, or else at the last step. Files are
+    compared at the last step.
     """
     sides = ((step, [run.steps.read(step).get("config") for run in runs]) for step in steps)
     step = next((step for step, (then, now) in sides if then != now), steps[-1])

@@ -205,12 +205,14 @@ def _with_programs(processes: list[Process], pids: Sequence[int], program: str) 
     """
     helpers = {each.pid for each in processes if native(each)}
 
-    def passing(each: Process) -> bool:
-        # Some end before they are known to be without Python.
-        small = each.pid in helpers or (each.parent in helpers and not any(look.threads for look in each.looks))
-        return each.last.state in "ZX" and small and (each.pid not in pids or each.parent in helpers)
+    def has_done_its_part(each: Process) -> bool:
+        if each.last.state not in "ZX":
+            return False
+        if each.parent in helpers:  # some end before they are known to be without Python
+            return each.pid in helpers or not any(look.threads for look in each.looks)
+        return each.pid in helpers and each.pid not in pids
 
-    kept = [each for each in processes if not passing(each)]
+    kept = [each for each in processes if not has_done_its_part(each)]
     known = {each.pid for each in processes} | {*pids}
     # This command may itself be below a process that it examines.
     below = proc.below(list(pids), without=os.getpid())

@@ -218,8 +218,7 @@ class Stress:
             await self._wave("traced", self._jobs[:TRACED], TRACED)
             await self._sample()
         for _ in range(CONFIRMING):
-            # This may not be growth: a bounded cache replaces old entries, which were not traced,
-            # with new ones, which are.
+            # This may not be growth: a bounded cache replaces old entries, which were not traced, with traced ones.
             if growth.grows(self._samples, "memory") is not None:
                 await self._wave("traced", self._jobs, len(self._jobs))
                 await self._sample()

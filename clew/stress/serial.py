@@ -27,8 +27,8 @@ STRETCH = 1.3
 """Factor above which an episode in the crowd takes longer than in a narrower wave."""
 
 LASTS = 1.5
-"""Multiple of an episode's time alone, above which a crowd takes too long. Without a bottleneck, it takes
-no longer than its longest episode."""
+"""Multiple of an episode's time alone above which a crowd takes too long. Without a bottleneck, it takes no longer than
+its longest episode."""
 
 EXPLAINS = 0.4
 """Minimum share of the additional time that a place must explain to be named."""
