@@ -189,28 +189,31 @@ class Application:
         async def one(index: int, request: GenerateRequest) -> None:
             output: list[int] = []
             logprobs: list[float] = []
-            version = 0
+            version = passed_on = 0
             ends = request.params.stop_ids(self.engine.core.default_stop_ids)
 
             def put(completion: Completion, ended: bool) -> None:
                 shown = self._answer(call, request, completion)
                 if not ended:
-                    shown["meta_info"] |= {"finish_reason": None, "completion_tokens": len(output)}
+                    shown["meta_info"] |= {"finish_reason": None, "completion_tokens": passed_on}
                 if not call.single:
                     shown["index"] = index
                 events.put_nowait(b"data: " + orjson.dumps(shown) + b"\n\n")
 
             def on_token(token: int, logprob: float) -> None:
-                nonlocal version
+                nonlocal version, passed_on
                 if not output:  # not earlier: the request may have waited for an update to end
                     version = self.engine.core.version
                 output.append(token)
                 logprobs.append(logprob)
-                # The stop token is sent only in the last event. If it came earlier and the last event were lost, a
-                # client would submit the request again, and continue after its end.
-                if token in ends:
+                # The token that ends the completion is sent only in the last event. If it came earlier and the last
+                # event were lost, a client would submit the request again, and continue after its end. Whether it
+                # ends a stop string shows only when the next one comes.
+                ready = len(output) - bool(request.params.stop)
+                if token in ends or not ready:
                     return
-                shown = slice(-1 if call.deltas else 0, None)
+                shown = slice(passed_on if call.deltas else 0, ready)
+                passed_on = ready
                 versions = [version] * len(output[shown])
                 part = Completion(
                     output_ids=output[shown], logprobs=logprobs[shown], versions=versions, finish_reason="length"

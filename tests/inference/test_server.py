@@ -198,15 +198,25 @@ def test_streams(server: ServerProcess) -> None:
     assert parts[-1]["meta_info"]["finish_reason"]["type"] == "length"
 
 
-def test_only_the_last_event_of_a_stream_has_the_end_token(server: ServerProcess) -> None:
-    sampling = {"max_new_tokens": 9, "sampling_seed": 1, "ignore_eos": True}
+@pytest.mark.parametrize("by", ["stop_token_ids", "stop"])
+@pytest.mark.parametrize("deltas", [False, True])
+def test_only_the_last_event_of_a_stream_has_what_ends_it(server: ServerProcess, by: str, deltas: bool) -> None:
+    sampling: dict[str, Any] = {"max_new_tokens": 9, "sampling_seed": 1, "ignore_eos": True}
     _, whole = post(server, "/generate", {"input_ids": PROMPT, "sampling_params": sampling})
-    end = next(token for token in reversed(whole["output_ids"]) if whole["output_ids"].count(token) == 1)
-    sampling = {"max_new_tokens": 9, "sampling_seed": 1, "stop_token_ids": [end]}
-    _, text = post(server, "/generate", {"input_ids": PROMPT, "sampling_params": sampling, "stream": True})
-    parts = [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line.startswith("data: {")]
-    assert parts[-1]["meta_info"]["finish_reason"]["type"] == "stop" and parts[-1]["output_ids"][-1] == end
-    assert len(parts) > 2 and all(end not in part["output_ids"] for part in parts[:-1])
+    ids, text = whole["output_ids"], whole["text"]
+    if by == "stop":
+        sampling["stop"] = next(text[-n:] for n in range(1, len(text)) if text.find(text[-n:]) == len(text) - n)
+    else:
+        end = next(token for token in reversed(ids) if ids.count(token) == 1)
+        ids = ids[: ids.index(end) + 1]
+        sampling = {"max_new_tokens": 9, "sampling_seed": 1, "stop_token_ids": [end]}
+    body = {"input_ids": PROMPT, "sampling_params": sampling, "stream": True, "clew": {"deltas": deltas}}
+    _, stream = post(server, "/generate", body)
+    *parts, last = [json.loads(line.removeprefix("data: ")) for line in stream.split("\n\n") if line[6:7] == "{"]
+    assert last["meta_info"]["finish_reason"]["type"] == "stop" and last["output_ids"] == ids
+    sent = [token for part in (parts if deltas else parts[-1:]) for token in part["output_ids"]]
+    assert len(parts) > 1 and sent == ids[:-1]
+    assert [part["meta_info"]["completion_tokens"] for part in parts] == list(range(1, len(ids)))
 
 
 def test_says_that_a_request_is_too_long(server: ServerProcess) -> None:
