@@ -55,9 +55,10 @@ class Publisher:
         self._clock = clock
         self._run = run
         self._inference = inference
+        self._servers = inference if isinstance(inference, ServerControl) else None
         self._sender: Sender | None = None
-        if config.weights.via == "collective" and isinstance(inference, ServerControl):
-            self._sender = Sender(config, inference)
+        if config.weights.via == "collective" and self._servers is not None:
+            self._sender = Sender(config, self._servers)
         self._folder = run.path / "weights"
         self._leads = False
         self._outside = config.inference.weights
@@ -86,8 +87,8 @@ class Publisher:
         return ref
 
     def wanted(self) -> bool:
-        """Return whether a server that started meanwhile waits for these weights to be broadcast again."""
-        return self._sender is not None and self._sender.control.wanted()
+        """Return whether a server waits for these weights to be broadcast again; see `ServerControl.wanted`."""
+        return self._servers is not None and self._servers.wanted()
 
     def _folder_of(self, engine: TrainEngine) -> Path:
         return self._folder / f"version-{engine.version:06d}"

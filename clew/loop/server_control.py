@@ -68,6 +68,8 @@ class ServerControl:
         self._loop = asyncio.new_event_loop()
         self._engines: dict[tuple[str, str], HTTPEngine] = {}
         self._looks_again = 0.0
+        for server in attached_servers():  # an earlier process may have taken it out
+            run.remove_server(server.name)
 
     def load(self, ref: WeightRef, servers: list[Server] | None = None) -> Timings:
         """Have the servers load and serve these weights. Return the timings of the one that paused longest.
@@ -90,7 +92,7 @@ class ServerControl:
 
     def ready(self) -> list[Server]:
         """Return the servers that are ready, or that will be as soon as they have the newest weights."""
-        return attached_servers() or [server for server in self._run.servers() if server.ready]
+        return [server for server in self._run.inference_servers() if server.ready]
 
     def serves_without(self, servers: list[Server]) -> bool:
         """Return whether the run has a server that serves, besides these."""
@@ -98,12 +100,30 @@ class ServerControl:
         return any(not server.wants_weights and server.name not in names for server in self.ready())
 
     def wanted(self) -> bool:
-        """Return whether a server waits for a broadcast of the newest weights. It looks at most once a second."""
-        now = time.monotonic()
-        if now < self._looks_again:
+        """Return whether a server waits for a broadcast of the newest weights. It looks at most once a second.
+
+        Attached servers that were taken out and answer again load weights that were not broadcast here and now.
+        """
+        if time.monotonic() < self._looks_again:
             return False
-        self._looks_again = now + WANTED_S
-        return any(server.ready and server.wants_weights for server in self._run.servers())
+        self._bring_back([server for server in self._run.inference_servers() if server.attached and not server.ready])
+        self._looks_again = time.monotonic() + WANTED_S
+        return any(server.wants_weights for server in self.ready())
+
+    def _bring_back(self, taken_out: list[Server]) -> None:
+        """Have attached servers load the newest weights: they do not know this run, and cannot look for them."""
+        newest = self._run.newest_weights()
+        for server in taken_out:
+            if newest is None or server.given_up or not self._loop.run_until_complete(self._answers(server)):
+                continue
+            log.info("%s answers again, and is to load version %d", server, newest.version)
+            asking = replace(server, ready=True, wants_weights=True)
+            self._run.register_server(asking)
+            if not newest.was_broadcast():
+                self.load(newest, [asking])
+
+    async def _answers(self, server: Server) -> bool:
+        return await self._engine(server).answers(WANTED_S / 2)
 
     @contextmanager
     def receiving(self, sent: dict[Server, Broadcast]) -> Iterator[Outcome]:
@@ -136,6 +156,13 @@ class ServerControl:
             self._run.register_server(replace(server, ready=False, wants_weights=False, given_up=str(reason)))
         else:
             log.error(TAKEN_OUT, server, what, reason)
+            self._remove(server)
+
+    def _remove(self, server: Server) -> None:
+        """Take a server out of the run's list, where it puts itself again; an attached one is marked as not ready."""
+        if server.attached:
+            self._run.register_server(replace(server, ready=False, wants_weights=False))
+        else:
             self._run.remove_server(server.name)
 
     @contextmanager
@@ -200,9 +227,7 @@ class ServerControl:
         Raises:
             EngineError: It refused.
         """
-        engine = self._engines.get((server.address, server.token))
-        if engine is None:
-            engine = self._engines[server.address, server.token] = HTTPEngine(server.address, server.token)
+        engine = self._engine(server)
         asking = asyncio.ensure_future(ask(engine))
         freezing = asyncio.ensure_future(engine.frozen(self._frozen_s))
         try:
@@ -212,10 +237,10 @@ class ServerControl:
                 return True
             late = self._frozen_s if freezing.done() else ANSWER_TIMEOUT_S
             how = "it has not answered for" if freezing.done() else "it did not finish within"
-            self._run.register_server(replace(server, ready=False))
+            self._run.register_server(replace(server, ready=False, wants_weights=False))
             reason = f"{how} {late:.0f} s"
         except EngineUnreachable as error:
-            self._run.remove_server(server.name)
+            self._remove(server)
             reason = str(error)
         finally:
             asking.cancel()
@@ -223,3 +248,9 @@ class ServerControl:
             await asyncio.gather(asking, freezing, return_exceptions=True)
         log.warning(TAKEN_OUT, server, what, reason)
         return False
+
+    def _engine(self, server: Server) -> HTTPEngine:
+        engine = self._engines.get((server.address, server.token))
+        if engine is None:
+            engine = self._engines[server.address, server.token] = HTTPEngine(server.address, server.token)
+        return engine

@@ -14,7 +14,7 @@ import subprocess
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any, NotRequired
@@ -52,11 +52,16 @@ class Server:
     ready: Flag
     """True if it may be asked: it has the newest weights, or answers 503 until it has loaded them."""
     wants_weights: Flag = False
-    """True if it waits for the trainer to broadcast the newest weights."""
+    """True if it waits for the trainer to broadcast the newest weights, or to load them if it is attached."""
     given_up: str = ""
     """Reason why the trainer has given this server up, which then ends; "" if it has not."""
     token: str = ""
     """Token that is needed for calls that change the server's state."""
+
+    @property
+    def attached(self) -> bool:
+        """Whether CLEW_LLM_SERVER_ADDRS names it: it is no process of this run, and does not know the run's weights."""
+        return self.pid == 0
 
     def __str__(self) -> str:
         return f"server {self.name} ({self.address})"
@@ -345,6 +350,17 @@ class RunDirectory:
         """Return the registered servers, whether or not they are ready or alive."""
         path = self.path / "servers.json"
         return list(read_json(path, dict[str, Server]).values()) if path.exists() else []
+
+    def inference_servers(self) -> list[Server]:
+        """Return the servers that this run samples from: those in CLEW_LLM_SERVER_ADDRS, or else the registered ones.
+
+        A server in the variable does not register itself. If it is registered, the trainer has taken it out.
+        """
+        registered = self.servers()
+        if not (attached := attached_servers()):
+            return registered
+        states = {server.name: server for server in registered}
+        return [replace(states.get(server.name, server), token=server.token) for server in attached]
 
     def _change_servers(self, change: Any) -> None:
         with (self.status / "servers.lock").open("w") as lock:

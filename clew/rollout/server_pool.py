@@ -26,7 +26,7 @@ from clew.inference.protocol import (
     SamplingParams,
     SchemaUnsupported,
 )
-from clew.record.run import RunDirectory, Server, attached_servers
+from clew.record.run import RunDirectory, Server
 from clew.waits import waiting
 
 log = logging.getLogger("clew.rollout")
@@ -52,7 +52,6 @@ class ServerPool(HTTPEngine):
         super().__init__("of this run")  # in errors: "inference server of this run: ..."
         self.vocab = vocab
         self._run = run
-        self._fixed = attached_servers()
         self._servers: list[Server] = []
         self._looked_at = 0.0
         self._clients: dict[tuple[str, str], HTTPEngine] = {}
@@ -165,7 +164,7 @@ class ServerPool(HTTPEngine):
     def _known(self) -> list[Server]:
         now = time.monotonic()
         if now - self._looked_at > LOOK_S:
-            self._servers = self._fixed or self._run.servers()
+            self._servers = self._run.inference_servers()
             self._looked_at = now
         return self._servers
 
@@ -174,13 +173,14 @@ class ServerPool(HTTPEngine):
 
     def _ready(self) -> list[Server]:
         now = time.monotonic()
-        known = [(server, (server.address, server.pid)) for server in self._known() if server.ready]
+        serving = [server for server in self._known() if server.ready and not server.wants_weights]
+        known = [(server, (server.address, server.pid)) for server in serving]
         return [server for server, key in known if key not in self._frozen and self._avoided.get(key, (0.0,))[0] < now]
 
     def _numbers(self) -> str:
         known = []
         for server in self._servers:
-            state = "unreachable" if server.ready else "loading"
+            state = "unreachable" if server.ready else "taken out" if server.attached else "loading"
             if (server.address, server.pid) in self._frozen:
                 state = "frozen"
             known.append(f"{server.address} {state}")

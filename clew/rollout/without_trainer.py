@@ -10,7 +10,7 @@ from pathlib import Path
 from clew.config import Config, Eval
 from clew.printing import print
 from clew.record.rows import from_table
-from clew.record.run import RunDirectory, attached_servers
+from clew.record.run import RunDirectory
 from clew.record.writer import Writer
 from clew.rollout.process import ended_by_signals, runner_on_servers
 from clew.waits import Reporter, waiting
@@ -70,7 +70,7 @@ async def _until_served(run: RunDirectory) -> None:
     """Return once a server of the run is ready. Otherwise the first episodes would wait until their time limit."""
     print_at = time.monotonic() + PATIENCE_S
     with waiting("an inference server", unblocks="clew serve"):
-        while not (attached_servers() or any(server.ready for server in run.servers())):
+        while not any(server.ready for server in run.inference_servers()):
             if time.monotonic() > print_at:
                 print_at = math.inf
                 print(

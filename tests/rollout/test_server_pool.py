@@ -23,10 +23,10 @@ from clew.inference.protocol import Completion, EngineUnreachable, GenerateReque
 from clew.inference.resubmit import generate_through_aborts
 from clew.inference.serve import serve
 from clew.loop.server_control import ServerControl
-from clew.record.run import RunDirectory, Server
+from clew.record.run import RunDirectory, Server, attached_servers
 from clew.record.weights import WeightRef
 from clew.rollout.server_pool import LOOK_S, ServerPool
-from tests.inference.test_server import ServerProcess, with_engine
+from tests.inference.test_server import ServerProcess, with_engine, write_config
 from tests.models import tiny_model, tiny_tokenizer
 
 PROMPT = [7, 8, 9]
@@ -128,6 +128,69 @@ def test_a_server_that_froze_in_mid_update_is_taken_out_and_returns_with_the_new
 
     until(lambda: run.servers()[1].ready)
     ask(run, scenario)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_attached_server_that_fails_an_update_is_taken_out_until_it_has_loaded_the_newest_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: signal.Signals
+) -> None:
+    tiny_tokenizer(tmp_path / "model")
+    tiny_model(tmp_path / "model")
+    tiny_model(tmp_path / "version-5", seed=5)
+    monkeypatch.setenv("CLEW_LLM_SERVER_TOKEN", "secret")
+    servers = [ServerProcess(tmp_path), ServerProcess(tmp_path)]
+    monkeypatch.setenv("CLEW_LLM_SERVER_ADDRS", ",".join(server.address for server in servers))
+    run, lost = RunDirectory(tmp_path / "another run"), servers[1]
+
+    async def addresses(pool: ServerPool) -> set[str]:
+        completions = await asyncio.gather(*(pool.generate(request(each, 0, 5)) for each in range(4)))
+        assert {version for each in completions for version in each.versions} == {5}
+        return set(pool._places.values())
+
+    ref = WeightRef(version=5, path=str(tmp_path / "version-5"), digest="")
+    try:
+        with closing(ServerControl(run, frozen_s=FROZEN_S)) as control:
+            lost.process.send_signal(number)
+            run.announce_weights(ref)
+            control.load(ref)
+            assert f"server {lost.address} ({lost.address}) did not load version 5, and is taken out" in caplog.text
+            assert control.ready() == [server for server in attached_servers() if server.address != lost.address]
+            assert not control.wanted(), "it does not answer"
+            if number == signal.SIGKILL:
+                lost.process.communicate(timeout=60)
+                lost.config_path = write_config(tmp_path, "test", lost.address)
+                lost.start()
+            assert ask(run, addresses) == {servers[0].address}, "it may answer by now, and has the old weights"
+            lost.process.send_signal(signal.SIGCONT)
+            until(lambda: not control.wanted() and len(control.ready()) == 2)
+            assert ask(run, addresses) == {server.address for server in servers}
+    finally:
+        for server in servers:
+            server.process.send_signal(signal.SIGCONT)
+            server.process.kill()
+            server.process.communicate(timeout=60)
+
+
+def test_an_attached_server_that_refuses_twice_is_given_up_and_tried_again_by_the_next_trainer(
+    two: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    registered, servers = two
+    run = RunDirectory(tmp_path / "another run")
+    ref = WeightRef(version=5, path=str(tmp_path / "model"), digest="")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refuses) as refusing:
+        threading.Thread(target=refusing.serve_forever, daemon=True).start()
+        address = f"127.0.0.1:{refusing.server_port}"
+        monkeypatch.setenv("CLEW_LLM_SERVER_ADDRS", f"{servers[0].address},{address}")
+        monkeypatch.setenv("CLEW_LLM_SERVER_TOKEN", registered.servers()[0].token)
+        run.announce_weights(ref)
+        with closing(ServerControl(run)) as control:
+            control.load(ref)
+            assert [server.address for server in control.ready()] == [servers[0].address]
+            until(lambda: control.wanted() or "is given up" in caplog.text)
+            assert [server.address for server in control.ready()] == [servers[0].address]
+        with closing(ServerControl(run)) as control:
+            assert len(control.ready()) == 2
+        refusing.shutdown()
 
 
 def serve_until_half_an_update(config: Config, number: signal.Signals, **options: Any) -> None:
