@@ -147,6 +147,34 @@ def test_a_server_that_dies_or_freezes_in_mid_broadcast_is_taken_out_and_the_oth
             until(lambda: serves(both[1], 1))
 
 
+def test_an_attached_server_that_froze_in_mid_broadcast_is_sent_the_weights_when_it_answers_again(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_group, "PATIENCE", datetime.timedelta(seconds=4))
+    monkeypatch.setattr(sender, "BUCKET", 10_000)
+    monkeypatch.setenv("CLEW_LLM_SERVER_TOKEN", "secret")
+    bad = functools.partial(serve_and_fall_in_mid_broadcast, number=signal.SIGSTOP)
+    with servers(folder, serve, bad) as both:
+        monkeypatch.setenv("CLEW_LLM_SERVER_ADDRS", ",".join(server.address for server in both))
+        with publishing(folder) as (engine, publisher, run):
+            publisher(engine)
+            assert [version_of(server) for server in both] == [0, 0]
+            engine.train_step(make_batch())
+            publisher(engine)
+            lost = both[1].address
+            assert f"server {lost} ({lost}) did not receive the weights, and is taken out" in caplog.text
+            assert [(each.address, each.ready) for each in run.inference_servers()] == [
+                (both[0].address, True),
+                (lost, False),
+            ]
+            assert not publisher.wanted()
+            both[1].process.send_signal(signal.SIGCONT)
+            until(publisher.wanted)
+            publisher(engine)
+            assert [(each.ready, each.wants_weights) for each in run.inference_servers()] == [(True, False)] * 2
+            assert [version_of(server) for server in both] == [1, 1]
+
+
 def corrupt(config: Config, **options: Any) -> None:
     """Serve, and receive other numbers than were sent."""
     from clew.inference import local
