@@ -1,4 +1,4 @@
-"""Finds the processes at the other end of the pipe or socket that a thread reads or writes at the moment.
+"""Finds the processes at the other end of the pipe or socket that a thread reads, writes or polls at the moment.
 
 Two processes can share several pipes. Only the descriptor in the system call says for which of them one waits.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import select
 import socket
 import struct
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,6 +22,11 @@ READING = {"x86_64": (0, 19, 45, 47), "aarch64": (63, 65, 207, 212)}
 """Numbers of the system calls read, readv, recvfrom and recvmsg, whose first argument is the descriptor."""
 WRITING = {"x86_64": (1, 20, 44, 46), "aarch64": (64, 66, 206, 211)}
 """Numbers of the system calls write, writev, sendto and sendmsg."""
+POLLING = {"x86_64": (7, 271), "aarch64": (73,)}
+"""Numbers of the system calls poll and ppoll, whose arguments are an array of `struct pollfd` and its length. Python
+calls them for sockets with a timeout, `multiprocessing.connection.wait` and `subprocess.communicate`."""
+POLLED = 16
+"""Maximum number of descriptors that are polled at once and looked up."""
 WAITING = {"x86_64": 61, "aarch64": 260}
 """Number of the system call wait4, whose first argument is the child; -1 means any."""
 UNKNOWN = ""
@@ -63,7 +69,7 @@ def awaited_child(pid: int) -> int:
 
 
 def awaited(pid: int, threads: Iterable[int], peers: Mapping[str, str]) -> tuple[Awaited, ...]:
-    """Return the pipes and sockets that threads read or write in a system call. A thread that /proc hides has no entry.
+    """Return the pipes and sockets that threads read, write or poll; a thread that /proc hides has no entry.
 
     Args:
         pid: The process.
@@ -72,18 +78,31 @@ def awaited(pid: int, threads: Iterable[int], peers: Mapping[str, str]) -> tuple
     """
     found: list[Awaited] = []
     for thread in threads:
-        with suppress(OSError, ValueError, IndexError):
+        with suppress(OSError, ValueError, IndexError, struct.error):
             words = said_of(pid, f"task/{thread}/syscall").split()  # "running" if it is in no system call
-            call, number = int(words[0]), int(words[1], 16) & 0xFFFFFFFF
-            reads = call in READING.get(platform.machine(), ())
-            if not reads and call not in WRITING.get(platform.machine(), ()):
-                continue
-            link = link_of(PROC / str(pid) / "fd" / str(number))
-            if link.startswith("pipe:"):
-                found.append((thread, *((f"r {link}", f"w {link}") if reads else (f"w {link}", f"r {link}"))))
-            elif link.startswith("socket:"):
-                found.append((thread, link, peers.get(link, UNKNOWN)))
+            for number, reads in _descriptors(pid, int(words[0]), int(words[1], 16), int(words[2], 16)):
+                link = link_of(PROC / str(pid) / "fd" / str(number))
+                if link.startswith("pipe:"):
+                    found.append((thread, *((f"r {link}", f"w {link}") if reads else (f"w {link}", f"r {link}"))))
+                elif link.startswith("socket:"):
+                    found.append((thread, link, peers.get(link, UNKNOWN)))
     return tuple(found)
+
+
+def _descriptors(pid: int, call: int, first: int, second: int) -> list[tuple[int, bool]]:
+    """Return the descriptors that a system call with these arguments waits for, and whether it reads each.
+
+    Raises:
+        OSError: The memory of the process cannot be read.
+    """
+    machine = platform.machine()
+    if call in POLLING.get(machine, ()) and second <= POLLED:
+        with (PROC / str(pid) / "mem").open("rb", buffering=0) as memory:
+            memory.seek(first)
+            polled = struct.iter_unpack("=ihh", memory.read(8 * second))  # descriptor, events, events that came
+            return [(number, bool(events & select.POLLIN)) for number, events, _ in polled if number >= 0]
+    reads = call in READING.get(machine, ())
+    return [(first & 0xFFFFFFFF, reads)] if reads or call in WRITING.get(machine, ()) else []
 
 
 def ends_of(pid: int, wanted: set[str]) -> tuple[str, ...]:

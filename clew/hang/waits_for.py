@@ -97,15 +97,17 @@ def _could_end(actor: Actor, live: Sequence[Actor], listening: Mapping[tuple[str
             running = [a for a in busy if re.split(r"::|\.", a.process.command[0].strip())[-1] in called]
             return named | {a.pid for a in running or busy}
         case "http" | "network" | "select" | "tasks":
+            # A parent whose main thread joins this process serves it from another thread, which may be fine.
+            joining = {a.pid for a in live if a.activity.kind == "process" and process.parent == a.pid}
+            if known := _users({other for _, other in _awaited(actor) if other}, actor, live) - joining:
+                return named | known
             # A connection from a rank, or from its fork, to another rank is for their collectives: it is no request.
             kin = actor.pid in ranks or process.parent in ranks
             ports = (
                 (process.host, port) if (process.host, port) in listening else ("", port) for port in process.peers
             )
             servers = [listening[each] for each in ports if each in listening]
-            # A parent whose main thread joins this process serves it from another thread, which may be fine.
-            servers = [a for a in servers if not (a.activity.kind == "process" and process.parent == a.pid)]
-            return named | {a.pid for a in servers if not (kin and a.rank is not None)}
+            return named | {a.pid for a in servers if not (kin and a.rank is not None)} - joining
         case "data_loader":
             return named | {a.pid for a in live if a.role == "loader" and a.process.parent == actor.pid}
         case "condition":
@@ -130,19 +132,28 @@ def at_other_end(actor: Actor, live: Sequence[Actor]) -> set[int]:
     process = actor.process
     children = {a.pid for a in live if a.process.parent == actor.pid and a.rank is None}
     ends = {other for _, other in _awaited(actor)}
-    others = [a for a in live if a is not actor and a.process.host == process.host]
-    if "" in ends:  # a socket whose peer is not known leads to kin, but not to those that only have pipes with it
-        kin = [a for a in others if a.rank is None and (a.pid == process.parent or a.pid in children)]
-        holders = [a for a in kin if not set(process.pipes) & set(a.process.pipes)]
-    else:
-        holders = [a for a in others if ends & set(a.process.ends)]
-    if not ends or not (holders or actor.activity.kind == "pipe"):  # a manager may serve a queue
-        return children or _piped(actor, live)
-    # A fork has copies of its parent's descriptors. The one that is in a system call with this end is its user.
-    users = [a for a in holders if ends & {own for own, _ in _awaited(a)}]
-    dead = {a.pid for a in live if a.dead and a.pid in children}
     joins = {a.pid for a in live if a.activity.kind in ("process", "thread")} - children  # these only join the rest
-    return dead | {a.pid for a in users or holders} - joins
+    if "" in ends:  # a socket whose peer is not known leads to kin, but not to those that only have pipes with it
+        kin = [a for a in live if a is not actor and a.process.host == process.host and a.rank is None]
+        kin = [a for a in kin if a.pid == process.parent or a.pid in children]
+        users = {a.pid for a in kin if not set(process.pipes) & set(a.process.pipes)}
+    else:
+        users = _users(ends, actor, live)
+    if not ends or not (users or actor.activity.kind == "pipe"):  # a manager may serve a queue
+        return children or _piped(actor, live)
+    dead = {a.pid for a in live if a.dead and a.pid in children}
+    return dead | users - joins
+
+
+def _users(ends: set[str], actor: Actor, live: Sequence[Actor]) -> set[int]:
+    """Return the pids of the other processes that have one of these ends open.
+
+    A fork has copies of its parent's descriptors. If one of them is in a system call with the end, that is its user.
+    """
+    others = [a for a in live if a is not actor and a.process.host == actor.process.host]
+    holders = [a for a in others if ends & set(a.process.ends)]
+    users = [a for a in holders if ends & {own for own, _ in _awaited(a)}]
+    return {a.pid for a in users or holders}
 
 
 def surely_awaits(actor: Actor, live: Sequence[Actor]) -> bool:

@@ -24,12 +24,13 @@ from clew.hang.verdict import Verdict
 from tests.hangs.test_judge import rank
 
 READS = "import os, sys; os.read(int(sys.argv[1]), 1)"
+POLLS = "import select, sys; p = select.poll(); p.register(int(sys.argv[1]), select.POLLIN); p.poll()"
 
 
 @contextmanager
-def reading(descriptor: int) -> Iterator[Process]:
-    """Yield a process that reads a descriptor of this one."""
-    command = [sys.executable, "-c", READS, str(descriptor)]
+def reading(descriptor: int, script: str = READS) -> Iterator[Process]:
+    """Yield a process that reads or polls a descriptor of this one."""
+    command = [sys.executable, "-c", script, str(descriptor)]
     with subprocess.Popen(command, pass_fds=[descriptor]) as program:
         deadline = time.monotonic() + 30
         while not endpoints.awaited(program.pid, [program.pid], {}) and time.monotonic() < deadline:
@@ -42,10 +43,11 @@ def reading(descriptor: int) -> Iterator[Process]:
 pytestmark = pytest.mark.skipif(not Path("/proc/self/syscall").exists(), reason="the kernel hides system calls")
 
 
-def test_a_reader_of_a_pipe_waits_for_its_writer() -> None:
+@pytest.mark.parametrize("script", [READS, POLLS])
+def test_a_reader_of_a_pipe_waits_for_its_writer(script: str) -> None:
     reads, writes = os.pipe()
     here = Process(pid=os.getpid())
-    with reading(reads) as one:
+    with reading(reads, script) as one:
         os.close(reads)
         reader, writer = endpoints.with_ends([one, here], proc.sockets_of_machine())
     os.close(writes)
