@@ -48,6 +48,8 @@ LogprobsMode = Literal["raw", "processed", "unknown"]
 
 PROBE_IDS = [0, 1, 2, 3]
 PROBE_TEMPERATURE = 0.5
+COLDEST = 0.01
+"""Lowest temperature above 0 that vLLM samples at; it raises lower ones to this (`SamplingParams`, _MAX_TEMP)."""
 TOP_K = 1000
 """Value of top_k in probes, for a vLLM that returns sampling masks: it refuses requests without top_k."""
 SMALLEST_GAP = 1e-2
@@ -354,6 +356,11 @@ class VLLMEngine(Backend):
             masked: True if the server said which tokens were left.
         """
         reports = f"vLLM at {self.address} reports logprobs"
+        if 0 < params.temperature < COLDEST:
+            return (
+                f"vLLM at {self.address} samples at temperature {COLDEST:g} if it is asked for one between 0 and that, "
+                f"such as {params.temperature:g}. Use {COLDEST:g} or 0"
+            )
         if self.logprobs_mode == "processed":
             cuts = {
                 "top_p": params.top_p < 1,

@@ -145,6 +145,18 @@ def test_wrong_logprobs_are_told_from_right_ones(mode: str) -> None:
     assert any(wrong for wrong, _ in results) and not results[0][0] and not results[2][0]
 
 
+def test_logprobs_of_a_temperature_that_vllm_raises_are_wrong() -> None:
+    async def run() -> list[bool]:
+        async with stand_in("processed_logprobs") as url:
+            found = await find_engine(url)
+            assert found is not None
+            wrong = [found.engine.wrong_logprobs(SamplingParams(temperature=each)) for each in (0.0, 0.001, 0.01, 0.5)]
+            await found.engine.close()
+            return [bool(each) for each in wrong]
+
+    assert asyncio.run(run()) == [False, True, False, False]
+
+
 @pytest.mark.parametrize("mode", ["raw_logits", "processed_logits"])
 def test_a_server_that_reports_logits_is_refused(mode: str) -> None:
     async def run() -> None:
