@@ -12,8 +12,8 @@ from clew.hang.classes import ranges
 from clew.hang.verdict import SOUND, Actor, Verdict
 
 AGAIN = "A restart will hang again at the same place, unless the data or random numbers lead elsewhere."
-MAYBE = "A restart may hang again: what it waits for has to come back first."
-ONCE = "A restart would go on: nothing in the code asks for this wait."
+UNLESS = "A restart will hang again unless what it waits for is there by then."
+CHANCE = "A restart goes on if it was chance who came first, and hangs again if the same steps lead here."
 RESTART = {
     "missing rank": AGAIN,
     "collective mismatch": AGAIN,
@@ -23,17 +23,19 @@ RESTART = {
     "shape mismatch": AGAIN,
     "cleanup deadlock": "A restart will hang again if the exception that led to the cleanup is raised again.",
     "initialisation": AGAIN,
-    "same collective everywhere": MAYBE,
+    "same collective everywhere": "A restart may go on if the network or a device failed only for a while.",
     "dead": "A restart will end in the same way unless the cause is removed. Read the log of what has ended first.",
-    "stopped": ONCE,
-    "data loading": "A restart will hang again if the same sample is drawn.",
-    "lock or I/O": MAYBE,
+    "stopped": "A restart goes on unless whatever stopped it does so again.",
+    "data loading": "A restart will hang again if the loader is given the same work.",
+    "lock or I/O": UNLESS,
     "cpu": "A restart will hang again if the same input is drawn.",
     "rollout blocked": "A restart will hang again if the job comes to this place in the same way.",
-    "external wait": MAYBE,
+    "external wait": UNLESS,
     "event loop blocked": AGAIN,
 }
 """Sentence for each pattern that says whether the job would hang again after a restart."""
+BY_CHANCE = ("lock", "threads")
+"""Causes of which the order of threads decides."""
 STANDS = (
     "missing rank", "lock or I/O", "data loading", "cpu", "external wait", "rollout blocked", "event loop blocked",
 )  # fmt: skip
@@ -57,7 +59,7 @@ def with_advice(verdict: Verdict, actors: Sequence[Actor]) -> Verdict:
         pids = " ".join(f"--pid {actor.pid}" for actor in actors[:1])
         again = "" if verdict.pattern in SOUND else f"clew hang {pids} again in a minute, and compare the lines."
         return replace(verdict, next=verdict.next or again)
-    restart = RESTART.get(verdict.pattern, "")
+    restart = CHANCE if verdict.cause in BY_CHANCE else RESTART.get(verdict.pattern, "")
     return replace(
         verdict,
         explanation=f"{verdict.explanation} {restart}".strip(),
@@ -85,6 +87,8 @@ def _runner_up(verdict: Verdict, actors: Sequence[Actor]) -> str:
             if actor.rank is not None:
                 operations[actor.activity.op or actor.activity.kind].append(actor.rank)
         said = ", ".join(f"{op} (rank {ranges(ranks)})" for op, ranks in operations.items())
+        if verdict.cause == "threads":
+            return "same collective everywhere (network or device): two threads of one rank are in collectives"
         if operations.keys() <= POINT_TO_POINT:
             return ""
         if len(operations) > 1:
@@ -97,6 +101,7 @@ def _next(verdict: Verdict, actors: Sequence[Actor]) -> str:
     """Return the next step after a verdict: a command, or a sentence."""
     pids = " ".join(map(str, verdict.pids))
     first = verdict.pids[0] if verdict.pids else 0
+    text = "".join(actor.activity.text for actor in actors if actor.pid == first)
     # DETAIL compares the collectives of the ranks, but neither their messages nor their roots.
     operations = {(actor.activity.op, actor.activity.group) for actor in actors if actor.rank is not None}
     compared = len(operations) > 1 and not any(op in POINT_TO_POINT for op, _ in operations)
@@ -112,9 +117,11 @@ def _next(verdict: Verdict, actors: Sequence[Actor]) -> str:
             return f"kill -CONT {pids}"
         case "dead":
             return "Read the end of its log: it says why it ended."
+        case "external wait" | "rollout blocked" if verdict.cause == "network" and "accept(" in text:
+            return f"ss -ltnp | grep 'pid={first},' shows the port on which it waits for somebody to connect"
         case "external wait" | "rollout blocked" if verdict.cause == "network":
             return f"ss -tnp | grep 'pid={first},' shows the other side; py-spy dump --pid PID, what it does"
-        case "external wait" | "rollout blocked" if verdict.cause in ("http", "paused"):
+        case "external wait" | "rollout blocked" if verdict.cause in ("http", "paused") and "sleep(" not in text:
             return f"ss -tnp | grep 'pid={first},' shows the server; ask it: curl -s localhost:PORT/health"
         case "cpu" | "lock or I/O" | "data loading" | "event loop blocked" if first:
             return f"py-spy dump --native --pid {first}"

@@ -187,7 +187,7 @@ def two_threads(ranks: Sequence[Actor]) -> Verdict | None:
         f"Several threads of rank {names(odd)} are in collectives of group {odd[0].activity.group} at once: {told}. "
         f"Which comes first is left to chance, and the ranks have chosen differently. Give each thread its own group."
     )
-    found = verdict_about("collective mismatch", odd, why, ranks, confidence="medium")
+    found = verdict_about("collective mismatch", odd, why, ranks, cause="threads", confidence="medium")
     return replace(found, sites=tuple(sorted({each.site for inside in crossing.values() for each in inside})))
 
 

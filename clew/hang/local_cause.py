@@ -333,10 +333,11 @@ def _retrying(sink: Sink) -> Verdict | None:
     said = {
         f"{a.process.label} answers {a.process.answers['health']}." for a in sink.live if "health" in a.process.answers
     }
-    why = (
-        f"{clients[0].process.label} asks again and again, and each attempt fails: it is at "
-        f"{clients[0].activity.site}. {' '.join(sorted(said))}"
-    ).strip()
+    label, site, looks = clients[0].process.label, clients[0].activity.site, clients[0].process.looks
+    why = f"{label} asks again and again, and each attempt fails: it is at {site}."
+    if clients[0].activity.kind == "sleep" and looks[-1].switches == looks[0].switches:
+        why = f"{label} had an attempt fail, and sleeps at {site} before the next one; it has not woken up meanwhile."
+    why = " ".join([why, *sorted(said)])
     return verdict_about("external wait", clients, why, sink.live, cause="http", confidence="medium")
 
 

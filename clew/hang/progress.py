@@ -466,7 +466,8 @@ def pace(process: Process, sources: Mapping[str, str]) -> str:
     seconds = process.last.at - process.looks[0].at if process.looks else 0.0
     for name, (first, last) in sorted(moved_counters(process, sources).items()):
         if seconds > 0 and last > first:
-            return f": {name.rpartition(':')[2].partition('.')[2]} went from {first} to {last} in {seconds:.1f} s"
+            counter = name.rpartition(":")[2].partition(".")[2]
+            return f": {'a loop' if counter == '_' else counter} went from {first} to {last} in {seconds:.1f} s"
     begun, last = process.looks[0] if process.looks else process.last, process.last
     if last.written > begun.written:
         return f": it wrote {last.written - begun.written:,} bytes in {seconds:.1f} s"
