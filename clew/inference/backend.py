@@ -31,10 +31,19 @@ class Backend(HTTPEngine):
     idle_s = 2.0  # both servers close an idle connection after 5 s
     takes_images = False
     """True if it takes images beside token IDs; known after `prepare`, as `context` is."""
+    labels = True
+    """True if its answers name the version of the weights; known after `prepare`."""
 
     @classmethod
-    def client(cls, config: Config, address: str, vision: Vision | None = None) -> Self:
-        """Return a client of a server that `launch` has started; vision: the model's image input, if it has one."""
+    def client(cls, config: Config, address: str, vision: Vision | None = None, token: str = "") -> Self:
+        """Return a client of a server.
+
+        Args:
+            config: The run's configuration.
+            address: host:port.
+            vision: The model's image input, if it has one.
+            token: The server's --api-key; "" if it has none.
+        """
         raise NotImplementedError
 
     @staticmethod

@@ -217,7 +217,7 @@ class HTTPEngine:
         meta = event["meta_info"]
         if status := (meta["finish_reason"] or {}).get("status_code"):  # SGLang's refusal, once a stream has begun
             self._refuse(address, "/generate", status, orjson.dumps(meta["finish_reason"]))
-        part = completion_of(event, self.name_of(address))
+        part = completion_of(event, self.name_of(address), labelled=not self.kind)
         if not before and meta["finish_reason"]:
             return part
         # An event has only the new tokens, or all so far, but always says how many there are by now.
@@ -252,7 +252,17 @@ class HTTPEngine:
             raise EngineError(
                 f"inference server {self.address} did not load version {ref.version}: {loaded.get('message')}"
             )
-        return loaded.get("clew", {})
+        if "clew" not in loaded:
+            raise EngineError(
+                f"inference server {self.address} is no `clew serve`, so nothing checks that it loaded version "
+                f"{ref.version}. If it is vLLM or SGLang, set inference.backend to that."
+            )
+        if (serves := await self.version()) != ref.version:
+            raise EngineError(
+                f"inference server {self.address} answered that it loaded version {ref.version}, and serves version "
+                f"{serves}. Look into its log, and at what stands between it and the trainer."
+            )
+        return loaded["clew"]
 
     async def receive_weights(self, sent: Broadcast) -> Timings:
         """Have the server take part in a broadcast; `load_weights` then has it checked.
@@ -476,12 +486,16 @@ def sampling_fields(params: SamplingParams) -> dict[str, Any]:
     return fields
 
 
-def completion_of(answer: dict[str, Any], server: str) -> Completion:
+def completion_of(answer: dict[str, Any], server: str, *, labelled: bool = False) -> Completion:
     """Return the completion in a response of `/generate`; an event in the middle of a stream counts as aborted.
 
     Args:
         answer: The response.
         server: Name for the record, unless the answer itself has one: a `clew serve` names the server behind it.
+        labelled: True if the answer must say which version made its tokens. Otherwise, another label counts as 0.
+
+    Raises:
+        ValueError: The answer contradicts itself, or does not say the version.
     """
     meta = answer["meta_info"]
     pairs = meta["output_token_logprobs"]
@@ -496,6 +510,8 @@ def completion_of(answer: dict[str, Any], server: str) -> Completion:
     spans = meta.get("weight_versions") or [{"version": meta.get("weight_version"), "start": 0, "end": len(pairs)}]
     for span in spans:
         version = str(span["version"])
+        if labelled and not version.isdigit() and span["end"] > span["start"]:
+            raise ValueError(f"weight_version {version}")
         versions += [int(version) if version.isdigit() else 0] * (span["end"] - span["start"])
     ended: dict[str, Any] = meta["finish_reason"] or {"type": "abort"}
     return Completion(

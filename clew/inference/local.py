@@ -89,6 +89,10 @@ class LocalEngine:
         finally:
             del self._futures[request]
 
+    def holds(self, ref: WeightRef) -> bool:
+        """Return whether it serves these weights."""
+        return self.core.version == ref.version
+
     async def load_weights(self, ref: WeightRef) -> Timings:
         """Abort all requests, load the weights in place, score the probe, and resume. Return the parts' seconds.
 

@@ -16,11 +16,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from clew.config import Config
+from clew.config import Config, server_token
 from clew.errors import EngineError, ModelError, described
 from clew.inference.backend import Backend, Launch, leaves
 from clew.inference.client import FROZEN_S, HEALTH_S
@@ -123,6 +123,8 @@ class RemoteEngine:
         self.received: int | None = None
         """Version that the trainer has broadcast and that is not checked yet; None if there is none."""
         self._watch: asyncio.Task[None] | None = None
+        self._loaded: str | None = None
+        """Label of the weights that it was given last; None: it has those that it started with."""
 
     # protocol.Engine -------------------------------------------------------------------------------------------------
 
@@ -137,14 +139,34 @@ class RemoteEngine:
             self.core.waiting.discard(request)
         self._refuse_when_broken()
         self.core.active.add(request)
-        version = self.core.version  # no update begins before this request has ended
+        version, label = self.core.version, self._loaded  # no update begins before this request has ended
         try:
             completion = await self._backend.generate(request)
         finally:
             self.core.active.discard(request)
+        self._refuse_other_label(completion, label)
         self.core.generated_tokens += len(completion.output_ids)
         completion = replace(completion, versions=[version] * len(completion.output_ids))
         return self._unless_over(request, completion) if completion.finish_reason == "abort" else completion
+
+    def _refuse_other_label(self, completion: Completion, label: str | None) -> None:
+        """Set `failure` if the server says that other weights made the tokens than those that it was given.
+
+        Raises:
+            EngineUnreachable: It says so.
+        """
+        said = {span["version"] for span in completion.sampled_by or []} - {None, label}
+        if label is not None and said and self._backend.labels:
+            self.failure = (
+                f"{self._backend.kind} at {self._backend.address} serves weights that it calls {min(said)!r}, and was "
+                f"given version {label}. Somebody has restarted it, or loads weights into it, too"
+            )
+            raise EngineUnreachable(self._backend.address, self.failure)
+
+    def holds(self, ref: WeightRef) -> bool:
+        """Return whether it serves these weights. A server that ran already may hold any until it has loaded some."""
+        attached = isinstance(self.process, AttachedServer)
+        return self.core.version == ref.version and not (attached and self._loaded is None)
 
     def _unless_over(self, request: GenerateRequest, completion: Completion) -> Completion:
         """Return an aborted completion as one that has ended, if its last token ends it. Else it would be continued.
@@ -194,6 +216,7 @@ class RemoteEngine:
                 await self._backend.resume()
                 await self._check_probe(ref)
             self.core.version, self.core.broken, self.received = ref.version, None, None
+            self._loaded = str(ref.version)
             self._open()
         return clock.seconds
 
@@ -332,7 +355,7 @@ class RemoteEngine:
         reporter.set(engine=kind, engine_command=[] if self._launch is None else self._launch.command)
         loop = asyncio.get_running_loop()
         began = loop.time()
-        silence, attached, warned = "", isinstance(self.process, AttachedServer), False
+        silence, attached, warned, resumed = "", isinstance(self.process, AttachedServer), False, False
         with waiting(
             f"{kind} at {backend.address} to start",
             unblocks=kind,
@@ -341,7 +364,11 @@ class RemoteEngine:
             while silence := await self._silence(refuse=attached):
                 if ended := self.process.ended():
                     raise EngineError(f"{kind} did not start: it {ended}")
-                if attached and not warned:
+                if attached and not resumed and await self._answers():
+                    resumed = True
+                    log.warning("%s at %s answers, and generates nothing: it is resumed", kind, backend.address)
+                    await self._resumed()
+                elif attached and not warned:
                     warned = True
                     log.warning(
                         "nothing serves at %s yet (%s): waiting. Is this the host:port of %s, and is it running?",
@@ -351,6 +378,8 @@ class RemoteEngine:
                     )
                 reporter.set(doing=f"waiting for {kind} at {backend.address} to start ({loop.time() - began:.0f} s)")
                 await asyncio.sleep(POLL_S)
+        if attached:
+            await self._resumed()
         for lack in await backend.prepare():
             log.warning("%s at %s: %s", kind, backend.address, lack)
         await self._record_options(reporter)
@@ -400,6 +429,11 @@ class RemoteEngine:
                 f"host:port of the inference server."
             ) from None
         return ""
+
+    async def _resumed(self) -> None:
+        """Resume a server that ran already: a trainer that was killed in mid-update has left it paused."""
+        with suppress(EngineError):  # `prepare` says what it lacks
+            await self._backend.resume()
 
     async def _answers(self) -> bool:
         """Return whether the engine answers, also while it is paused. SGLang's /health would not."""
@@ -456,7 +490,7 @@ class RemoteEngine:
         if isinstance(self.process, ServerProcess):
             assert self._launch is not None
             self.process = ServerProcess(self._launch, self.process.log)
-        self.failure, self.core.broken, self.core.version, self.received = None, None, 0, None
+        self.failure, self.core.broken, self.core.version, self.received, self._loaded = None, None, 0, None, None
         await self.start(reporter)
         self._open()
 
@@ -478,7 +512,8 @@ def start_remote(config: Config, run: RunDirectory, name: str = "server", attach
     kind = BACKENDS[config.inference.backend]
     options_file = run.path / "engine" / f"{name}.json"
     if attach:
-        return RemoteEngine(config, core, kind.client(config, attach, core.vision), options_file=options_file)
+        client = kind.client(config, attach, core.vision, server_token())
+        return RemoteEngine(config, core, client, options_file=options_file)
     port = free_port()
     launch = kind.launch(config, port, run.path / "engine" / name)
     log.info("starting %s: %s", kind.kind, " ".join(launch.command))

@@ -7,10 +7,19 @@ the same as without them, except for the version of the weights that made each t
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from dataclasses import replace
 
 from clew.inference.protocol import Completion, Engine, EngineUnreachable, FaultyAnswer, GenerateRequest
 from clew.waits import waiting
+
+EMPTY = 20
+"""Number of aborts without a token, under one version of the weights, after which a request fails: half a minute."""
+
+ALWAYS_EMPTY = (
+    f"the request was aborted {EMPTY} times in a row without a token, and no update was the reason. The server's log "
+    f"may say why; its cache may be too small for the request."
+)
 
 TRIES = 5
 """Number of faulty answers in a row after which a request fails."""
@@ -37,7 +46,8 @@ async def generate_through_aborts(engine: Engine, request: GenerateRequest, *, r
     if restart:  # tokens that were passed on cannot be taken back
         request = replace(request, on_token=None)
     whole = nothing = Completion(output_ids=[], logprobs=[], versions=[], finish_reason="abort")
-    faults = 0
+    faults = empty = 0
+    version: int | None = None
     while True:
         rest = request
         if done := len(whole.output_ids):
@@ -72,8 +82,14 @@ async def generate_through_aborts(engine: Engine, request: GenerateRequest, *, r
         if params.json_schema is not None and whole.output_ids:
             reason = "the server cut short what it held to a JSON schema, and cannot continue there"
             raise EngineUnreachable("", f"Cannot finish this completion: {reason}. Send the request again.")
-        if not part.output_ids:
-            await asyncio.sleep(0.02)  # the engine is about to load: do not spin, but do not report a wait either
+        if not part.output_ids:  # the engine is about to load, which takes a moment, or it never gives this any tokens
+            before = version
+            with suppress(EngineUnreachable, FaultyAnswer):
+                version = await engine.version()
+            empty = empty + 1 if version == before else 0
+            if empty == EMPTY:
+                raise FaultyAnswer("", ALWAYS_EMPTY)
+            await asyncio.sleep(min(RETRY_S * 2**empty, 2.0))
 
 
 async def _until_reachable(engine: Engine, error: EngineUnreachable) -> None:

@@ -189,6 +189,7 @@ async def _keep_listed(
         EngineError: A step has failed, or the server behind this one has ended more than launch.restarts times.
     """
     engine, restarts = application.engine, config.launch.restarts
+    said = ""
     await listening.wait()
     while engine.failure is None or (isinstance(engine, RemoteEngine) and restarts > 0):
         if engine.failure is not None:
@@ -204,7 +205,9 @@ async def _keep_listed(
             try:
                 await _load_newest(engine, run, entry, reporter)
             except EngineUnreachable as error:  # the engine behind it died or froze: its watch will say so
-                log.warning("the newest weights are not loaded yet: %s", error)
+                if str(error) != said:
+                    log.warning("the newest weights are not loaded yet: %s", error)
+                    said = str(error)
                 run.register_server(replace(entry, ready=False))
                 await asyncio.sleep(LOOK_S)
                 continue
@@ -229,7 +232,7 @@ async def _load_newest(engine: ServedEngine, run: RunDirectory, entry: Server, r
         EngineError: The weights were refused, or the trainer has given this server up.
         EngineUnreachable: The engine behind this server died or froze.
     """
-    while (newest := run.newest_weights()) is not None and newest.version != engine.core.version:
+    while (newest := run.newest_weights()) is not None and not engine.holds(newest):
         reporter.set(doing=f"loading version {newest.version}")
         if newest.was_broadcast():
             if engine.failure is not None:

@@ -97,12 +97,13 @@ class SGLangEngine(Backend):
         self._sent: Tensors = {}
         self._expected: dict[str, list[str]] | None = None
         """The trainer's checksums of the weights that it broadcast last; None: they came from files, see `_sent`."""
-        self._dtype = "F32"
+        self._dtype, self._wanted_dtype = "F32", ""
         self._held: dict[str, str] = {}
 
     @classmethod
-    def client(cls, config: Config, address: str, vision: Vision | None = None) -> SGLangEngine:
-        engine = cls(address, model=config.model.path)
+    def client(cls, config: Config, address: str, vision: Vision | None = None, token: str = "") -> SGLangEngine:
+        engine = cls(address, token, model=config.model.path)
+        engine._wanted_dtype = config.model.dtype
         engine._receives = config.weights.via == "collective"
         return engine
 
@@ -147,6 +148,11 @@ class SGLangEngine(Backend):
         self.takes_images = bool(info.get("has_image_understanding"))
         if self._model:
             check_model("SGLang", self.address, info["model_path"], self._model)
+        if self._wanted_dtype and server.get("dtype") in DTYPES.keys() - {self._wanted_dtype}:
+            raise EngineError(
+                f"Cannot train with SGLang at {self.address}: it computes with {server['dtype']}, and model.dtype is "
+                f"{self._wanted_dtype}. Start it with --dtype {self._wanted_dtype}, or set model.dtype."
+            )
         self._before_temperature = await self._reports_before_temperature()
         self._dtype = DTYPES.get(server.get("dtype", ""), "")
         on_one_cpu = server.get("device") == "cpu" and server.get("tp_size", 1) == 1

@@ -108,7 +108,7 @@ class VLLMEngine(Backend):
         self.model = model
         # Abilities that `prepare` finds; a server that was not prepared is asked for nothing special.
         self._asks_engine = False
-        self._labels = False
+        self.labels = False
         self._aborts = False
         self._generates = False
         self._masks = False
@@ -121,8 +121,8 @@ class VLLMEngine(Backend):
     # The server ------------------------------------------------------------------------------------------------------
 
     @classmethod
-    def client(cls, config: Config, address: str, vision: Vision | None = None) -> VLLMEngine:
-        engine = cls(address, config.model.path, 2**40, vision=vision)
+    def client(cls, config: Config, address: str, vision: Vision | None = None, token: str = "") -> VLLMEngine:
+        engine = cls(address, config.model.path, 2**40, token, vision)
         engine._model_path = config.model.path
         engine._masks = bool({"return-sampling-mask", "return_sampling_mask"} & config.inference.args.keys())
         engine._adapts = config.sends_adapters
@@ -191,7 +191,7 @@ class VLLMEngine(Backend):
         check_model("vLLM", self.address, folder, self._model_path)
         await self._check_extension()
         self._asks_engine = "/is_paused" in routes
-        self._labels = "/update_weight_version" in routes
+        self.labels = "/update_weight_version" in routes
         self._aborts = "/abort_requests" in routes
         self._generates = GENERATE in routes
         self.takes_images = self._vision is not None and self._generates
@@ -209,7 +209,7 @@ class VLLMEngine(Backend):
                 f"it has no {GENERATE}: the record holds no sampling masks, no routed experts, and not vLLM's own "
                 f"account of which weights made a token."
             )
-        if not self._labels:
+        if not self.labels:
             lacks.append(
                 "it does not store the version of its weights (no /update_weight_version): only Clew records which "
                 "weights made a token."
@@ -286,7 +286,7 @@ class VLLMEngine(Backend):
                 f"vLLM at {self.address} did not load version {ref.version} as the trainer wrote it: {len(wrong)} "
                 f"tensors differ: {shown}. It serves nothing now.{hint}"
             )
-        if self._labels:
+        if self.labels:
             await self._post("/update_weight_version", {"new_version": str(ref.version)})
 
     async def score(self, input_ids: list[int]) -> float:

@@ -163,7 +163,7 @@ def _children(config: Config, arguments: list[str], run: RunDirectory) -> dict[s
                 "which devices train, such as launch.devices=d1.",
                 SERVERS_VARIABLE,
             )
-        for name in (SERVERS_VARIABLE, SERVERS_ALIAS, TOKEN_VARIABLE):
+        for name in (SERVERS_VARIABLE, SERVERS_ALIAS, *([] if fronts else [TOKEN_VARIABLE])):  # a front needs the key
             inherited.pop(name, None)
     return {
         role: Child(

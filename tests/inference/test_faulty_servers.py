@@ -20,6 +20,7 @@ import pytest
 from aiohttp import web
 
 from clew.errors import EngineError
+from clew.inference import resubmit
 from clew.inference.client import HTTPEngine
 from clew.inference.detect_server import find_engine
 from clew.inference.protocol import Completion, EngineUnreachable, FaultyAnswer, GenerateRequest, SamplingParams
@@ -27,6 +28,7 @@ from clew.inference.resubmit import TRIES, generate_through_aborts
 from clew.inference.sglang import SGLangEngine
 from clew.inference.vllm import VLLMEngine
 from clew.record.run import RunDirectory, Server
+from clew.record.weights import WeightRef
 from clew.rollout.server_pool import ServerPool
 from tests.inference.test_server import ServerProcess
 from tests.models import VOCAB, tiny_model, tiny_tokenizer
@@ -361,6 +363,68 @@ def test_a_list_of_models_of_another_shape(listed: Any) -> None:
 
     with serving(answer) as address, pytest.raises(EngineError, match=f"Cannot find a model.*{address}"):
         asyncio.run(find_engine(f"http://{address}/v1"))
+
+
+@pytest.mark.parametrize(
+    ("answered", "words"),
+    [
+        ({"success": True}, "is no `clew serve`, so nothing checks that it loaded version 5"),
+        ({"success": True, "clew": {}, "weight_version": "4"}, "that it loaded version 5, and serves version 4"),
+    ],
+)
+def test_an_update_that_says_that_it_succeeded_and_did_not(answered: Any, words: str) -> None:
+    async def answer(_: web.Request) -> web.Response:
+        return web.json_response(answered)
+
+    async def load(address: str) -> None:
+        client = HTTPEngine(address)
+        try:
+            await client.load_weights(WeightRef(version=5, path="/weights", digest=""))
+        finally:
+            await client.close()
+
+    with serving(answer) as address, pytest.raises(EngineError, match=words):
+        asyncio.run(load(address))
+
+
+def test_tokens_of_a_clew_serve_that_does_not_say_their_version_are_refused() -> None:
+    meta = {"finish_reason": {"type": "length"}, "completion_tokens": 1, "output_token_logprobs": [[-1.0, 7, None]]}
+
+    async def answer(_: web.Request) -> web.Response:
+        return web.json_response({"output_ids": [7], "meta_info": meta})
+
+    async def ask(engine: HTTPEngine) -> Completion:
+        try:
+            return await engine.generate(request(0))
+        finally:
+            await engine.close()
+
+    with serving(answer) as address:
+        with pytest.raises(FaultyAnswer, match="weight_version None"):
+            asyncio.run(ask(HTTPEngine(address)))
+        assert asyncio.run(ask(SGLangEngine(address))).output_ids == [7], "its version is known otherwise"
+
+
+def test_a_request_that_a_server_aborts_for_ever_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resubmit, "RETRY_S", 1e-9)
+    meta = {"finish_reason": {"type": "abort"}, "completion_tokens": 0, "output_token_logprobs": []}
+    asked = 0
+
+    async def answer(request: web.Request) -> web.Response:
+        nonlocal asked
+        asked += request.path == "/generate"
+        return web.json_response({"output_ids": [], "meta_info": meta, "weight_version": str(asked // 30)})
+
+    async def ask(address: str) -> None:
+        client = HTTPEngine(address)
+        try:
+            await generate_through_aborts(client, request(0))
+        finally:
+            await client.close()
+
+    with serving(answer) as address, pytest.raises(FaultyAnswer, match=f"aborted {resubmit.EMPTY} times in a row"):
+        asyncio.run(ask(address))
+    assert resubmit.EMPTY < asked <= resubmit.EMPTY + 2, "the first says which version it is"
 
 
 def test_a_tls_port_is_told_from_an_inference_server(tls: ssl.SSLContext) -> None:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -503,6 +504,87 @@ def test_a_pause_that_ends_in_mid_update_lets_no_request_through(
 
     with serving(answer) as address:
         assert asyncio.run(scenario(address)).versions == [5]
+
+
+def test_a_server_that_names_other_weights_than_it_was_given_serves_nothing_until_it_is_started_again(
+    tmp_path: Path, version: WeightRef
+) -> None:
+    tiny_tokenizer(tmp_path / "model")
+    tiny_model(tmp_path / "model")
+    named = config().model_copy(update={"model": Model(path=str(tmp_path / "model"))})
+    held = {name: [digest, 1, 1, []] for name, digest in hex_digests(load_file(tmp_path / "model.safetensors")).items()}
+    label = "default"
+
+    async def answer(_: web.Request) -> web.Response:
+        span = {"version": label, "start": 0, "end": 1}
+        choice = {"token_ids": [7], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "length"}
+        return web.json_response({"results": [held], "choices": [{**choice, "weight_versions": [span]}]})
+
+    async def scenario(address: str) -> str:
+        nonlocal label
+        client = VLLMEngine.client(named, address)
+        client.labels = True
+        engine = RemoteEngine(named, RemoteCore(named), client)
+        request = GenerateRequest([9], SamplingParams(max_new_tokens=1))
+        try:
+            assert not engine.holds(version) and not engine.holds(replace(version, version=0)), "it may hold any"
+            assert (await engine.generate(request)).versions == [0]
+            await engine.load_weights(version)
+            assert engine.holds(version)
+            label = "5"
+            assert (await engine.generate(request)).versions == [5]
+            label = "default"
+            with pytest.raises(EngineUnreachable, match=r"weights that it calls 'default', and was given version 5"):
+                await engine.generate(request)
+            return str(engine.failure)
+        finally:
+            await engine.close()
+
+    with serving(answer) as address:
+        assert address in asyncio.run(scenario(address))
+
+
+def test_an_attached_server_that_was_left_paused_is_resumed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tiny_tokenizer(tmp_path / "model")
+    tiny_model(tmp_path / "model")
+    inference = Inference(backend="sglang")
+    named = config().model_copy(update={"model": Model(path=str(tmp_path / "model")), "inference": inference})
+    resumed = threading.Event()
+
+    async def answer(request: web.Request) -> web.Response:
+        if request.path == "/continue_generation":
+            resumed.set()
+        if request.path == "/health" and not resumed.is_set():
+            await asyncio.sleep(60)
+        return web.json_response({"paths": {}})
+
+    async def attach(address: str) -> None:
+        engine = RemoteEngine(named, RemoteCore(named), SGLangEngine(address))
+        try:
+            with RunDirectory(tmp_path / "run").report("server") as reporter:
+                await engine.start(reporter)
+        finally:
+            await engine.close()
+
+    with serving(answer) as address, pytest.raises(EngineError, match="it does not offer /generate"):
+        asyncio.run(asyncio.wait_for(attach(address), 30))
+    assert resumed.is_set() and f"SGLang at {address} answers, and generates nothing: it is resumed" in caplog.text
+
+
+def test_an_sglang_of_another_number_type_is_refused_before_the_first_update() -> None:
+    async def answer(request: web.Request) -> web.Response:
+        listed = {"data": [{"max_model_len": 64}], "paths": {path: {} for path in NEEDED}}
+        return web.json_response({**listed, "model_path": "m", "dtype": "bfloat16"})
+
+    async def prepare(address: str) -> None:
+        client = SGLangEngine.client(config(backend="sglang"), address)
+        try:
+            await client.prepare()
+        finally:
+            await client.close()
+
+    with serving(answer) as address, pytest.raises(EngineError, match=r"bfloat16, and model\.dtype is float32\. Start"):
+        asyncio.run(prepare(address))
 
 
 FROZEN_WORKER = """
