@@ -34,11 +34,7 @@ class RecordedStep:
 
     @classmethod
     def read(cls, run: RunDirectory, step: int) -> RecordedStep:
-        """Read a step.
-
-        Raises:
-            RecordError: A file of it is missing or cannot be read.
-        """
+        """Read a step. Raises RecordError if a file of it is missing or cannot be read."""
         summary, batch = run.steps.read(step), run.steps.read_data(step)
         return cls(run=run, step=step, summary=summary, batch=batch, stages=run.steps.read_stages(step))
 
@@ -79,8 +75,6 @@ def compare(then: RecordedStep, result: StepResult, engine: TrainEngine, toleran
     """Return where a retrained step differs from its record: one difference for each stage that does, in their order.
 
     Args:
-        then: The record of the step.
-        result: Result of the step, which `engine` has just made.
         engine: The engine, as the step left it.
         tolerance: Limit within which values agree. If it is not exact, gradients are compared by their norm alone.
     """
@@ -114,7 +108,7 @@ def compare(then: RecordedStep, result: StepResult, engine: TrainEngine, toleran
         if not tolerance.agree(*(np.array([norm], np.float32) for norm in norms)).all():
             where = "norm of the gradient"
             found.append(Difference(step=step, stage="gradients", where=where, recorded=norms[0], found=norms[1]))
-    written = (then.run.checkpoints / f"step-{step + 1:06d}" / "checkpoint.json").exists()
+    written = (then.run.checkpoint(step + 1) / "checkpoint.json").exists()
     if written and (tolerance.exact or not found):
         found += _in_checkpoint(then.run, step, engine, tolerance)
     return found
@@ -138,7 +132,7 @@ def _in_checkpoint(run: RunDirectory, step: int, engine: TrainEngine, tolerance:
     Where equality bit for bit is not promised, the checkpoint's files are checked against their own digests instead:
     this raises RecordError if they do not match.
     """
-    folder = run.checkpoints / f"step-{step + 1:06d}"
+    folder = run.checkpoint(step + 1)
     if not tolerance.exact:
         checkpoint.check(folder, engine)
         return

@@ -54,11 +54,7 @@ def resume_dump(config: Config, run: RunDirectory) -> None:
 
 
 def dump(config: Config, run: RunDirectory, step: int) -> None:
-    """Copy the batch of the newest committed step to debug.path.
-
-    Raises:
-        RecordError: debug.path already has a batch of this step.
-    """
+    """Copy the batch of the newest committed step to debug.path. Raises RecordError if it has a batch of this step."""
     if step in _batches(_folder(config)):  # of a run that began after this one
         raise _of_another_run(_folder(config), step, run)
     _copy(config, run, step)

@@ -55,12 +55,14 @@ def train(
     """
     ranks, clock = engine.ranks, around.clock
     train_again(config, run, engine, around)
+    around.before_first_step(engine)
     while True:
         version = engine.version  # also the number of the step that these weights will make
         with clock("evaluation"):
             around.wait_for_evaluation(version - 1)  # one version is evaluated before the next is published
         with clock("publish"):
             around.publish(engine)
+            around.evaluate_here(engine)
         if ranks.leads:
             with clock("record"):
                 run.inbox.remove(run.steps.read(version - 1)["groups"] if version else ())
@@ -113,4 +115,4 @@ def train_again(config: Config, run: RunDirectory, engine: TrainEngine, around: 
 def save_checkpoint(run: RunDirectory, engine: TrainEngine) -> None:
     """Write a checkpoint of the engine's version. All ranks call this together."""
     follows = committed_digest(run.steps, engine.version - 1)
-    checkpoint.save(engine, run.checkpoints / f"step-{engine.version:06d}", follows=follows)
+    checkpoint.save(engine, run.checkpoint(engine.version), follows=follows)

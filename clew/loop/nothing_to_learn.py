@@ -33,15 +33,10 @@ class NothingToLearn:
         self._correlations: list[float] = []
 
     def add(self, step: int, metrics: Mapping[str, float], largest_advantage: float = 1.0) -> str:
-        """Take a step's metrics, and warn when the step teaches nothing.
+        """Log a warning when a step teaches nothing. Return the warning that `clew status` shows; "" if there is none.
 
         Args:
-            step: Number of the step.
-            metrics: Its metrics, as the record has them.
             largest_advantage: The largest absolute advantage of the step's tokens.
-
-        Returns:
-            The warning that `clew status` shows; empty when there is none.
         """
         warning = self._equal_rewards(step, metrics)
         self._all_rejected(step, metrics)
@@ -83,8 +78,8 @@ class NothingToLearn:
             )
 
     def _equal_rewards(self, step: int, metrics: Mapping[str, float]) -> str:
-        alike = metrics["equal_groups_share"] == 1 if self._within_groups else metrics["reward_std"] == 0
-        self._in_a_row = self._in_a_row + 1 if alike else 0
+        all_equal = metrics["equal_groups_share"] == 1 if self._within_groups else metrics["reward_std"] == 0
+        self._in_a_row = self._in_a_row + 1 if all_equal else 0
         if self._in_a_row < WARN_STEPS:
             return ""
         whose = "each group" if self._within_groups else "the batch"

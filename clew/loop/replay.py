@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +57,6 @@ def engine_at(run: RunDirectory, step: int, device: str | None = None, ranks: Ra
     It needs nothing but the run directory: even the reference model is in it, as the run's first checkpoint.
 
     Args:
-        run: The run.
-        step: The step.
         device: Device to use in place of the run's; None: the run's.
         ranks: Ranks of the engine; the run may have had others.
 
@@ -66,29 +64,31 @@ def engine_at(run: RunDirectory, step: int, device: str | None = None, ranks: Ra
         RecordError: There is no such checkpoint, or it was altered.
         ModelError: The checkpoint is of a different model from the run's.
     """
-    folders = {int(folder.name.removeprefix("step-")): folder for folder in checkpoint.saved(run.checkpoints)}
+    folders = {version: run.checkpoint(version) for version in run.checkpointed()}
     before = [version for version in folders if version <= step]
     if not before:
         there = ", ".join(map(str, folders)) or "none"
-        alone = "advantages,loss" if run.steps.by_clew else "data"
+        stages = "advantages,loss" if run.steps.by_clew else "data"
         raise RecordError(
             f"{run.path} has no checkpoint at or before step {step} (there: {there}), and steps are trained again from "
-            f"a checkpoint on. `clew replay RUN --step {step} --stage {alone}` needs none."
+            f"a checkpoint on. `clew replay RUN --step {step} --stage {stages}` needs none."
         )
-    for version in {before[0], before[-1]}:
-        checkpoint.check_files(folders[version])
+    version, folder = before[-1], folders[before[-1]]
+    for needed in {before[0], version}:
+        checkpoint.check_files(folders[needed])
     config = configuration.load(run.config_path)
-    recorded = run.steps.read(before[-1]) if before[-1] < run.steps.count() else None
+    recorded = run.steps.read(version) if version < run.steps.count() else None
     if recorded is not None:
         config = config.model_copy(update=_configured(run, recorded))
     config = _portable(config, folders, device, ranks)
     torch.set_num_threads(recorded["environment"]["threads"] if recorded else config.threads)
     make_deterministic(config.training)
-    engine = TrainEngine(config, model_path=str(folders[before[-1]]), ranks=ranks, media=run.media)
-    checkpoint.load(engine, folders[before[-1]])
+    supervised = recorded is not None and recorded.get("supervised", False)
+    engine = TrainEngine(config, model_path=str(folder), ranks=ranks, media=run.media, supervised=supervised)
+    checkpoint.load(engine, folder)
     if config.algorithm.kl_coef > 0 and 0 in before[:-1]:
         checkpoint.check(folders[0], engine)
-    _check_belongs(run, engine, folders[before[-1]])
+    _check_belongs(run, engine, folder)
     return engine
 
 
@@ -99,10 +99,11 @@ def _check_belongs(run: RunDirectory, engine: TrainEngine, folder: Path) -> None
         ModelError: The checkpoint is of a different model from the run's.
         RecordError: Its weights are not what the step before it left.
     """
-    said = run.facts().get("parameters", engine.parameter_names)
-    names, ours = ([name for name in side if not name.startswith("critic.")] for side in (said, engine.parameter_names))
-    if names != ours:  # without a critic, which the run may have had only for some steps
-        strange = sorted(set(names) ^ set(ours))
+    described = run.facts().get("parameters", engine.parameter_names)
+    # without a critic, which the run may have had only for some steps
+    runs, ours = ([n for n in names if not n.startswith("critic.")] for names in (described, engine.parameter_names))
+    if runs != ours:
+        strange = sorted(set(runs) ^ set(ours))
         why = f"{strange[0]} exists in only one of them" if strange else "other parameters of it are trained"
         raise ModelError(
             f"Checkpoint {folder} does not match {run.path}: {why}. Restore the run's own checkpoint, or remove this "
@@ -149,25 +150,39 @@ def replay(run: RunDirectory, engine: TrainEngine, last: int, *, verify: bool = 
         engine: The engine, at a checkpoint of the run.
         verify: Whether to compare, and to raise DifferenceFound when a batch is not what was trained on.
     """
-    near, drifted = TOLERANCES[engine.config.model.dtype], ""
+    drifted = ""
     for step in range(engine.version, last + 1):
         recorded = RecordedStep.read(run, step)
         if verify and (altered := recorded.altered()) is not None:
             raise DifferenceFound(run, altered)
         configure_as(run, engine, recorded.summary)
-        tolerance, because = how_to_compare(recorded.summary, engine)
-        if tolerance.exact and drifted:
-            tolerance, because = near, drifted
-        result = engine.train_step(recorded.batch)
-        found = compare(recorded, result, engine, tolerance) if verify else []
-        if found and tolerance.exact and (doubt := _rounding_doubt(recorded, result, engine)):
-            # Differences within the tolerance come from the other processor's rounding; one beyond it is reported.
-            beyond = compare(recorded, result, engine, near)
-            if not beyond or str(beyond[0]) != str(found[0]):
-                tolerance, because, found = near, f"{found[0]}: this is within rounding, and {doubt}", beyond
-        if not tolerance.exact and not drifted:  # no later step can be equal bit for bit
+        done = _train_again(recorded, engine, drifted, verify=verify)
+        if not done.tolerance.exact and not drifted:  # no later step can be equal bit for bit
             drifted = f"the weights, which step {step} left within a tolerance"
-        yield Replayed(step=step, result=result, tolerance=tolerance, because=because, differences=found)
+        yield done
+
+
+def _train_again(recorded: RecordedStep, engine: TrainEngine, drifted: str, *, verify: bool) -> Replayed:
+    """Train a recorded step again, and compare it with its record.
+
+    Args:
+        drifted: Why the engine no longer has the weights of the record bit for bit; empty if it has.
+    """
+    near = TOLERANCES[engine.config.model.dtype]
+    tolerance, because = how_to_compare(recorded.summary, engine)
+    if tolerance.exact and drifted:
+        tolerance, because = near, drifted
+    result = engine.train_step(recorded.batch)
+    found = compare(recorded, result, engine, tolerance) if verify else []
+    done = Replayed(step=recorded.step, result=result, tolerance=tolerance, because=because, differences=found)
+    if not found or not tolerance.exact or not (doubt := _rounding_doubt(recorded, result, engine)):
+        return done
+    # Differences within the tolerance come from the other processor's rounding; one beyond it is reported.
+    beyond = compare(recorded, result, engine, near)
+    if beyond and str(beyond[0]) == str(found[0]):
+        return done
+    because = f"{found[0]}: this is within rounding, and {doubt}"
+    return replace(done, tolerance=near, because=because, differences=beyond)
 
 
 def _rounding_doubt(recorded: RecordedStep, result: StepResult, engine: TrainEngine) -> str:
@@ -191,7 +206,5 @@ def configure_as(run: RunDirectory, engine: TrainEngine, recorded: dict[str, Any
     algorithm = algorithm.model_copy(update={"critic": engine.config.algorithm.critic})  # a path on this machine
     if (training, algorithm) != (engine.config.training, engine.config.algorithm):
         engine.configure(training, algorithm)
-    if recorded is not None:
-        engine.supervised = recorded.get("supervised", False)
     if "seed" in was:
         engine.config = engine.config.model_copy(update={"seed": was["seed"]})

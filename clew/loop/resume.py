@@ -41,6 +41,31 @@ def restore(config: Config, run: RunDirectory, ranks: Ranks, *, supervised: bool
     ranks.meet()
     saved = checkpoint.saved(run.checkpoints)
     version, committed = checkpoint.latest_version(run.checkpoints), run.steps.count()
+    _refuse_other_runs(run, version, committed, supervised)
+    if run.newest_weights() is not None or (supervised and committed):
+        _refuse_changes(config, run, version, committed)
+    if committed > version and ranks.leads:
+        log.info("resuming: checkpoint %d, then steps %d to %d from the record", version, version, committed - 1)
+    engine = TrainEngine(config, ranks=ranks, media=run.media, supervised=supervised)
+    if saved:
+        checkpoint.check_files(saved[-1])
+        checkpoint.load(engine, saved[-1])
+        if ranks.leads:
+            checkpoint.point("latest", saved[-1])  # a newer one may have been removed
+    if committed and ranks.leads:
+        _warn_of_changed_code(config, run, committed - 1)
+    return engine
+
+
+def _warn_of_changed_code(config: Config, run: RunDirectory, step: int) -> None:
+    before = run.steps.read(step).get("code", {})
+    for field, digest in code_of(config).items():
+        if before.get(field, digest) != digest:
+            log.warning("the file of %s has changed since step %d was trained", field, step)
+
+
+def _refuse_other_runs(run: RunDirectory, version: int, committed: int, supervised: bool) -> None:
+    """Raise RecordError for a run that another command or trainer made, or whose newest steps are gone."""
     if version > committed:
         raise RecordError(
             f"{run.path} has a checkpoint of version {version}, but {committed} committed steps: steps were removed, "
@@ -52,23 +77,6 @@ def restore(config: Config, run: RunDirectory, ranks: Ranks, *, supervised: bool
         )
     if (trainer := run.facts().get("trainer")) is not None:
         raise RecordError(f"Cannot continue {run.path}: it was recorded by {trainer}. Choose another trial=NAME.")
-    if run.newest_weights() is not None or (supervised and committed):
-        _refuse_changes(config, run, version, committed)
-    if committed > version and ranks.leads:
-        log.info("resuming: checkpoint %d, then steps %d to %d from the record", version, version, committed - 1)
-    engine = TrainEngine(config, ranks=ranks, media=run.media)
-    engine.supervised = supervised
-    if saved:
-        checkpoint.check_files(saved[-1])
-        checkpoint.load(engine, saved[-1])
-        if ranks.leads:
-            checkpoint.point("latest", saved[-1])  # a newer one may have been removed
-    if committed and ranks.leads:
-        before = run.steps.read(committed - 1).get("code", {})
-        for field, digest in code_of(config).items():
-            if before.get(field, digest) != digest:
-                log.warning("the file of %s has changed since step %d was trained", field, committed - 1)
-    return engine
 
 
 def check_chain(run: RunDirectory) -> None:
@@ -88,7 +96,7 @@ def check_chain(run: RunDirectory) -> None:
 
 def _refuse_changes(config: Config, run: RunDirectory, version: int, committed: int) -> None:
     changed = {name: changes_in_words({name: values}) for name, values in run.changes(config).items()}
-    model = [said for name, said in changed.items() if name in ("model.path", "model.dtype")]
+    model = [change for name, change in changed.items() if name in ("model.path", "model.dtype")]
     if model:
         raise ConfigError(
             f"{run.path} began with another model: {', '.join(model)}. A run keeps its model; start another "
@@ -97,7 +105,7 @@ def _refuse_changes(config: Config, run: RunDirectory, version: int, committed: 
     if config.training.schedule == "constant":
         changed.pop("training.steps", None)
     changed.pop("training.tp", None)  # like launch.ranks, it only changes the order of sums
-    decisive = [said for name, said in changed.items() if name.startswith(("training.", "algorithm."))]
+    decisive = [change for name, change in changed.items() if name.startswith(("training.", "algorithm."))]
     if decisive and committed > version:
         raise ConfigError(
             f"steps {version} to {committed - 1} of {run.path} must be trained again after the last checkpoint "

@@ -45,7 +45,7 @@ def sft(config: Config) -> None:
     with rank_of(config) as (ranks, run, reporter, interrupts):
         console = EscapingConsole(highlight=False, soft_wrap=True, quiet=not ranks.leads)
         progress = _Progress(console, config.training.steps)
-        around = Supervision(
+        around = SftSurroundings(
             config, run, ranks, demonstrations, held_out, console=console, reporter=reporter, interrupts=interrupts
         )
         with around:
@@ -69,7 +69,7 @@ def check_first_row(config: Config) -> None:
     Demonstrations(first, load_tokenizer(config.model.path), context=context_of(config.model.path))
 
 
-class Supervision(Surroundings):
+class SftSurroundings(Surroundings):
     """The rows of the data in place of rollout, and the held-out loss in place of evaluations."""
 
     supervised = True
@@ -86,41 +86,38 @@ class Supervision(Surroundings):
         reporter: Reporter,
         interrupts: Interrupts,
     ) -> None:
+        """Train on `demonstrations`, and compute the loss of `held_out` where evaluations are due."""
         super().__init__(config, run, ranks, batches=self, reporter=reporter, interrupts=interrupts)
         self._console = console
         self._demonstrations = demonstrations
         self._held_out = held_out
-        self._begun = False
 
-    def publish(self, engine: TrainEngine) -> None:
-        """Refuse a run that already has too many steps, and compute this version's held-out loss if it is due."""
-        super().publish(engine)
-        if not self._begun:
-            self._begun = True
-            if engine.version > (steps := self.config.training.steps):
-                raise RecordError(
-                    f"{self.run.path} has {engine.version} steps behind it, but training.steps is {steps}. Raise it, "
-                    f"or choose another trial=NAME."
-                )
-            if engine.version:
-                self._console.print(f"Going on from version {engine.version}.")
-        if self._held_out is None or not self.config.evaluates(engine.version):
-            return
-        if self.run.read_eval(engine.version) is None:
-            self._evaluate(engine, self._held_out)
+    def before_first_step(self, engine: TrainEngine) -> None:
+        """Refuse a run that already has too many steps."""
+        if engine.version > (steps := self.config.training.steps):
+            raise RecordError(
+                f"{self.run.path} has {engine.version} steps behind it, but training.steps is {steps}. Raise it, "
+                f"or choose another trial=NAME."
+            )
+        if engine.version:
+            self._console.print(f"Going on from version {engine.version}.")
 
     def write(self, step: int) -> None:
         """Write the batch of a step, even if it is there already: it depends only on the configuration and the data."""
         self.run.steps.write_data(step, rows.to_table(self._demonstrations.batch(step)))
 
-    def _evaluate(self, engine: TrainEngine, held_out: Tokens) -> None:
-        """Compute the held-out loss, write it to evals/ and print it. All ranks call this together."""
+    def evaluate_here(self, engine: TrainEngine) -> None:
+        """Compute the held-out loss if it is due, write it to evals/ and print it."""
+        held_out = self._held_out
+        if held_out is None or not self.config.evaluates(engine.version) or self.run.read_eval(engine.version):
+            return
         began = time.monotonic()
         loss = engine.held_out_loss(held_out)
         if self.ranks.leads:
             tokens = int(held_out.loss_mask_S.sum())
-            said = {"loss": loss, "tokens": tokens, "prompts": len(held_out.ids), "seconds": time.monotonic() - began}
-            self.run.write_eval(engine.version, [], said)
+            seconds = time.monotonic() - began
+            summary = {"loss": loss, "tokens": tokens, "prompts": len(held_out.ids), "seconds": seconds}
+            self.run.write_eval(engine.version, [], summary)
         self.ranks.meet()
         self._console.print(
             f"held-out loss of version {engine.version}: {loss:.4f} nats a token ({len(held_out.ids)} rows)"
@@ -133,7 +130,7 @@ class _Progress:
     def __init__(self, console: Console, steps: int) -> None:
         self._console = console
         self._steps = steps
-        self._said_at = time.monotonic()
+        self._printed_at = time.monotonic()
         self._tokens = self._seconds = 0.0
 
     def say(self, step: int, summary: dict[str, Any]) -> None:
@@ -141,9 +138,9 @@ class _Progress:
         self._tokens += metrics["tokens"]
         self._seconds += sum(summary["timings"].values())
         now = time.monotonic()
-        if now - self._said_at < PROGRESS_S and step < self._steps:
+        if now - self._printed_at < PROGRESS_S and step < self._steps:
             return
-        self._said_at = now
+        self._printed_at = now
         speed = self._tokens / max(1e-9, self._seconds)
         right = metrics.get("preference/accuracy")
         self._console.print(

@@ -100,11 +100,7 @@ def facts_of(batch: list[Sequence], version: int) -> dict[str, Any]:
 def summarize(
     run: RunDirectory, batch: list[Sequence], digests: Mapping[str, RowDigest], result: StepResult, engine: TrainEngine
 ) -> dict[str, Any]:
-    """Return the content of step-N.json, except for the timings.
-
-    Args:
-        digests: Digests of the batch's rows, from `clew.record.digest.digest_rows`.
-    """
+    """Return the content of step-N.json, except for the timings. `digests` are those of the batch's rows."""
     config = engine.config
     return {
         **facts_of(batch, engine.version),

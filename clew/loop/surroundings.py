@@ -108,6 +108,12 @@ class Surroundings:
         """Raise Interrupted on every rank when rank 0 was asked to end."""
         self.ranks.agree("whether to go on", self._interrupts.check)
 
+    def before_first_step(self, engine: TrainEngine) -> None:
+        """Do what has to be done once, when the recorded steps are trained again. `clew sft` needs this."""
+
+    def evaluate_here(self, engine: TrainEngine) -> None:
+        """Evaluate the engine's version on every rank. `clew sft` does this; otherwise rollout evaluates."""
+
     def publish(self, engine: TrainEngine) -> None:
         """Hand the engine's weights to inference, and return when they are served."""
         self.reporter.set(version=engine.version)

@@ -157,40 +157,41 @@ def in_stages(
         parameters: Names of the parameters, in the order of the digests.
         exact: Stages that must agree bit for bit, whatever the tolerance.
     """
+    gradients, weights = (_of_both(tensors, kind) if tolerance.exact else None for kind in ("gradients", "weights"))
 
-    def hold(name: str, rows: Iterable[int], update: int = 0) -> Difference | None:
-        if name not in recorded and name not in found:
-            return None
-        if name not in recorded or name not in found:
-            return on_one_side(step, name, "the stage", recorded=recorded, found=found, name=name)
-        of_rows = [ids[row] for row in rows]
-        then, now = ([side[name][id] for id in of_rows] for side in (recorded, found))
-        near = EXACT if name in exact else tolerance
-        after_update = update > 0 and tolerance.exact  # else the gradients before it were not compared
-        return in_stage(step, name, of_rows, then, now, near, after_update=after_update)
-
-    def in_digests(stage: str, kind: str, update: int | None = None) -> Difference | None:
-        then, now = (side.get(kind) for side in tensors)
-        if then is None or now is None or not tolerance.exact:
-            return None
-        if update is None:
-            return in_tensors(step, stage, parameters, then, now)
-        then, now = (side[update] if update < len(side) else "" for side in (then, now))
-        return in_tensors(step, stage, parameters, then, now, f", update {update}" if len(plan) > 1 else "")
+    def in_values(name: str, rows: Iterable[int], update: int = 0) -> Iterator[Difference | None]:
+        if name in recorded and name in found:
+            of_rows = [ids[row] for row in rows]
+            then, now = ([side[name][id] for id in of_rows] for side in (recorded, found))
+            near = EXACT if name in exact else tolerance
+            after_update = update > 0 and tolerance.exact  # else the gradients before it were not compared
+            yield in_stage(step, name, of_rows, then, now, near, after_update=after_update)
+        elif name in recorded or name in found:
+            yield on_one_side(step, name, "the stage", recorded=recorded, found=found, name=name)
 
     def in_order() -> Iterator[Difference | None]:
-        known = sorted({*recorded, *found} - {*STAGES})  # of another trainer
-        for name in [*STAGES, *known]:
+        others = sorted({*recorded, *found} - {*STAGES})  # of another trainer
+        for name in [*STAGES, *others]:
             if name not in OF_UPDATES:
-                yield hold(name, range(len(ids)))
+                yield from in_values(name, range(len(ids)))
         for update, minibatch in enumerate(plan):
             rows = sorted(row for micro in minibatch for row in micro)
             for name in OF_UPDATES:
-                yield hold(name, rows, update)
-            yield in_digests("gradients", "gradients", update)
-        yield in_digests("update", "weights")
+                yield from in_values(name, rows, update)
+            if gradients is not None:
+                then, now = (side[update] if update < len(side) else "" for side in gradients)
+                which = f", update {update}" if len(plan) > 1 else ""
+                yield in_tensors(step, "gradients", parameters, then, now, which)
+        if weights is not None:
+            yield in_tensors(step, "update", parameters, *weights)
 
     return (difference for difference in in_order() if difference is not None)
+
+
+def _of_both(sides: tuple[Mapping[str, Any], Mapping[str, Any]], name: str) -> tuple[Any, Any] | None:
+    """Return the values of two sides; None if one of them has none."""
+    then, now = (side.get(name) for side in sides)
+    return None if then is None or now is None else (then, now)
 
 
 def on_one_side(
@@ -350,13 +351,13 @@ def in_batch(
         return found
     # Several ranks record their rows in another order than the batch has. So rows were moved only if the digest fits
     # the recorded order.
-    moved = [(then, row.id) for then, row in zip(recorded, batch, strict=False) if then != row.id]
-    in_their_order = {name: digests[name] for name in recorded if name in digests}
-    if not moved or digest_batch(in_their_order) != whole:
+    exchanged = [(then, row.id) for then, row in zip(recorded, batch, strict=False) if then != row.id]
+    in_recorded_order = {name: digests[name] for name in recorded if name in digests}
+    if not exchanged or digest_batch(in_recorded_order) != whole:
         return Difference(step=step, stage="data", where="all, in their order", recorded=whole, found=now)
-    then, here = moved[0]
+    then, here = exchanged[0]
     where = f"the order of the sequences, number {list(recorded).index(then)}"
-    more = f"{len(moved)} sequences are in other places"
+    more = f"{len(exchanged)} sequences are in other places"
     return Difference(step=step, stage="data", where=where, recorded=then, found=here, more=more)
 
 

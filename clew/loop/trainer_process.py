@@ -174,7 +174,7 @@ def train_here(
     except (Interrupted, TrainingError) as error:
         # Only these are raised on every rank: after any other error a rank would wait for the others for ever.
         together = ranks.size == 1 or not isinstance(error, TrainingError) or isinstance(error, GradientError)
-        written = (run.checkpoints / f"step-{engine.version:06d}").exists()
+        written = run.checkpoint(engine.version).exists()
         if together and engine.whole and engine.version == run.steps.count() and not written:
             save_checkpoint(run, engine)  # so that it can go on with another configuration
         if isinstance(error, TrainingError):

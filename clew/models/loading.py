@@ -6,13 +6,13 @@ Shared by training and inference, which never import each other.
 from __future__ import annotations
 
 import json
-import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from clew.errors import ModelError, first_line
 from clew.models.architecture import sees
-from clew.models.model_folder import check_folder, config_of, is_named, listing
+from clew.models.model_folder import check_folder, config_of, expanded, is_named, listing, quiet_transformers
 
 if TYPE_CHECKING:
     import torch
@@ -60,9 +60,6 @@ def load_value_model(
     new head of zeros, so that all its numbers start at 0.
 
     Args:
-        path: Folder or hub name of the model.
-        dtype: The type of the weights.
-        device: The device to load it onto.
         field: The configuration field that holds the path, for messages.
 
     Raises:
@@ -93,10 +90,8 @@ def _load(
 ) -> PreTrainedModel:
     """Load a model of the class `kind`. new: a parameter that the folder may lack; it is then all zeros."""
     import torch
-    from safetensors import SafetensorError
-    from transformers.utils import logging as transformers_logging
 
-    path = os.path.expanduser(path)  # noqa: PTH111 - a hub name is no path
+    path = expanded(path)
     check_folder(path, "config.json", "model configuration", "Save the model there with save_pretrained.", field)
     if Path(path).is_dir() and not [*Path(path).glob("*.safetensors"), *Path(path).glob("*.bin")]:
         raise ModelError(
@@ -105,38 +100,14 @@ def _load(
         )
     if dtype == "float64":
         options["experts_implementation"] = "eager"  # torch's grouped matrix product does not support float64
-    transformers_logging.disable_progress_bar()
-    verbosity = transformers_logging.get_verbosity()
-    try:
-        if new is not None:
-            transformers_logging.set_verbosity_error()  # the new head is missing on purpose
-        loaded: Any = kind.from_pretrained(
-            path, dtype=getattr(torch, dtype), output_loading_info=True, trust_remote_code=False, **options
-        )
-    except SafetensorError as error:
+    model, missing = _from_pretrained(kind, path, field, new, dtype=getattr(torch, dtype), **options)
+    if lacking := sorted(missing - {new}):
         raise ModelError(
-            f"Cannot read the weights in {path} ({error}): a file was truncated or altered. Copy or save the model "
-            f"there again."
-        ) from error
-    except Exception as error:  # transformers raises whatever an odd config.json leads to
-        if is_out_of_memory(error):
-            raise ModelError(
-                f"Cannot load the model in {path} ({field}): it does not fit into this machine's memory. "
-                f"{first_line(error)} Use a smaller one, or model.dtype=bfloat16."
-            ) from error
-        what = "causal language model" if new is None else "model with a value head"
-        raise ModelError(f"Cannot load a {what} from {path}: {first_line(error)}") from error
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-    model, loading = loaded
-    missing = sorted(set(loading["missing_keys"]) - {new})
-    if missing:
-        raise ModelError(
-            f"Cannot load {path}: its weights lack {len(missing)} tensors of {type(model).__name__}: "
-            f"{', '.join(missing[:4])}{', …' if len(missing) > 4 else ''}. They would be random. A folder without an "
+            f"Cannot load {path}: its weights lack {len(lacking)} tensors of {type(model).__name__}: "
+            f"{', '.join(lacking[:4])}{', …' if len(lacking) > 4 else ''}. They would be random. A folder without an "
             f"output head holds a base model: save the causal language model (AutoModelForCausalLM) there."
         )
-    if new in loading["missing_keys"]:
+    if new in missing:
         torch.nn.init.zeros_(model.get_parameter(new))
     try:
         model = model.to(device).eval()
@@ -150,6 +121,31 @@ def _load(
             f"Cannot load the model in {path} ({field}): it does not fit into the memory of {device}. "
             f"{first_line(error)} Use a smaller one, model.dtype=bfloat16, or more devices (launch.ranks)."
         ) from error
+
+
+def _from_pretrained(kind: Any, path: str, field: str, new: str | None, **options: Any) -> tuple[Any, set[str]]:
+    """Return what transformers loads, and the parameters that the folder lacks. Raises ModelError."""
+    from safetensors import SafetensorError
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    try:
+        with nullcontext() if new is None else quiet_transformers():  # it would warn that the new head is missing
+            model, loading = kind.from_pretrained(path, output_loading_info=True, trust_remote_code=False, **options)
+        return model, set(loading["missing_keys"])
+    except SafetensorError as error:
+        raise ModelError(
+            f"Cannot read the weights in {path} ({error}): a file was truncated or altered. Copy or save the model "
+            f"there again."
+        ) from error
+    except Exception as error:  # transformers raises whatever an odd config.json leads to
+        if is_out_of_memory(error):
+            raise ModelError(
+                f"Cannot load the model in {path} ({field}): it does not fit into this machine's memory. "
+                f"{first_line(error)} Use a smaller one, or model.dtype=bfloat16."
+            ) from error
+        what = "causal language model" if new is None else "model with a value head"
+        raise ModelError(f"Cannot load a {what} from {path}: {first_line(error)}") from error
 
 
 def _own_memory(model: PreTrainedModel) -> None:
@@ -197,7 +193,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model. If it has no pad token, its end token serves as one. Raises ModelError."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    path = os.path.expanduser(path)  # noqa: PTH111 - a hub name is no path
+    path = expanded(path)
     check_folder(path, "tokenizer_config.json", "tokenizer", _SAVE_TOKENIZER)
     try:
         # AutoTokenizer takes the class of the architecture, which splits text its own way whatever the file says.

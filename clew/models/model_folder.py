@@ -4,10 +4,30 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from clew.errors import ModelError, first_line
+
+
+def expanded(path: str) -> str:
+    """Return a path with "~" replaced. A hub name stays as it is, so pathlib is of no use here."""
+    return os.path.expanduser(path)  # noqa: PTH111
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Let transformers log nothing but errors inside the block."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def config_of(path: str) -> Any:
@@ -17,7 +37,7 @@ def config_of(path: str) -> Any:
     if not path:  # transformers would look in the current folder
         return None
     try:
-        return AutoConfig.from_pretrained(os.path.expanduser(path), trust_remote_code=False)  # noqa: PTH111 - hub names
+        return AutoConfig.from_pretrained(expanded(path), trust_remote_code=False)
     except Exception:  # of many types, for a broken config.json; loading the model will report it
         return None
 
@@ -34,7 +54,7 @@ def is_named(path: str, token: str | None) -> bool:
 
 def check_folder(path: str, needed: str, what: str, remedy: str, field: str = "model.path") -> None:
     """Raise ModelError if a folder lacks a needed file, or if the hub has no model of this name."""
-    path = os.path.expanduser(path)  # noqa: PTH111 - a hub name is no path
+    path = expanded(path)
     # "name" and "owner/name" are hub names, unless they exist here, or "owner" does: then a folder was meant.
     in_a_folder = "/" in path and Path(path).parent.is_dir()
     if not (path.startswith((".", "/")) or path.count("/") > 1 or in_a_folder or Path(path).exists()):

@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import io
 import itertools
-import os
 import threading
 from collections.abc import Sequence
 from functools import cached_property
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from clew.errors import ImageError, ModelError, first_line
 from clew.models.architecture import sees
-from clew.models.model_folder import config_of, refuse_own_code
+from clew.models.model_folder import config_of, expanded, quiet_transformers, refuse_own_code
 
 if TYPE_CHECKING:
     import torch
@@ -170,18 +169,16 @@ def load_vision(path: str) -> Vision | None:
         ModelError: The processor of a model that takes images cannot be loaded.
     """
     from transformers import AutoProcessor
-    from transformers.utils import logging as transformers_logging
 
     kind = sees(path)
     if kind == "no":
         return None
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
     try:
-        folder = os.path.expanduser(path)  # noqa: PTH111 - a hub name is no path
+        folder = expanded(path)
         refuse_own_code(folder)
-        processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
-        config = config_of(path)
+        with quiet_transformers():
+            processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
+            config = config_of(path)
         image_id: Any = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
         parts = (image_id, getattr(processor, "image_token", None), getattr(processor, "image_processor", None))
         if None in parts:
@@ -193,8 +190,6 @@ def load_vision(path: str) -> Vision | None:
             f"Cannot load the image processor of {path}, whose model takes images: {first_line(error)} Save the "
             f"model's processor there with save_pretrained; some processors need torchvision."
         ) from error
-    finally:
-        transformers_logging.set_verbosity(verbosity)
     return Vision(processor, image_id)
 
 

@@ -126,8 +126,7 @@ def _files(run: RunDirectory, steps: range, versions: list[int]) -> list[Path]:
     for number in steps:
         files += [run.steps.data_path(number), run.steps.json_path(number), *run.steps.stage_paths(number)]
     for version in versions:
-        folder = run.checkpoints / f"step-{version:06d}"
-        files += [file for file in sorted(folder.rglob("*")) if file.is_file()]
+        files += [file for file in sorted(run.checkpoint(version).rglob("*")) if file.is_file()]
     for name in sorted({name for number in steps for name in _images(run, number)}):
         run.media.read(name)  # raises the error
         files.append(run.media.path(name))

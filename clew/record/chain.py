@@ -55,8 +55,13 @@ CHECKPOINT_FOLDER = re.compile(r"step-\d{6,}")
 
 def checkpoint_folders(checkpoints: Path) -> list[Path]:
     """Return the folders of a run's checkpoints, oldest first, without those with other names, such as copies."""
-    found = (path for path in checkpoints.glob("step-*") if CHECKPOINT_FOLDER.fullmatch(path.name))
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    folders = (path for path in checkpoints.glob("step-*") if CHECKPOINT_FOLDER.fullmatch(path.name))
+    return sorted(folders, key=version_of)
+
+
+def version_of(checkpoint: Path) -> int:
+    """Return the version of a checkpoint, given its folder."""
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,9 +85,9 @@ def digest(content: bytes) -> str:
     return sha256(content).hexdigest()[:32]
 
 
-def sealed(said: Mapping[str, Any]) -> bytes:
+def sealed(facts: Mapping[str, Any]) -> bytes:
     """Return a JSON object as text that ends with its seal."""
-    content = json.dumps(dict(said)).encode()[:-1]
+    content = json.dumps(dict(facts)).encode()[:-1]
     return content + f', "seal": "{digest(content)}"}}'.encode()
 
 
@@ -97,7 +102,6 @@ def link(steps: Steps, step: int, evaluation: Mapping[str, Any] | None) -> dict[
     """Return the digests of the files that `step` is committed with, by their paths in the run directory.
 
     Args:
-        steps: The steps of the run.
         step: The step that is about to be committed. Its data and its stages are already written.
         evaluation: The newest evaluation, as the step's JSON will hold it; None if there is none.
     """
@@ -291,9 +295,9 @@ class _Chain:
             if named is not None:
                 yield ("step", step - 1), ("step", step), named
         for folder in checkpoint_folders(self.run.checkpoints):
-            said, version = _parsed(folder / "checkpoint.json"), folder.name.removeprefix("step-")
-            if isinstance(said.get("follows"), str):
-                yield ("step", int(version) - 1), ("checkpoint", int(version)), said["follows"]
+            manifest, version = _parsed(folder / "checkpoint.json"), version_of(folder)
+            if isinstance(manifest.get("follows"), str):
+                yield ("step", version - 1), ("checkpoint", version), manifest["follows"]
 
     def _misfit(self, file: tuple[str, int], others: list[tuple[str, int]]) -> Break:
         kind, number = file
@@ -374,13 +378,13 @@ def _evaluation(run: RunDirectory, step: int, reported: set[str]) -> Iterator[Br
         step: The step.
         reported: Files that have already been reported; they are skipped.
     """
-    said = _parsed(run.steps.json_path(step)).get("evaluation")
-    version = said.get("version") if isinstance(said, dict) else None
+    named = _parsed(run.steps.json_path(step)).get("evaluation")
+    version = named.get("version") if isinstance(named, dict) else None
     path = run.evals / f"version-{version:06d}.json" if isinstance(version, int) else None
     if path is None or not path.is_file() or reported & {f"evals/{path.name}", _name(step)}:
         return
     then = _parsed(path)
-    if then != said and json.dumps(then) != json.dumps(said):  # NaN is not equal to NaN
+    if then != named and json.dumps(then) != json.dumps(named):  # NaN is not equal to NaN
         why = f"has another evaluation than evals/{path.name}"
         yield Break(step=step, file=_name(step), why=why)
 
@@ -392,8 +396,8 @@ def _rows_of_evaluations(run: RunDirectory, steps: range) -> Iterator[Break]:
     """
     for version in sorted({*steps, *(step + 1 for step in steps)}):
         path = run.evals / f"version-{version:06d}.json"
-        said, rows = _parsed(path), path.with_suffix(".parquet")
-        if "rows" in said and not (rows.is_file() and digest(read_bytes(rows)) == said["rows"]):
+        evaluation, rows = _parsed(path), path.with_suffix(".parquet")
+        if "rows" in evaluation and not (rows.is_file() and digest(read_bytes(rows)) == evaluation["rows"]):
             if rows.is_file():
                 why = f"is not the file that {path.name} was written with: it was altered, or comes from another run"
             else:

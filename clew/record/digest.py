@@ -37,8 +37,8 @@ def _digest_of_origin(row: Sequence) -> int:
     """Return the digest of where a row comes from, taken over JSON as Python's own library writes it: the way in which
     other libraries write some numbers changes from one version to the next."""
     interactions = list(map(timeless, row.interactions))
-    said = (row.group_id, row.episode_id, row.finish_reason, row.rewards, row.data, interactions)
-    content = ENCODER.encode(said).encode() + row.turn_ids.tobytes()
+    origin = (row.group_id, row.episode_id, row.finish_reason, row.rewards, row.data, interactions)
+    content = ENCODER.encode(origin).encode() + row.turn_ids.tobytes()
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 

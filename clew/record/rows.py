@@ -163,7 +163,7 @@ def timeless(interaction: Any) -> Any:
     """Return an interaction without its times; unchanged if it is no object, as may be in another trainer's record."""
     if not isinstance(interaction, dict):
         return interaction
-    return {key: said for key, said in interaction.items() if key not in TIMES}
+    return {key: value for key, value in interaction.items() if key not in TIMES}
 
 
 def to_table(sequences: SequenceABC[Sequence]) -> pa.Table:
@@ -336,15 +336,7 @@ def write_table(path: Path, table: pa.Table) -> None:
 
 
 def read_table(path: Path, remedy: str = RESTORE) -> pa.Table:
-    """Read a Parquet file and verify its checksums.
-
-    Args:
-        path: The file.
-        remedy: What to do if it cannot be read, for the message.
-
-    Raises:
-        RecordError: The file is missing, truncated, altered, or of a newer format.
-    """
+    """Read a Parquet file and verify its checksums. Raises RecordError, with the `remedy`, if it cannot be read."""
     content = read_bytes(path, remedy)
 
     def read() -> pa.Table:

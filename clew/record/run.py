@@ -60,7 +60,7 @@ class Server:
 
     @property
     def attached(self) -> bool:
-        """Whether CLEW_LLM_SERVER_ADDRS names it: it is no process of this run, and does not know the run's weights."""
+        """True if CLEW_LLM_SERVER_ADDRS names it: it is no process of this run, and does not know the run's weights."""
         return self.pid == 0
 
     def __str__(self) -> str:
@@ -190,7 +190,10 @@ class RunDirectory:
     def checkpointed(self) -> list[int]:
         """Return the versions that have a checkpoint, oldest first."""
         folders = chain.checkpoint_folders(self.checkpoints)
-        return [int(each.name.removeprefix("step-")) for each in folders if (each / "checkpoint.json").exists()]
+        return [chain.version_of(folder) for folder in folders if (folder / "checkpoint.json").exists()]
+
+    def checkpoint(self, version: int) -> Path:
+        return self.checkpoints / f"step-{version:06d}"
 
     def best_in_words(self) -> str:
         """Return text to append to a line: the best evaluated checkpoint; "" if it is the newest, or there is none."""
@@ -291,8 +294,8 @@ class RunDirectory:
         path = self.evals / f"version-{version:06d}.parquet"
         rows.write_table(path, rows.to_table(sequences))
         if summary is not None:
-            said = {"version": version, **summary, "rows": chain.digest(path.read_bytes())}
-            write_bytes(path.with_suffix(".json"), chain.sealed(said))
+            facts = {"version": version, **summary, "rows": chain.digest(path.read_bytes())}
+            write_bytes(path.with_suffix(".json"), chain.sealed(facts))
 
     def read_eval(self, version: int) -> dict[str, Any] | None:
         """Return the summary of an evaluation; None until it is complete."""

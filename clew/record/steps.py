@@ -172,18 +172,18 @@ class Steps:
             },
         )
 
-    def commit(self, step: int, said: Mapping[str, Any]) -> None:
+    def commit(self, step: int, facts: Mapping[str, Any]) -> None:
         """Write `step-N.json`, which commits the step, and its line of the index (items 3 and 4 of the module's list).
 
         Args:
             step: The number of the step. Its data and the stages of all ranks are already written.
-            said: Content of the JSON, see `clew.record.summary`. The format, the number and the chain are added; the
+            facts: Content of the JSON, see `clew.record.summary`. The format, the number and the chain are added; the
                 index repeats `groups`, `versions` and `digests`.
         """
-        link = chain.link(self, step, said.get("evaluation"))
-        content = json.dumps({"clew_format": rows.FORMAT, "step": step, "chain": link, **said}).encode()
+        link = chain.link(self, step, facts.get("evaluation"))
+        content = json.dumps({"clew_format": rows.FORMAT, "step": step, "chain": link, **facts}).encode()
         write_bytes(self.json_path(step), content)
-        line = {**_entry(step, said), "json": chain.digest(content)}
+        line = {**_entry(step, facts), "json": chain.digest(content)}
         with explain_disk_errors(self.index_path), self.index_path.open("ab") as index:
             index.write(_line(line))
 
@@ -198,9 +198,9 @@ class Steps:
                     f"index.jsonl says so). {RESTORE.capitalize()}."
                 )
             raise RecordError(f"{path} is missing: step {step} was not committed; the next step is {count}.")
-        said = read_json(path)
-        summary.check(path, step, said, by_clew=self.by_clew)
-        return said
+        facts = read_json(path)
+        summary.check(path, step, facts, by_clew=self.by_clew)
+        return facts
 
     def committed_after(self, step: int) -> int | None:
         """Return the first later step whose JSON exists; None if there is no such step."""
@@ -305,16 +305,16 @@ def _has_empty_places(column: pa.ChunkedArray) -> bool:
     return column.null_count > 0 or any(within)
 
 
-def _entry(step: int, said: Mapping[str, Any]) -> dict[str, Any]:
+def _entry(step: int, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entry of the index for a step."""
-    return {"step": step, **{key: said[key] for key in chain.INDEXED}}
+    return {"step": step, **{key: facts[key] for key in chain.INDEXED}}
 
 
 def _parse_line(line: bytes, step: int) -> dict[str, Any] | None:
     """Return the entry of `step` in a line of index.jsonl; None if the line was altered or is of another step."""
     try:
-        said = orjson.loads(line)
-        entry = _entry(said["step"], said) | ({"json": said["json"]} if "json" in said else {})
+        parsed = orjson.loads(line)
+        entry = _entry(parsed["step"], parsed) | ({"json": parsed["json"]} if "json" in parsed else {})
     except (orjson.JSONDecodeError, KeyError, TypeError):
         return None
     return entry if entry["step"] == step and _is_entry(entry) else None

@@ -106,8 +106,8 @@ def named_kinds(errors: Sequence[str]) -> list[str]:
     for error in errors:
         lines.setdefault(kind_of(error), []).append(error.partition("\n")[0])
     names = {
-        kind: alike[0] if len(set(alike)) == 1 else f"{alike[0]}, or with other numbers"
-        for kind, alike in lines.items()
+        kind: texts[0] if len(set(texts)) == 1 else f"{texts[0]}, or with other numbers"
+        for kind, texts in lines.items()
     }
     return [names[kind_of(error)] for error in errors]
 
@@ -122,9 +122,9 @@ def in_words(warnings: list[Warned]) -> list[str]:
     for warning in warnings:
         kinds.setdefault((warning.process, kind_of(warning.text)), []).append(warning)
     lines = []
-    for (process, _), alike in kinds.items():
-        steps = sorted({warning.step for warning in alike if warning.step is not None})
+    for (process, _), of_kind in kinds.items():
+        steps = sorted({warning.step for warning in of_kind if warning.step is not None})
         where = f", step {steps[0]}" if len(steps) == 1 else f", steps {steps[0]} to {steps[-1]}" if steps else ""
-        often = f", {len(alike)} times" if len(alike) > 1 else ""
-        lines.append(f"{process}{where}{often}: {alike[-1].text}")
+        often = f", {len(of_kind)} times" if len(of_kind) > 1 else ""
+        lines.append(f"{process}{where}{often}: {of_kind[-1].text}")
     return lines

@@ -165,7 +165,6 @@ def complete(sequences: Iterable[Mapping[str, Any] | rows.Sequence], *, version:
     """Return sequences with all columns; what is missing is filled in as docs/record.md says.
 
     Args:
-        sequences: The sequences as the trainer gives them.
         version: Version of the weights that sampled the tokens, for sequences that do not say.
 
     Raises:
@@ -176,28 +175,12 @@ def complete(sequences: Iterable[Mapping[str, Any] | rows.Sequence], *, version:
     parts: Counter[str] = Counter()
     for place, given in enumerate(sequences):
         where = f"sequence {place}"
-        fields = vars(given) if isinstance(given, rows.Sequence) else given
-        for name, kind in KINDS.items():
-            value = fields.get(name)
-            if value is not None and not isinstance(value, kind):
-                raise RecordError(f"{where}: {name} is {value!r:.60}; expected a {kind.__name__}.")
-        if strange := [name for name in fields.get("images") or [] if not is_media_name(name)]:
-            raise RecordError(
-                f"{where}: images names {strange[0]!r:.80}; expected names of files in media/, which are the hashes of "
-                f"their contents. Put the image there with RunDirectory.media.put(content), which returns its name."
-            )
         if isinstance(given, rows.Sequence):
+            _check_kinds(where, vars(given))
             made.append(given)
             continue
-        missing = [name for name in NEEDED if given.get(name) is None]
-        if missing:
-            raise RecordError(f"{where} has no {', '.join(missing)}; expected at least {', '.join(NEEDED)}.")
-        unknown = [name for name in given if name not in rows.COLUMNS]
-        if unknown:
-            raise RecordError(
-                f"{where} has {', '.join(map(repr, unknown))}; the columns are {', '.join(rows.COLUMNS)}. Put "
-                f"anything else into data or an interaction."
-            )
+        _check_kinds(where, given)
+        _check_names(where, given)
         values = {name: value for name, value in given.items() if value is not None}
         group_id = str(values["group_id"])
         if "episode_id" not in values:
@@ -218,6 +201,30 @@ def complete(sequences: Iterable[Mapping[str, Any] | rows.Sequence], *, version:
         if count > 1:
             raise RecordError(f"{count} sequences of one step have the ID {name!r}; expected a different ID for each.")
     return made
+
+
+def _check_kinds(where: str, fields: Mapping[str, Any]) -> None:
+    """Raise RecordError if an optional column has another type than readers expect, or an image another name."""
+    for name, kind in KINDS.items():
+        value = fields.get(name)
+        if value is not None and not isinstance(value, kind):
+            raise RecordError(f"{where}: {name} is {value!r:.60}; expected a {kind.__name__}.")
+    if strange := [name for name in fields.get("images") or [] if not is_media_name(name)]:
+        raise RecordError(
+            f"{where}: images names {strange[0]!r:.80}; expected names of files in media/, which are the hashes of "
+            f"their contents. Put the image there with RunDirectory.media.put(content), which returns its name."
+        )
+
+
+def _check_names(where: str, fields: Mapping[str, Any]) -> None:
+    """Raise RecordError if a needed column is missing, or a name is not that of a column."""
+    if missing := [name for name in NEEDED if fields.get(name) is None]:
+        raise RecordError(f"{where} has no {', '.join(missing)}; expected at least {', '.join(NEEDED)}.")
+    if unknown := [name for name in fields if name not in rows.COLUMNS]:
+        raise RecordError(
+            f"{where} has {', '.join(map(repr, unknown))}; the columns are {', '.join(rows.COLUMNS)}. Put "
+            f"anything else into data or an interaction."
+        )
 
 
 def _complete(values: dict[str, Any], where: str, version: int) -> rows.Sequence:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -49,45 +50,56 @@ def advantages_function(algorithm: Algorithm) -> Compute:
         ConfigError: A dotted path names no function that can be called this way.
     """
     name = algorithm.advantages
-    # (sequences) -> advantages; or with a critic: (rewards, values, algorithm) -> advantages and returns
-    compute: Any
+    compute: Any  # (sequences) -> advantages; or with a critic: (rewards, values, algorithm) -> advantages and returns
     if name in ADVANTAGES:
         takes_values, compute = name in WITH_CRITIC, built_in_advantages(name)
     else:
         own = CustomAdvantages(name)
         takes_values, compute = own.takes_values, own.of_values if own.takes_values else own
 
-    def of_sequences(
-        sequences: SequenceABC[Sequence], reference: Arrays, values: Arrays, bootstrap: Arrays = None
-    ) -> TokenAdvantages:
-        found = zip(sequences, compute(shaped_rewards(sequences, algorithm, reference)), strict=True)
-        aligned = [np.where(row.loss_mask, of_row, np.float32(0)) for row, of_row in found]
-        return TokenAdvantages(advantages=aligned, returns=None)
+    return partial(_with_critic if takes_values else _without_critic, compute, algorithm)
 
-    def of_tokens(
-        sequences: SequenceABC[Sequence], reference: Arrays, values: Arrays, bootstrap: Arrays = None
-    ) -> TokenAdvantages:
-        assert values is not None, f"algorithm.advantages={name} needs a critic's values"
+
+def _without_critic(
+    compute: Callable[..., Any],
+    algorithm: Algorithm,
+    sequences: SequenceABC[Sequence],
+    reference: Arrays,
+    values: Arrays,
+    bootstrap: Arrays = None,
+) -> TokenAdvantages:
+    of_rows = compute(shaped_rewards(sequences, algorithm, reference))
+    aligned = [np.where(row.loss_mask, of_row, np.float32(0)) for row, of_row in zip(sequences, of_rows, strict=True)]
+    return TokenAdvantages(advantages=aligned, returns=None)
+
+
+def _with_critic(
+    compute: Callable[..., Any],
+    algorithm: Algorithm,
+    sequences: SequenceABC[Sequence],
+    reference: Arrays,
+    values: Arrays,
+    bootstrap: Arrays = None,
+) -> TokenAdvantages:
+    assert values is not None, f"algorithm.advantages={algorithm.advantages} needs a critic's values"
+    rewards = [
+        token_rewards(row, algorithm, None if reference is None else reference[place])
+        for place, row in enumerate(without_overlong(sequences, algorithm))
+    ]
+    if algorithm.bootstrap_truncated:
+        assert bootstrap is not None, "algorithm.bootstrap_truncated needs the values of last states"
+        # delta_t = r_t + gamma V_{t+1} - V_t: for the last token, gamma V of the state after it joins the reward.
         rewards = [
-            token_rewards(row, algorithm, None if reference is None else reference[place])
-            for place, row in enumerate(without_overlong(sequences, algorithm))
+            rewards_N + algorithm.gamma * bootstrap_T[row.loss_mask].astype(np.float64)
+            for row, rewards_N, bootstrap_T in zip(sequences, rewards, bootstrap, strict=True)
         ]
-        if algorithm.bootstrap_truncated:
-            assert bootstrap is not None, "algorithm.bootstrap_truncated needs the values of last states"
-            # delta_t = r_t + gamma V_{t+1} - V_t: for the last token, gamma V of the state after it joins the reward.
-            rewards = [
-                rewards_N + algorithm.gamma * bootstrap_T[row.loss_mask].astype(np.float64)
-                for row, rewards_N, bootstrap_T in zip(sequences, rewards, bootstrap, strict=True)
-            ]
-        own = [values_T[row.loss_mask] for row, values_T in zip(sequences, values, strict=True)]
-        dtype = values[0].dtype
-        advantages, returns = (
-            [_aligned(*each, dtype) for each in zip(sequences, numbers, strict=True)]
-            for numbers in compute(rewards, own, algorithm)
-        )
-        return TokenAdvantages(advantages=advantages, returns=returns)
-
-    return of_tokens if takes_values else of_sequences
+    own = [values_T[row.loss_mask] for row, values_T in zip(sequences, values, strict=True)]
+    dtype = values[0].dtype
+    advantages, returns = (
+        [_aligned(*each, dtype) for each in zip(sequences, numbers, strict=True)]
+        for numbers in compute(rewards, own, algorithm)
+    )
+    return TokenAdvantages(advantages=advantages, returns=returns)
 
 
 def _aligned(sequence: Sequence, numbers_N: np.ndarray, dtype: np.dtype) -> np.ndarray:
@@ -103,11 +115,7 @@ def shaped_rewards(
     sequences: SequenceABC[Sequence], algorithm: Algorithm, reference: SequenceABC[np.ndarray] | None
 ) -> SequenceABC[Sequence]:
     """Return the sequences with shaped rewards: minus the overlong penalty and, with kl_in=reward, minus kl_coef times
-    the KL divergence from the reference model.
-
-    Args:
-        reference: Logprobs of the reference model, [T] for each sequence.
-    """
+    the KL divergence from the reference model, whose logprobs are `reference`."""
     sequences = without_overlong(sequences, algorithm)
     if algorithm.kl_in != "reward" or algorithm.kl_coef <= 0:
         return sequences

@@ -90,15 +90,13 @@ def save(engine: TrainEngine, folder: Path, *, follows: str | None = None) -> No
         follows: Digest of the JSON of the step that led here (`clew.record.chain`). None for the model that a run
             begins with, and when no steps are recorded.
     """
-    state = _state(engine)
     manifest = {
         "format": FORMAT,
         **numbers_of(engine),
         "dtype": engine.config.model.dtype,
         "lora_rank": engine.config.training.lora_rank,
         "follows": follows,
-        "weights": _hex(engine.weights_digests()),
-        "state": _hex(digest_tensors(state.items(), engine.ranks)),
+        **digests_of(engine),
     }
 
     def is_written() -> bool:
@@ -110,7 +108,7 @@ def save(engine: TrainEngine, folder: Path, *, follows: str | None = None) -> No
         if engine.ranks.leads:
             point("latest", folder)  # the process may have been killed before it did this
         return
-    weights, state = engine.policy.published_state(), collect(state, engine.ranks)
+    weights, state = engine.policy.published_state(), collect(_state(engine), engine.ranks)
     adapters = None if engine.policy.adapters is None else state_of(engine.policy.model, engine.ranks)
     critic = None if engine.critic is None else state_of(engine.critic.inner, engine.ranks)
     if engine.ranks.leads:
@@ -213,21 +211,20 @@ def saved(checkpoints: Path) -> list[Path]:
 
 def latest_version(checkpoints: Path) -> int:
     """Return the version of the newest checkpoint; 0 if there is none, as the run then begins with its model."""
-    return max((int(folder.name.removeprefix("step-")) for folder in saved(checkpoints)), default=0)
+    return max(map(chain.version_of, saved(checkpoints)), default=0)
 
 
 def prune(run: RunDirectory, wanted: Checkpoint) -> None:
     """Remove all checkpoints but the first, the last `keep`, and the one with the best evaluation (`keep_best`), to
     which checkpoints/best points."""
-    folders = saved(run.checkpoints)
-    kept = [*folders[:1], *folders[-wanted.keep :]]  # the first is the reference of a KL term
-    best = run.best_eval([int(folder.name.removeprefix("step-")) for folder in folders]) if wanted.keep_best else None
-    if best is not None:
-        kept.append(run.checkpoints / f"step-{best:06d}")
-        point("best", kept[-1])
-    for folder in folders:
-        if folder not in kept:
-            remove_folder(folder)
+    versions = run.checkpointed()
+    kept = {*versions[:1], *versions[-wanted.keep :]}  # the first is the reference of a KL term
+    if wanted.keep_best and (best := run.best_eval(versions)) is not None:
+        kept.add(best)
+        point("best", run.checkpoint(best))
+    for version in versions:
+        if version not in kept:
+            remove_folder(run.checkpoint(version))
 
 
 def point(name: str, folder: Path) -> None:
@@ -310,11 +307,7 @@ def _state(engine: TrainEngine) -> dict[str, Tensor]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return the content of checkpoint.json.
-
-    Raises:
-        RecordError: It is newer, was altered, or has another version than the folder's name.
-    """
+    """Return the content of checkpoint.json. Raises RecordError if it is newer, altered, or from another folder."""
     path = folder / "checkpoint.json"
     manifest: Any = read_json(path)
     if isinstance(manifest, dict) and "format" in manifest:

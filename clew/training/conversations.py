@@ -39,17 +39,17 @@ def encode_conversation(messages: list[Any], tools: Any, tokenizer: Any, where: 
     Raises:
         DataError: A message is invalid, or the assistant's tokens cannot be found.
     """
-    said = [_for_template(message, f"{where}: message {number}") for number, message in enumerate(messages, start=1)]
-    if not any(message["role"] == "assistant" for message in said):
+    clean = [_for_template(message, f"{where}: message {number}") for number, message in enumerate(messages, start=1)]
+    if not any(message["role"] == "assistant" for message in clean):
         raise DataError(f"{where}: no message has the role assistant, so there is nothing to train on.")
     try:
         if _GENERATION.search(tokenizer.get_chat_template(None, tools)):
             encoded = tokenizer.apply_chat_template(
-                said, tools=tools, return_dict=True, return_assistant_tokens_mask=True
+                clean, tools=tools, return_dict=True, return_assistant_tokens_mask=True
             )
             ids, mask = np.array(encoded["input_ids"], np.int32), np.array(encoded["assistant_masks"], np.bool_)
         else:
-            ids, mask = _by_prefixes(said, tools, tokenizer, where)
+            ids, mask = _by_prefixes(clean, tools, tokenizer, where)
     except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
         raise DataError(f"{where}: the chat template does not take these messages: {error}") from None
     if not mask.any():
@@ -101,18 +101,18 @@ def _for_template(message: Any, where: str) -> Message:
     if not isinstance(message, dict):
         raise DataError(f"{where} is {type(message).__name__}; expected an object with role and content.")
     # Parquet gives every message all fields that any message has, filled with null.
-    said = {name: value for name, value in message.items() if value is not None}
-    if said.get("role") not in ROLES:
-        raise DataError(f"{where} has the role {said.get('role')!r}; expected {', '.join(ROLES)}.")
-    calls = said.get("tool_calls") or []
-    if calls and said["role"] != "assistant":
-        raise DataError(f"{where}: only assistant messages may have tool_calls; this one's role is {said['role']!r}.")
-    content = said.setdefault("content", "" if calls else None)
+    clean = {name: value for name, value in message.items() if value is not None}
+    if clean.get("role") not in ROLES:
+        raise DataError(f"{where} has the role {clean.get('role')!r}; expected {', '.join(ROLES)}.")
+    calls = clean.get("tool_calls") or []
+    if calls and clean["role"] != "assistant":
+        raise DataError(f"{where}: only assistant messages may have tool_calls; this one's role is {clean['role']!r}.")
+    content = clean.setdefault("content", "" if calls else None)
     if not isinstance(content, str):
         raise DataError(f"{where}: 'content' is {type(content).__name__}; expected text.")
     if calls:
-        said["tool_calls"] = [_call_for_template(call, where) for call in calls]
-    return said
+        clean["tool_calls"] = [_call_for_template(call, where) for call in calls]
+    return clean
 
 
 def _call_for_template(call: Any, where: str) -> dict[str, Any]:

@@ -47,11 +47,7 @@ def source_of(algorithm: Algorithm, stage: str) -> str | None:
 
 
 def needs_critic(algorithm: Algorithm) -> bool:
-    """Return whether algorithm.advantages takes a critic's values.
-
-    Raises:
-        ConfigError: It is the path of a function that cannot be loaded.
-    """
+    """Return whether algorithm.advantages takes a critic's values. Raises ConfigError if it names no function."""
     name = algorithm.advantages
     return name in WITH_CRITIC if name in ADVANTAGES else CustomAdvantages(name).takes_values
 
@@ -60,15 +56,7 @@ class UserFunction:
     """A function that the configuration names by its dotted path."""
 
     def __init__(self, path: str, field: str) -> None:
-        """Load the function.
-
-        Args:
-            path: Dotted path of the function.
-            field: Name of the field that has the path.
-
-        Raises:
-            ConfigError: There is no such function.
-        """
+        """Load the function at `path`, which the configuration has in `field`. Raises ConfigError if there is none."""
         self.name = f"{field}={path}"
         self._function = dotted.load(path, field)
         self.source = _source(self._function)
@@ -89,11 +77,7 @@ class UserFunction:
         """Parameters that have no default."""
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """Call the function.
-
-        Raises:
-            TrainingError: The function raised an exception.
-        """
+        """Call the function. Raises TrainingError if it raises anything."""
         try:
             return self._function(*arguments, **named)
         except (Exception, SystemExit) as error:
@@ -131,11 +115,7 @@ class CustomAdvantages:
     """
 
     def __init__(self, path: str) -> None:
-        """Load the function.
-
-        Raises:
-            ConfigError: There is no such function, or it has other parameters.
-        """
+        """Load the function. Raises ConfigError if there is none, or it has other parameters."""
         self._function = UserFunction(path, "algorithm.advantages")
         self.takes_values = len(self._function.required) == 3
         """True if the function takes a critic's values, as the page ppo does."""

@@ -14,12 +14,12 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceABC
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property, wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ from clew.record.media import Media
 from clew.record.rows import Sequence
 from clew.seeds import derive_seed
 from clew.training.advantages import advantages_function, truncated
-from clew.training.batching import Plan, deal, loss_weights, padding_share, plan_step
+from clew.training.batching import Plan, loss_weights, padding_share, plan_step
 from clew.training.critic import Critic, value_metrics
 from clew.training.custom import needs_critic
 from clew.training.digests import Digests, digest_tensors
@@ -51,41 +51,50 @@ from clew.training.results import Prepared, StepResult, TokenLoss, Updates, Watc
 from clew.training.scoring import Scores
 from clew.training.tokens import MicroBatch, Tokens
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
 log = logging.getLogger("clew.training")
 
 
 @dataclass(kw_only=True)
-class _Pass(Updates):
-    """Results of the updates of the policy in one step."""
+class _PolicyUpdates(Updates):
+    """Results of the updates of the policy in one step: arrays of this rank's rows, 0 elsewhere, until `add_up`."""
 
     logprobs_S: np.ndarray
-    """Logprobs of this rank's rows, 0 elsewhere; of all rows when the updates are done."""
     entropies_S: np.ndarray
     loss_S: np.ndarray
     rejected_S: np.ndarray
     lr: float = 0.0
 
+    def add(self, micro: MicroBatch, scores: Scores, loss: PolicyLoss) -> None:
+        """Add the results of a micro-batch."""
+        self.logprobs_S[micro.where_N] = scores.logprobs_N.detach().cpu().numpy()
+        self.entropies_S[micro.where_N] = scores.entropies_N.detach().cpu().numpy()
+        self.loss_S[micro.where_N] = loss.per_token_N.detach().cpu().numpy()
+        if loss.rejected_N is not None:
+            self.rejected_S[micro.where_N] = loss.rejected_N.cpu().numpy()
+        for name, value in {"entropy": scores.entropies_N.detach().sum(), **loss.sums}.items():
+            self.sums[name] += float(value)
 
-def _within_memory(step: Callable[Concatenate[TrainEngine, P], T]) -> Callable[Concatenate[TrainEngine, P], T]:
-    """Wrap a step so that it raises TrainingError, with advice, when it runs out of memory."""
+    def add_up(self, ranks: Ranks) -> None:
+        """Add the results of the other ranks' rows. Every rank calls this at once."""
+        for name in ("logprobs_S", "entropies_S", "loss_S", "rejected_S"):
+            setattr(self, name, ranks.add_up_shares(getattr(self, name)))
+        self.sums.update(ranks.add_up_named(self.sums))
 
-    @wraps(step)
-    def within(self: TrainEngine, *args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return step(self, *args, **kwargs)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            raise TrainingError(
-                f"step {self.version} does not fit into the memory of {self.policy.device}: {first_line(error)} Lower "
-                f"training.micro_batch_tokens ({self.config.training.micro_batch_tokens}), or set "
-                f"training.activation_checkpointing=true, or spread the model over more ranks (launch.ranks)."
-            ) from error
-
-    return within
+    def stages(self, step: Prepared, algorithm: Algorithm) -> dict[str, np.ndarray]:
+        """Return what the record keeps of the step's tokens, by the names in `StepResult.stages`."""
+        stages = {
+            "advantages": step.advantages_S,
+            "proximal_logprobs": self.logprobs_S if step.proximal_S is None else step.proximal_S,
+            "logprobs": self.logprobs_S,
+            "loss": self.loss_S,
+            "reference_logprobs": step.reference_S,
+            "entropies": self.entropies_S if algorithm.entropy_coef else None,
+            "rejected": self.rejected_S if rejects(algorithm) else None,
+            "values": step.values_S,
+            "returns": step.returns_S,
+            "bootstrap_values": step.bootstrap_S,
+        }
+        return {name: values_S for name, values_S in stages.items() if values_S is not None}
 
 
 class TrainEngine:
@@ -99,12 +108,15 @@ class TrainEngine:
         config: Config,
         *,
         model_path: str | None = None,
-        device: torch.device | None = None,
         ranks: Ranks = ALONE,
         media: Media | None = None,
+        supervised: bool = False,
     ) -> None:
-        """Load the policy, and the reference model and the critic if the algorithm needs them. The arguments are those
-        of `Policy`.
+        """Load the policy, and the reference model and the critic if the algorithm needs them.
+
+        Args:
+            supervised: Whether `train_step` trains on demonstrations or preferences, as training.objective says. The
+                other arguments are those of `Policy`.
 
         Raises:
             ModelError: A model cannot be loaded or trained.
@@ -113,19 +125,17 @@ class TrainEngine:
         check_critic_fields(config, with_critic=needs_critic(config.algorithm))
         self.config = config
         self._advantages, self._loss = advantages_function(config.algorithm), loss_function(config.algorithm)
-        self.policy = Policy(config, model_path=model_path, device=device, ranks=ranks, media=media)
+        self.policy = Policy(config, model_path=model_path, ranks=ranks, media=media)
         self.ranks = self.policy.ranks
         self.version = 0
         """Number of steps done."""
         self.whole = True
         """True while the weights are those of a whole number of steps; False from a step's first update to its end."""
-        total = config.training.steps * config.algorithm.minibatches
-        self.optimizer = Optimizer(self.policy.model, config.training, total_updates=total)
+        self.supervised = supervised
+        self.optimizer = Optimizer(self.policy.model, config.training, total_updates=self._total_updates)
         self.policy.load_reference(config.algorithm.kl_coef != 0)
         self.critic = Critic(config, self.policy) if needs_critic(config.algorithm) else None
         self.policy.pack_if_possible(self.critic and self.critic.inner)
-        self.supervised = False
-        """True if `train_step` trains on demonstrations or preferences, as training.objective says."""
         self.watch: Watch = lambda stage, scope: None
         """Function that is called at each stage of a step, for debuggers and diagnoses."""
         self.recent_norms: deque[float] = deque(maxlen=RECENT_NORMS)
@@ -153,9 +163,14 @@ class TrainEngine:
             self.critic, self._digests = None, None
         self.policy.pack_if_possible(self.critic and self.critic.inner)
         self._advantages, self._loss = advantages_function(algorithm), loss_function(algorithm)
-        self.optimizer.configure(training, total_updates=training.steps * algorithm.minibatches)
+        self.optimizer.configure(training, total_updates=self._total_updates)
         if self.critic is not None:
             self.critic.configure(training, algorithm)
+
+    @property
+    def _total_updates(self) -> int:
+        """Number of updates of the whole run, by which the learning rate is scheduled."""
+        return self.config.training.steps * (1 if self.supervised else self.config.algorithm.minibatches)
 
     def restored(self, version: int, recent_norms: Iterable[float] = ()) -> None:
         """Reset the bookkeeping after weights of `version` were loaded; `recent_norms` are of the updates before it."""
@@ -194,7 +209,6 @@ class TrainEngine:
 
     # The two kinds of step -------------------------------------------------------------------------------------------
 
-    @_within_memory
     def train_step(self, sequences: SequenceABC[Sequence]) -> StepResult:
         """Make one step: `algorithm.minibatches` updates of reinforcement learning, or one if `supervised`.
 
@@ -202,41 +216,39 @@ class TrainEngine:
             TrainingError: The rows do not fit the model or memory, an update was refused, or a weight is not finite.
         """
         assert sequences, "a step needs a batch"
-        if self.supervised:
-            return self.supervised_step(Tokens.of(sequences))
+        try:
+            return self._supervised_step(sequences) if self.supervised else self._policy_step(sequences)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise TrainingError(
+                f"step {self.version} does not fit into the memory of {self.policy.device}: {first_line(error)} Lower "
+                f"training.micro_batch_tokens ({self.config.training.micro_batch_tokens}), or set "
+                f"training.activation_checkpointing=true, or spread the model over more ranks (launch.ranks)."
+            ) from error
+
+    def _policy_step(self, sequences: SequenceABC[Sequence]) -> StepResult:
         # For anything random, such as dropout in the user's own loss. Ranks with different rows get different seeds.
         torch.manual_seed(derive_seed(self.config.seed, f"step {self.version} rank {self.ranks.dp_rank}"))
         self._timings = dict.fromkeys(
             ("advantages", "logprobs", "reference", "critic", "forward_backward", "optimizer", "digest"), 0.0
         )
-        step = self.prepare(sequences)
-        tokens = step.tokens
-        done = self._updates(tokens, step.plan, step.loss_of)
-        proximal_S = done.logprobs_S if step.proximal_S is None else step.proximal_S
-        stages = {
-            "advantages": step.advantages_S,
-            "proximal_logprobs": proximal_S,
-            "logprobs": done.logprobs_S,
-            "loss": done.loss_S,
-        }
-        if step.reference_S is not None:
-            stages["reference_logprobs"] = step.reference_S
-        if self.config.algorithm.entropy_coef:
-            stages["entropies"] = done.entropies_S
-        mask_S = tokens.loss_mask_S
-        lag_N = self.version - step.versions_S[mask_S]
+        step, algorithm = self.prepare(sequences), self.config.algorithm
+        tokens, mask_S = step.tokens, step.tokens.loss_mask_S
+        done = self._updates(tokens, step.plan, partial(self.policy_loss, step))
+        stages = done.stages(step, algorithm)
+        lag_N = self.version - np.concatenate([sequence.versions for sequence in sequences])[mask_S]
         metrics = {
             **rollout_metrics(sequences),
-            **correlation_metrics(sequences, tokens.split(step.advantages_S), self.config.algorithm.advantages),
+            **correlation_metrics(sequences, tokens.split(step.advantages_S), algorithm.advantages),
             **lag_metrics(lag_N),
-            **gap_metrics(step.behaviour_S[mask_S], proximal_S[mask_S], lag_N),
+            **gap_metrics(step.behaviour_S[mask_S], stages["proximal_logprobs"][mask_S], lag_N),
         }
-        if rejects(self.config.algorithm):
-            stages["rejected"] = done.rejected_S
+        if rejects(algorithm):
             metrics |= rejection_metrics(done.rejected_S[mask_S], tokens.row_of_S[mask_S])
-        metrics |= self._fit_critic(step, done, stages)
-        split = {name: tokens.split(values_S) for name, values_S in stages.items()}
-        return self._finish(tokens, step.plan, done, stages=split, metrics=metrics)
+        metrics |= self._fit_critic(step, done)
+        result = self._finish(tokens, step.plan, done, stages)
+        return replace(result, metrics=metrics | result.metrics)
 
     def prepare(self, sequences: SequenceABC[Sequence]) -> Prepared:
         """Compute everything of a step that comes before its first update. Changes nothing."""
@@ -265,38 +277,16 @@ class TrainEngine:
             advantages_S = np.concatenate(found.advantages)
             returns_S = None if found.returns is None else np.concatenate(found.returns)
             weights = loss_weights(sequences, plan, algorithm)
-            weights_S = None if weights is None else weights[tokens.row_of_S]
         with self._timed("logprobs"):
             # With a single update the logprobs at the start of the step are those that the loss computes anyway.
             proximal_S = self.policy.score_all(tokens, plan) if len(plan) > 1 else None
-        behaviour_S = np.concatenate([sequence.logprobs for sequence in sequences])
-
-        def loss_of(micro: MicroBatch, scores: Scores) -> PolicyLoss:
-            def here(values_S: np.ndarray) -> Tensor:
-                return torch.from_numpy(values_S[micro.where_N]).to(self.policy.device)
-
-            logprobs_N = scores.logprobs_N
-            inputs: dict[str, Any] = {
-                "logprobs_N": logprobs_N,
-                "proximal_N": logprobs_N.detach() if proximal_S is None else here(proximal_S),
-                "behaviour_N": here(behaviour_S),
-                "advantages_N": here(advantages_S),
-                "reference_N": None if reference_S is None else here(reference_S),
-                "entropies_N": scores.entropies_N if algorithm.entropy_coef else None,
-                "rows_N": micro.rows_N,
-            }
-            self.watch("loss", {"batch": sequences, "tokens": tokens, "micro": micro, **inputs})
-            loss = self._loss(**inputs)
-            self.watch("backward", {"batch": sequences, "tokens": tokens, "micro": micro, "loss": loss, **inputs})
-            return loss if weights_S is None else replace(loss, per_token_N=loss.per_token_N * here(weights_S))
-
         return Prepared(
+            batch=sequences,
             tokens=tokens,
             plan=plan,
-            loss_of=loss_of,
             advantages_S=advantages_S,
-            behaviour_S=behaviour_S,
-            versions_S=np.concatenate([sequence.versions for sequence in sequences]),
+            weights_S=None if weights is None else weights[tokens.row_of_S],
+            behaviour_S=np.concatenate([sequence.logprobs for sequence in sequences]),
             proximal_S=proximal_S,
             reference_S=reference_S,
             values_S=values_S,
@@ -304,52 +294,65 @@ class TrainEngine:
             returns_S=returns_S,
         )
 
-    @_within_memory
-    def supervised_step(self, tokens: Tokens) -> StepResult:
+    def policy_loss(self, step: Prepared, micro: MicroBatch, scores: Scores) -> PolicyLoss:
+        """Return the loss of a micro-batch of a step, weighted as algorithm.loss_mean asks."""
+
+        def here(values_S: np.ndarray) -> Tensor:
+            return torch.from_numpy(values_S[micro.where_N]).to(self.policy.device)
+
+        inputs: dict[str, Any] = {
+            "logprobs_N": scores.logprobs_N,
+            "proximal_N": scores.logprobs_N.detach() if step.proximal_S is None else here(step.proximal_S),
+            "behaviour_N": here(step.behaviour_S),
+            "advantages_N": here(step.advantages_S),
+            "reference_N": None if step.reference_S is None else here(step.reference_S),
+            "entropies_N": scores.entropies_N if self.config.algorithm.entropy_coef else None,
+            "rows_N": micro.rows_N,
+        }
+        scope = {"batch": step.batch, "tokens": step.tokens, "micro": micro}
+        self.watch("loss", {**scope, **inputs})
+        loss = self._loss(**inputs)
+        self.watch("backward", {**scope, "loss": loss, **inputs})
+        return loss if step.weights_S is None else replace(loss, per_token_N=loss.per_token_N * here(step.weights_S))
+
+    def _supervised_step(self, sequences: SequenceABC[Sequence]) -> StepResult:
         """Make one step of one update on demonstrations or pairs, as training.objective says.
 
         The loss is the mean cross-entropy of the tokens in the loss mask, or the mean loss of the pairs. Rows 2k and 2k
-        + 1 are a pair: the chosen and the rejected. Raises as `train_step` does.
+        + 1 are a pair: the chosen and the rejected.
         """
         self._timings = dict.fromkeys(("reference", "forward_backward", "optimizer", "digest"), 0.0)
-        self.optimizer.total_updates = self.config.training.steps  # algorithm.minibatches has no meaning here
-        lengths, objective = tokens.lengths.tolist(), self.config.training.objective
+        tokens = Tokens.of(sequences)
+        objective = self.config.training.objective
         if objective == "sft":
-            plan, loss_of = [deal(lengths, range(len(lengths)), **self.policy.deal_arguments(tokens))], sft_loss
+            plan, loss_of = self.policy.plan(tokens), sft_loss
         else:
-            plan = [deal_pairs(lengths, **self.policy.deal_arguments(tokens))]
+            plan = [deal_pairs(tokens.lengths.tolist(), **self.policy.deal_arguments(tokens))]
             with self._timed("reference"):
                 reference_S = self.policy.score_reference(tokens, plan)
             beta = self.config.algorithm.kl_coef if objective == "dpo" else None
             loss_of = pair_losses(tokens, plan, beta=beta, reference_S=reference_S)
         done = self._updates(tokens, plan, loss_of)
-        stages = {"logprobs": tokens.split(done.logprobs_S), "loss": tokens.split(done.loss_S)}
-        return self._finish(tokens, plan, done, stages=stages, metrics={})
+        return self._finish(tokens, plan, done, {"logprobs": done.logprobs_S, "loss": done.loss_S})
 
     def held_out_loss(self, tokens: Tokens) -> float:
         """Return the mean cross-entropy of the tokens in the loss mask, in nats. Every rank calls this at once."""
-        plan = [deal(tokens.lengths.tolist(), range(len(tokens.lengths)), **self.policy.deal_arguments(tokens))]
-        logprobs_S = self.policy.score_all(tokens, plan)
+        logprobs_S = self.policy.score_all(tokens, self.policy.plan(tokens))
         return -float(logprobs_S[tokens.loss_mask_S].mean(dtype=np.float64))
 
     # Inside a step ---------------------------------------------------------------------------------------------------
 
-    def _updates(self, tokens: Tokens, plan: Plan, loss_of: TokenLoss) -> _Pass:
-        done = _Pass(
-            logprobs_S=self.policy.zeros(tokens),
-            entropies_S=self.policy.zeros(tokens),
-            loss_S=self.policy.zeros(tokens),
-            rejected_S=self.policy.zeros(tokens),
+    def _updates(self, tokens: Tokens, plan: Plan, loss_of: TokenLoss) -> _PolicyUpdates:
+        """Make one update per mini-batch, unless it is refused. Return the results of all ranks' rows."""
+        zeros = self.policy.zeros
+        done = _PolicyUpdates(
+            logprobs_S=zeros(tokens), entropies_S=zeros(tokens), loss_S=zeros(tokens), rejected_S=zeros(tokens)
         )
         for minibatch in plan:
             problem: str | None = None
             with self._timed("forward_backward"):
                 for micro, scores, loss in self._backward(tokens, minibatch, loss_of):
-                    done.logprobs_S[micro.where_N] = scores.logprobs_N.detach().cpu().numpy()
-                    done.entropies_S[micro.where_N] = scores.entropies_N.detach().cpu().numpy()
-                    done.loss_S[micro.where_N] = loss.per_token_N.detach().cpu().numpy()
-                    if loss.rejected_N is not None:
-                        done.rejected_S[micro.where_N] = loss.rejected_N.cpu().numpy()
+                    done.add(micro, scores, loss)
                     problem = problem or loss_problem(
                         tokens,
                         micro.where_N,
@@ -358,8 +361,6 @@ class TrainEngine:
                         loss=self.config.algorithm.loss,
                         hint=hint_of(self.optimizer),
                     )
-                    for name, value in {"entropy": scores.entropies_N.detach().sum(), **loss.sums}.items():
-                        done.sums[name] += float(value)
             with self._timed("digest"):
                 done.gradients.append(digest_tensors(self.optimizer.gradients().items(), self.ranks))
             with self._timed("optimizer"):
@@ -375,9 +376,7 @@ class TrainEngine:
                 self.whole = False
                 self.optimizer.update()
         self._digests = None
-        for name in ("logprobs_S", "entropies_S", "loss_S", "rejected_S"):
-            setattr(done, name, self.ranks.add_up_shares(getattr(done, name)))
-        done.sums.update(self.ranks.add_up_named(done.sums))
+        done.add_up(self.ranks)
         return done
 
     def _backward(
@@ -406,30 +405,27 @@ class TrainEngine:
         factor = self.config.training.spike_factor
         return norm_problem(norm, self.optimizer, self.recent_norms, factor, self.ranks)
 
-    def _refuse(self, problem: str, done: _Pass) -> None:
+    def _refuse(self, problem: str, done: _PolicyUpdates) -> None:
         """Drop the gradient of an update because of `problem`, and count the update as skipped.
 
         Raises:
             GradientError: training.on_bad_gradient is "stop".
         """
         self.optimizer.forget()
-        said = f"step {self.version}: {problem} This update was not made."
+        refused = f"step {self.version}: {problem} This update was not made."
         where = f"`clew blame RUN --step {self.version}` finds the cause"
         if self.config.training.on_bad_gradient == "stop":
             raise GradientError(
-                f"{said} {where}. With training.on_bad_gradient=skip the run goes on without such updates."
+                f"{refused} {where}. With training.on_bad_gradient=skip the run goes on without such updates."
             )
         done.skipped += 1
-        log.warning("%s %s.", said, where)
+        log.warning("%s %s.", refused, where)
 
-    def _fit_critic(self, step: Prepared, done: _Pass, stages: dict[str, np.ndarray]) -> dict[str, float]:
-        """Train the critic, if there is one, on the step's returns. Return its metrics, and add its stages to `stages`
-        and its gradients to `done`."""
+    def _fit_critic(self, step: Prepared, done: _PolicyUpdates) -> dict[str, float]:
+        """Train the critic, if there is one, on the step's returns. Return its metrics, and add its gradients to
+        `done`."""
         if self.critic is None or step.values_S is None or step.returns_S is None:
             return {}
-        stages |= {"values": step.values_S, "returns": step.returns_S}
-        if step.bootstrap_S is not None:
-            stages["bootstrap_values"] = step.bootstrap_S
         with self._timed("critic"):
             self.whole = False
             fitted = self.critic.fit(step.tokens, step.plan, step.values_S, step.returns_S, step=self.version)
@@ -444,9 +440,8 @@ class TrainEngine:
             **value_metrics(step.values_S[mask_S], step.returns_S[mask_S]),
         }
 
-    def _finish(
-        self, tokens: Tokens, plan: Plan, done: _Pass, *, stages: dict[str, list[np.ndarray]], metrics: dict[str, float]
-    ) -> StepResult:
+    def _finish(self, tokens: Tokens, plan: Plan, done: _PolicyUpdates, stages: dict[str, np.ndarray]) -> StepResult:
+        """Check and digest the weights that the updates left, count the step as done, and return its results."""
         with self._timed("digest"):
             digests = {"gradients": [total(each.values()) for each in done.gradients], "weights": self.weights_digest()}
             tensor_digests = {
@@ -462,7 +457,7 @@ class TrainEngine:
         self.version += 1
         self.whole = True
         trained = int(tokens.loss_mask_S.sum())
-        metrics |= {
+        metrics = {
             "loss": float(done.loss_S.sum(dtype=np.float64)) / max(1, trained),
             **{name: value / max(1, trained) for name, value in done.sums.items()},
             "grad_norm": float(np.mean(done.norms)),
@@ -474,7 +469,7 @@ class TrainEngine:
         }
         return StepResult(
             metrics=metrics,
-            stages=stages,
+            stages={name: tokens.split(values_S) for name, values_S in stages.items()},
             plan=plan,
             digests=digests,
             tensor_digests=tensor_digests,

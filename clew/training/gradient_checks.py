@@ -30,10 +30,7 @@ def loss_problem(
     """Return what is wrong with the losses of a micro-batch; None if they are finite.
 
     Args:
-        tokens: The batch.
         where_N: Positions of the micro-batch's trained tokens in the arrays [S].
-        loss_S: Loss of each token.
-        logprobs_S: Logprob of each token.
         loss: Value of algorithm.loss.
         hint: Advice when the model itself produced NaN or infinity, see `hint_of`.
     """

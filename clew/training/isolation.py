@@ -64,7 +64,7 @@ def prepare_for_packing(model: Any) -> None:
         return
     lengths = _lengths(model)
     rows = [_tokens(model, length, number) for number, length in enumerate(lengths)]
-    alone = torch.cat([_predictions(model, row, [len(row)]) for row in rows])
+    separate = torch.cat([_predictions(model, row, [len(row)]) for row in rows])
     before = model.config._attn_implementation
     if not use_attention(model):
         log.warning("%s has attention code of its own, so its rows are padded, not packed.", name)
@@ -76,11 +76,11 @@ def prepare_for_packing(model: Any) -> None:
         problem = f"fails on packed rows ({described(error)})"
     else:
         second = slice(lengths[0] - 1, None)
-        differences = _largest(packed - alone), _largest(beside_another[second] - packed[second])
+        differences = _largest(packed - separate), _largest(beside_another[second] - packed[second])
         allowed = TOLERANCE, TOLERANCE
         if model.dtype.itemsize < torch.float32.itemsize:
             joined = _predictions(model, torch.cat(rows), [sum(lengths)])
-            leak = _largest(torch.cat([joined[: lengths[0] - 1], joined[lengths[0] :]]) - alone)
+            leak = _largest(torch.cat([joined[: lengths[0] - 1], joined[lengths[0] :]]) - separate)
             allowed = SHARES[0] * leak, SHARES[1] * leak
         if differences[0] <= allowed[0] and differences[1] <= allowed[1]:
             return

@@ -54,29 +54,9 @@ class Adapters:
     """
 
     def __init__(self, model: Any, config: Config) -> None:
-        """Add adapters to `model`.
-
-        Raises:
-            ModelError: The model has no linear layer, or peft refuses its architecture.
-        """
-        rank, output = config.training.lora_rank, model.get_output_embeddings()
+        """Add adapters to `model`. Raises ModelError if it has no linear layer, or peft refuses its architecture."""
+        rank, linear = config.training.lora_rank, _linear_layers(model)
         assert rank is not None, "Adapters needs training.lora_rank"
-        linear = [  # full names, because other modules may have the same last part
-            name
-            for name, module in model.named_modules()
-            if type(module).forward in (nn.Linear.forward, Conv1D.forward) and module is not output
-        ]
-        if any(type(module).__name__.endswith("Experts") for module in model.modules()):
-            taken = {name for name in linear if name.rpartition(".")[2] in EXPERTS}
-            linear = [name for name in linear if name not in taken]
-            if taken:
-                log.warning(
-                    "training.lora_rank: %d linear layers of %s, such as %s, get no adapters, because peft mistakes "
-                    "them for experts.",
-                    len(taken),
-                    type(model).__name__,
-                    min(taken),
-                )
         if not linear:
             raise ModelError(
                 f"Cannot add adapters: {type(model).__name__} has no suitable linear layer. Unset training.lora_rank."
@@ -132,11 +112,7 @@ class Adapters:
                 del layer.forward
 
     def save(self, folder: Path, state: Mapping[str, Tensor]) -> None:
-        """Write files that PeftModel.from_pretrained(base model, folder) reads.
-
-        Args:
-            state: The model's state, as for `merged`.
-        """
+        """Write files that PeftModel.from_pretrained(base model, folder) reads. state: the model's, as for `merged`."""
         folder.mkdir(parents=True)
         self._write(folder, self._config, _named(state), {"format": "pt"})
 
@@ -148,7 +124,6 @@ class Adapters:
         tensors would not match the digests.
 
         Args:
-            folder: An existing folder.
             state: The adapters' tensors by their names in the model.
         """
         config = replace(self._config, lora_alpha=self._config.r)
@@ -163,6 +138,28 @@ class Adapters:
 
     def _layers(self) -> Iterator[tuple[str, Any]]:
         return ((name, each) for name, each in self._model.named_modules() if isinstance(each, LoraLayer))
+
+
+def _linear_layers(model: Any) -> list[str]:
+    """Return the full names of the layers that get adapters: other modules may have the same last part."""
+    output = model.get_output_embeddings()
+    linear = [
+        name
+        for name, module in model.named_modules()
+        if type(module).forward in (nn.Linear.forward, Conv1D.forward) and module is not output
+    ]
+    if not any(type(module).__name__.endswith("Experts") for module in model.modules()):
+        return linear
+    left_out = [name for name in linear if name.rpartition(".")[2] in EXPERTS]
+    if left_out:
+        log.warning(
+            "training.lora_rank: %d linear layers of %s, such as %s, get no adapters, because peft mistakes them for "
+            "experts.",
+            len(left_out),
+            type(model).__name__,
+            min(left_out),
+        )
+    return [name for name in linear if name not in left_out]
 
 
 def _named(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -185,12 +182,7 @@ def _as_merged(layer: Any, x: Tensor) -> Tensor:
 
 
 def read_adapters(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors that `Adapters.save` wrote, by their names in the model.
-
-    Raises:
-        OSError: The file cannot be read.
-        SafetensorError: The file is damaged.
-    """
+    """Return the tensors that `Adapters.save` wrote, by their names in the model. Raises OSError or SafetensorError."""
     tensors = load_file(folder / FILE)
     return {
         name.removeprefix(_PREFIX).removesuffix("weight") + f"{NAME}.weight": tensor for name, tensor in tensors.items()

@@ -110,15 +110,7 @@ class CustomLoss:
         changed = [key for key in before if tensors[key]._version != before[key]]
         if changed:
             raise TrainingError(f"{name} changed its input in place ({', '.join(changed)}). Make a new tensor instead.")
-        pair = isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)
-        loss_N = returned[0] if pair else returned.per_token_N if isinstance(returned, PolicyLoss) else None
-        if not isinstance(loss_N, Tensor) or not loss_N.is_floating_point():
-            inner = ", ".join(type(each).__name__ for each in returned) if isinstance(returned, tuple) else ""
-            found = f"{type(returned).__name__}{f' ({inner})' if inner else ''}"
-            raise TrainingError(
-                f"{name} returned {found if not isinstance(loss_N, Tensor) else f'a loss of {loss_N.dtype}'}; expected "
-                f"(loss_N, metrics): the loss of each token, a tensor of floats, and a dict, which may be empty."
-            )
+        loss_N = self._loss_in(returned)
         if loss_N.shape != logprobs_N.shape:
             raise TrainingError(
                 f"{name} returned a loss of shape {list(loss_N.shape)}; expected {list(logprobs_N.shape)}: one per "
@@ -132,6 +124,25 @@ class CustomLoss:
             return returned
         return PolicyLoss(
             per_token_N=loss_N, sums={f"loss/{key}": self._sum(key, returned[1][key], loss_N) for key in returned[1]}
+        )
+
+    def _loss_in(self, returned: Any) -> Tensor:
+        """Return the loss of each token in what the function returned. Raises TrainingError if there is none."""
+        loss_N = None
+        if isinstance(returned, PolicyLoss):
+            loss_N = returned.per_token_N
+        elif isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
+            loss_N = returned[0]
+        if isinstance(loss_N, Tensor) and loss_N.is_floating_point():
+            return loss_N
+        if isinstance(loss_N, Tensor):
+            found = f"a loss of {loss_N.dtype}"
+        else:
+            inner = ", ".join(type(each).__name__ for each in returned) if isinstance(returned, tuple) else ""
+            found = f"{type(returned).__name__}{f' ({inner})' if inner else ''}"
+        raise TrainingError(
+            f"{self._function.name} returned {found}; expected (loss_N, metrics): the loss of each token, a tensor of "
+            f"floats, and a dict, which may be empty."
         )
 
     def _sum(self, key: str, value: Any, loss_N: Tensor) -> Tensor:

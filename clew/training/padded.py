@@ -138,40 +138,12 @@ def _cut(values_BT: Tensor, attention_mask_BT: Tensor) -> list[np.ndarray]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the content of a .pt file, after checking that the tensors in `NEEDED` are there."""
-    try:
-        zipped = zipfile.is_zipfile(path)
-        if zipped:
-            _check_packed(path)
-        # Memory-mapped: nothing is read or allocated before the sizes are checked.
-        content = torch.load(path, weights_only=True, map_location="cpu", mmap=zipped)
-        altered = False
-        if isinstance(content, dict) and "clew_format" in content:  # torch.load does not verify checksums
-            with zipfile.ZipFile(path) as archive:
-                altered = archive.testzip() is not None
-    except RecordError:
-        raise
-    except FileNotFoundError:
-        raise RecordError(f"{path} is missing.") from None
-    except Exception as error:  # unpickling a damaged file may raise anything
-        found = re.search(r"GLOBAL (\S+)", str(error))
-        if found:
-            raise RecordError(
-                f"{path} holds a pickled object ({found[1]}), which could run any code; none of it was executed. "
-                f"Expected tensors, lists and text only: convert it where you trust it, with "
-                f"torch.save({{name: torch.as_tensor(...)}}, path)."
-            ) from None
-        raise RecordError(
-            f"{path} cannot be read as a .pt file ({type(error).__name__} in torch.load); it has "
-            f"{path.stat().st_size} bytes. It was truncated or altered, or is of another form."
-        ) from None
-    if altered:
-        raise RecordError(f"{path} was altered after it was written: a checksum differs. Export it once more.")
+    """Return the content of a .pt file, after checking that the tensors in `NEEDED` are there, and their shapes."""
+    content = _load(path)
     if not isinstance(content, dict):
         raise RecordError(f"{path} holds a {type(content).__name__}; expected a dictionary of tensors by name.")
     rows.check_format(path, content.get("clew_format", 0))
-    missing = [name for name in NEEDED if name not in content]
-    if missing:
+    if missing := [name for name in NEEDED if name not in content]:
         raise RecordError(
             f"{path} has no {', '.join(missing)}; it holds {', '.join(map(str, content))}. Expected the padded batch "
             f"of docs/record.md: {', '.join(NEEDED)}."
@@ -179,6 +151,38 @@ def _read(path: Path) -> dict[str, Any]:
     _check_size(path, content)
     _check_shapes(path, content)
     return content
+
+
+def _load(path: Path) -> Any:
+    """Return what torch.load reads, without running any code. Raises RecordError if it cannot be read."""
+    try:
+        zipped = zipfile.is_zipfile(path)
+        if zipped:
+            _check_packed(path)
+        # Memory-mapped: nothing is read or allocated before the sizes are checked.
+        content = torch.load(path, weights_only=True, map_location="cpu", mmap=zipped)
+        if isinstance(content, dict) and "clew_format" in content:  # torch.load does not verify checksums
+            with zipfile.ZipFile(path) as archive:
+                if archive.testzip() is not None:
+                    raise RecordError(
+                        f"{path} was altered after it was written: a checksum differs. Export it once more."
+                    )
+        return content
+    except RecordError:
+        raise
+    except FileNotFoundError:
+        raise RecordError(f"{path} is missing.") from None
+    except Exception as error:  # unpickling a damaged file may raise anything
+        if pickled := re.search(r"GLOBAL (\S+)", str(error)):
+            raise RecordError(
+                f"{path} holds a pickled object ({pickled[1]}), which could run any code; none of it was executed. "
+                f"Expected tensors, lists and text only: convert it where you trust it, with "
+                f"torch.save({{name: torch.as_tensor(...)}}, path)."
+            ) from None
+        raise RecordError(
+            f"{path} cannot be read as a .pt file ({type(error).__name__} in torch.load); it has "
+            f"{path.stat().st_size} bytes. It was truncated or altered, or is of another form."
+        ) from None
 
 
 def _check_packed(path: Path) -> None:

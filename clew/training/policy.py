@@ -27,7 +27,7 @@ from clew.record.media import Media
 from clew.record.rows import Sequence
 from clew.training.batching import Plan, deal
 from clew.training.isolation import keeps_rows_apart
-from clew.training.ranks import ALONE, Ranks
+from clew.training.ranks import Ranks
 from clew.training.scoring import Scores, ValueModel, score
 from clew.training.sharding import spread, state_of
 from clew.training.tokens import MicroBatch, Tokens
@@ -45,28 +45,19 @@ class Policy:
     so that a step repeats bit for bit (on CPU, with the same number of ranks and threads).
     """
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        model_path: str | None = None,
-        device: torch.device | None = None,
-        ranks: Ranks = ALONE,
-        media: Media | None = None,
-    ) -> None:
+    def __init__(self, config: Config, *, model_path: str | None, ranks: Ranks, media: Media | None) -> None:
         """Load the model. Raises ModelError if it cannot be loaded or trained.
 
         Args:
             config: The sections model and training are used, and the seed for adapters.
             model_path: Initial weights; None: config.model.path, which the reference always has. Ignored with adapters:
                 they are added to config.model.path.
-            device: Device of the model; None: config.model.device.
             media: Storage of the sequences' images.
         """
         self.config = config
         self.ranks = ranks = ranks.grouped(config.training.tp)
         self._media = media
-        self.device = device or pick_device(config.model.device)
+        self.device = pick_device(config.model.device)
         wants_adapters = config.training.lora_rank is not None
         path = config.model.path if wants_adapters or model_path is None else model_path
         self.tokenizer = load_tokenizer(path)
@@ -146,8 +137,7 @@ class Policy:
         """Return the policy's current logprobs of the trained tokens, [T] for each sequence. Changes nothing."""
         tokens = Tokens.of(sequences)
         check_tokens(tokens, self.model, "the model")
-        plan = [deal(tokens.lengths.tolist(), range(len(sequences)), **self.deal_arguments(tokens))]
-        return tokens.split(self.score_all(tokens, plan))
+        return tokens.split(self.score_all(tokens, self.plan(tokens)))
 
     def score_all(self, tokens: Tokens, plan: Plan) -> np.ndarray:
         """Return the logprobs [S] that the policy gives the trained tokens.
@@ -218,6 +208,10 @@ class Policy:
             "ranks": self.ranks.dp_size,
             "width": width_of(self.model),
         }
+
+    def plan(self, tokens: Tokens) -> Plan:
+        """Return the plan in which all these rows are one mini-batch."""
+        return [deal(tokens.lengths.tolist(), range(len(tokens.ids)), **self.deal_arguments(tokens))]
 
     def own(self, tokens: Tokens, minibatch: list[list[int]]) -> Iterator[MicroBatch | None]:
         """Yield this rank's micro-batches. None stands for one in which only other ranks have something to compute:

@@ -25,13 +25,7 @@ PROBE_ROOM = 8
 """Number of tokens that the probe leaves free in the model's context."""
 
 
-def write_weights(
-    engine: TrainEngine,
-    folder: Path,
-    version: int,
-    probe_ids: Sequence[int] | None = None,
-    sent: Digests | None = None,
-) -> WeightRef:
+def write_weights(engine: TrainEngine, folder: Path, version: int, *, sent: Digests | None = None) -> WeightRef:
     """Write the policy's weights in the type that inference computes with. Only one of several tied tensors is written.
 
     For Clew's own engine, tensors keep their names in memory, because its model has the same class as the policy. For
@@ -42,13 +36,11 @@ def write_weights(
 
     Args:
         folder: Folder to write. It appears all at once, by a rename; an existing one is replaced.
-        probe_ids: Token IDs to score, at least two; None: `default_probe`.
         sent: Digests of the weights, written in their place if they were broadcast; None: they were not.
 
     Raises:
         TrainingError: The tensors to send are not those that the model computes with.
     """
-    probe = list(default_probe(engine) if probe_ids is None else probe_ids)
     adapters = engine.policy.adapters if engine.config.sends_adapters else None
     digest = engine.weights_digest()
     tensors: dict[str, torch.Tensor] = {}  # stays empty after a broadcast
@@ -72,7 +64,8 @@ def write_weights(
             else:
                 save_file(tensors, aside / "model.safetensors", metadata=metadata)
                 engine.policy.model.config.save_pretrained(aside)
-    logprob = probe_logprob(engine, probe)
+    probe = _probe(engine)
+    logprob = _probe_logprob(engine, probe)
     return WeightRef(version=version, path=str(folder), digest=digest, probe_ids=probe, probe_logprob=logprob)
 
 
@@ -105,7 +98,7 @@ def _check_sent(engine: TrainEngine, digests: dict[str, str], version: int) -> N
         )
 
 
-def default_probe(engine: TrainEngine) -> list[int]:
+def _probe(engine: TrainEngine) -> list[int]:
     """Return token IDs spread over the vocabulary, the same for every version of a model; fewer for a short context."""
     length = PROBE_TOKENS
     if engine.policy.context:  # vLLM 0.32 wants room for one more token, SGLang 0.5.23 for six; otherwise they refuse
@@ -114,7 +107,7 @@ def default_probe(engine: TrainEngine) -> list[int]:
 
 
 @torch.no_grad()
-def probe_logprob(engine: TrainEngine, probe_ids: Sequence[int]) -> float:
+def _probe_logprob(engine: TrainEngine, probe_ids: Sequence[int]) -> float:
     """Return the logprob of the last token given those before it, at temperature 1, under the weights that are
     published."""
     ids_BT = torch.tensor([probe_ids], device=engine.policy.device)

@@ -139,12 +139,12 @@ class Ranks:
         everyone = self.gather(sums)[:: self.tp]
         return {name: sum(each.get(name, 0.0) for each in everyone) for each in everyone for name in each}
 
-    def gather(self, said: T) -> list[T]:
-        """Return what each rank passes as `said`, in the order of ranks. For small objects only."""
+    def gather(self, value: T) -> list[T]:
+        """Return the value that each rank passes, in the order of ranks. For small objects only."""
         if self.size == 1:
-            return [said]
+            return [value]
         everyone: list[T | None] = [None] * self.size
-        dist.all_gather_object(everyone, said)
+        dist.all_gather_object(everyone, value)
         return cast(list[T], everyone)
 
     def agree(self, what: str, decide: Callable[[], T]) -> T:
@@ -172,10 +172,10 @@ class Ranks:
                     break
                 except dist.DistStoreError:  # not yet; between two waits Python handles signals
                     continue
-        said = json.loads(store.get(key))
-        if "interrupted" in said:
+        answer = json.loads(store.get(key))
+        if "interrupted" in answer:
             raise Interrupted("rank 0 was asked to end")
-        return said["decided"]
+        return answer["decided"]
 
 
 ALONE = Ranks()

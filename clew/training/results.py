@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from clew.algorithms.losses import PolicyLoss
+from clew.record.rows import Sequence
 from clew.training.batching import Plan
 from clew.training.digests import Digests
 from clew.training.scoring import Scores
@@ -67,12 +69,13 @@ class StepResult:
 class Prepared:
     """A step before its first update. Arrays are aligned with its S tokens."""
 
+    batch: SequenceABC[Sequence]
     tokens: Tokens
     plan: Plan
-    loss_of: TokenLoss
     advantages_S: np.ndarray
+    weights_S: np.ndarray | None
+    """Factors of the losses, see `clew.training.batching.loss_weights`."""
     behaviour_S: np.ndarray
-    versions_S: np.ndarray
     proximal_S: np.ndarray | None
     """Logprobs at the start of the step; None with a single update, where the loss computes them anyway."""
     reference_S: np.ndarray | None

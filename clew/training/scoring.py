@@ -110,9 +110,7 @@ def score(
     return scores
 
 
-def hidden_states(
-    model: Any, input_ids_BT: Tensor, rows_N: Tensor, columns_N: Tensor, packed: Packed | None = None
-) -> Tensor:
+def hidden_states(model: Any, input_ids_BT: Tensor, rows_N: Tensor, columns_N: Tensor, packed: Packed | None) -> Tensor:
     """Return the hidden states at the tokens (rows_N, columns_N) of a transformers model without its head: [N, D].
 
     Each depends on the token and those before it. Rows are padded or packed as for `score`.

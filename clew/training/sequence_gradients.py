@@ -121,7 +121,7 @@ def _backward(
         return micro, torch.zeros(0), PolicyLoss(per_token_N=torch.zeros(0), sums={})
     scores = engine.score_micro(micro)
     scores.logprobs_N.retain_grad()
-    loss = step.loss_of(micro, scores)
+    loss = engine.policy_loss(step, micro, scores)
     if before is not None:
         before(micro, scores.logprobs_N, loss.per_token_N.detach())
     (loss.per_token_N.sum() / trained).backward()

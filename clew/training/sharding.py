@@ -151,10 +151,10 @@ def collect(named: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
 
 def like(tensor: Tensor, full: Tensor) -> Tensor:
     """Return `full` on the device of `tensor` and sharded like it. Every rank must have `full`; nothing is sent."""
-    moved = full.to(tensor.device)
+    full = full.to(tensor.device)
     if not isinstance(tensor, DTensor):
-        return moved
-    return distribute_tensor(moved, tensor.device_mesh, tensor.placements, src_data_rank=None)
+        return full
+    return distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None)
 
 
 def state_of(model: torch.nn.Module, ranks: Ranks) -> dict[str, Tensor]:

@@ -94,7 +94,7 @@ def check_plan(model: Any, blocks: list[nn.Module], tp: int) -> dict[str, str]:
         ModelError: transformers has no plan for this architecture, or the plan has unknown styles; or `tp` does not
             divide a number of heads or another width.
     """
-    kind, said = type(model).__name__, f"Cannot use training.tp={tp}"
+    kind, refused = type(model).__name__, f"Cannot use training.tp={tp}"
     plan: dict[str, str] = getattr(model, "tp_plan", None) or {}
     inside = {id(each) for block in blocks for each in (*block.modules(), *block.parameters())}
     named = [*model.named_modules(), *model.named_parameters()]
@@ -105,20 +105,15 @@ def check_plan(model: Any, blocks: list[nn.Module], tp: int) -> dict[str, str]:
     }
     if not planned:
         raise ModelError(
-            f"{said}: transformers has no tensor-parallel plan (tp_plan) for {kind}. Use training.tp=1: FSDP2 spreads "
-            f"any model over launch.ranks."
+            f"{refused}: transformers has no tensor-parallel plan (tp_plan) for {kind}. Use training.tp=1: FSDP2 "
+            f"spreads any model over launch.ranks."
         )
-    config = model.config.get_text_config()
-    layers = getattr(config, "per_layer_config", None) or [config]  # Gemma 4's layers differ in their numbers of heads
-    heads = {
-        (name, number) for each in layers for name in HEADS if isinstance(number := getattr(each, name, None), int)
-    }
-    widths = sorted(heads)
+    widths = _numbers_of_heads(model)
     for name, (each, style) in planned.items():
         is_linear = isinstance(each, nn.Linear)
         if style not in STYLES or not (is_linear or style == "replicated_with_grad_allreduce"):
             raise ModelError(
-                f"{said}: the plan of {kind} splits {name} ({type(each).__name__}) as {style!r}, which Clew does "
+                f"{refused}: the plan of {kind} splits {name} ({type(each).__name__}) as {style!r}, which Clew does "
                 f"not support; it splits linear layers ({', '.join(STYLES)}). Use training.tp=1."
             )
         if is_linear:
@@ -127,10 +122,18 @@ def check_plan(model: Any, blocks: list[nn.Module], tp: int) -> dict[str, str]:
     for what, width in widths:
         if width % tp:
             raise ModelError(
-                f"{said}: {kind} has {what}={width}, which {tp} ranks cannot share evenly. Use training.tp="
+                f"{refused}: {kind} has {what}={width}, which {tp} ranks cannot share evenly. Use training.tp="
                 f"{math.gcd(tp, *(width for _, width in widths))}."
             )
     return {name: style for name, (_, style) in planned.items()}
+
+
+def _numbers_of_heads(model: Any) -> list[tuple[str, int]]:
+    """Return each number of heads in a model's configuration, with its name."""
+    config = model.config.get_text_config()
+    layers = getattr(config, "per_layer_config", None) or [config]  # Gemma 4's layers differ in their numbers of heads
+    numbers = {(name, getattr(layer, name, None)) for layer in layers for name in HEADS}
+    return sorted((name, number) for name, number in numbers if isinstance(number, int))
 
 
 def _try_out(model: Any, blocks: list[nn.Module], root: nn.Module | None) -> tuple[Tensor, Tensor]:

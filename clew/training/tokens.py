@@ -79,10 +79,7 @@ class Tokens:
         # ids_M are mask_ids[begin : begin + count] of one token after the other.
         offsets = np.arange(counts_N.sum()) - np.repeat(np.cumsum(counts_N) - counts_N, counts_N)
         ids_M = self.mask_ids[np.repeat(begins_N, counts_N) + offsets].astype(np.int64)
-        return Masks(
-            counts_N=torch.from_numpy(counts_N).to(device),
-            ids_M=torch.from_numpy(ids_M).to(device),
-        )
+        return Masks(counts_N=torch.from_numpy(counts_N).to(device), ids_M=torch.from_numpy(ids_M).to(device))
 
     def split(self, values_S: np.ndarray) -> list[np.ndarray]:
         """Split an array that is aligned with the tokens into rows."""

@@ -10,15 +10,15 @@ import pytest
 
 from clew import config as configuration
 from clew.config import Config
-from clew.diagnose.rerun import Options, rerun
 from clew.errors import RecordError, TrainingError
 from clew.loop.replay import engine_at
-from clew.loop.trainer_process import learn_inline
 from clew.record.bundle import write_bundle
 from clew.record.media import UNUSED_S, media_name
 from clew.record.run import RunDirectory
 from clew.training.engine import TrainEngine
 from clew.training.sequence_gradients import contributions
+from tests.loop import runs
+from tests.loop.runs import learn, replays
 from tests.models import picture, seeing_model
 
 FAMILIES = ("llava", pytest.param("paddleocr_vl", marks=pytest.mark.slow))
@@ -27,26 +27,15 @@ FAMILIES = ("llava", pytest.param("paddleocr_vl", marks=pytest.mark.slow))
 def configure(folder: Path, family: str, trial: str, **changes: object) -> Config:
     rows = [{"prompt": f"{i}?", "color": color} for i, color in enumerate(["red", "blue", "red", "white"] * 3)]
     (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (folder / "config.yaml").write_text(
-        f"experiment: images\nroot: {folder}/runs\nmodel: {{path: {folder}/{family}}}\n"
-        f"data: {{path: {folder}/prompts.jsonl}}\n"
+    sections = (
+        "experiment: images\n"
         "rollout: {agent: tests.loop.agents.Looks, batch_groups: 2, n_samples: 3}\n"
         "sampling: {max_new_tokens: 8}\n"
         "training: {steps: 3, lr: 1e-3, micro_batch_tokens: 150}\n"
         "algorithm: {minibatches: 2, kl_coef: 0.01}\n"
         "checkpoint: {every_steps: 2}\n"
-        "launch: {threads: 1, mode: inline}\n"
     )
-    return configuration.load(folder / "config.yaml", [f"trial={trial}", *(f"{k}={v}" for k, v in changes.items())])
-
-
-def learn(config: Config) -> RunDirectory:
-    learn_inline(config, lambda step, summary: None)
-    return RunDirectory(config.run_path)
-
-
-def replays(run: Path, steps: str | None) -> bool:
-    return rerun(run, Options(steps=steps))
+    return runs.configure(folder, sections, trial, changes, model=family)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

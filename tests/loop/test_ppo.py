@@ -11,11 +11,11 @@ import pytest
 from clew import config as configuration
 from clew.config import Config
 from clew.diagnose.blame import blame
-from clew.diagnose.rerun import Options, rerun
-from clew.loop.trainer_process import learn_inline
 from clew.record.bundle import write_bundle
 from clew.record.run import RunDirectory
 from tests.diagnose.planted import change_stage, generated_at, seal
+from tests.loop import runs
+from tests.loop.runs import learn, replays
 from tests.models import tiny_model, tiny_tokenizer
 
 
@@ -29,31 +29,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def configure(folder: Path, trial: str, **changes: object) -> Config:
-    (folder / "config.yaml").write_text(
-        f"experiment: ppo\nroot: {folder}/runs\nmodel: {{path: {folder}/model}}\n"
-        f"data: {{path: {folder}/prompts.jsonl}}\n"
+    sections = (
+        "experiment: ppo\n"
         "rollout: {reward: bench.rewards.digits, batch_groups: 32, n_samples: 1}\n"
         "sampling: {max_new_tokens: 8}\n"
         "training: {steps: 24, lr: 3e-3}\n"
         "algorithm: {preset: ppo, minibatches: 2}\n"
         "checkpoint: {every_steps: 10, keep: 5}\n"
-        "launch: {threads: 1, mode: inline}\n"
     )
-    return configuration.load(folder / "config.yaml", [f"trial={trial}", *(f"{k}={v}" for k, v in changes.items())])
-
-
-def learn(config: Config) -> RunDirectory:
-    learn_inline(config, lambda step, summary: None)
-    return RunDirectory(config.run_path)
+    return runs.configure(folder, sections, trial, changes)
 
 
 @pytest.fixture(scope="module")
 def first(folder: Path) -> RunDirectory:
     return learn(configure(folder, "first"))
-
-
-def replays(target: Path, steps: str | None, stages: str | None = None) -> bool:
-    return rerun(target, Options(steps=steps, stages=stages))
 
 
 def test_policy_and_critic_learn(first: RunDirectory) -> None:

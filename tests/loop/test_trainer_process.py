@@ -13,11 +13,11 @@ from clew import config as configuration
 from clew.config import Config
 from clew.errors import ClewError, ConfigError, RecordError, TrainingError
 from clew.loop.stopwatch import Clock
-from clew.loop.trainer_process import learn_inline
 from clew.record import rows
 from clew.record.run import RunDirectory
 from clew.view.show import show
-from tests.loop import losses
+from tests.loop import losses, runs
+from tests.loop.runs import learn
 from tests.models import tiny_model, tiny_tokenizer
 
 
@@ -31,22 +31,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def configure(folder: Path, trial: str, **changes: object) -> Config:
-    (folder / "config.yaml").write_text(
-        f"experiment: learn\nroot: {folder}/runs\nmodel: {{path: {folder}/model}}\n"
-        f"data: {{path: {folder}/prompts.jsonl}}\n"
+    sections = (
+        "experiment: learn\n"
         "rollout: {reward: bench.rewards.digits, batch_groups: 3, n_samples: 3}\n"
         "sampling: {max_new_tokens: 10}\n"
         "training: {steps: 5, lr: 1e-3}\n"
         "algorithm: {minibatches: 2, kl_coef: 0.01}\n"
         "checkpoint: {every_steps: 2}\n"
-        "launch: {threads: 1, mode: inline}\n"
     )
-    return configuration.load(folder / "config.yaml", [f"trial={trial}", *(f"{k}={v}" for k, v in changes.items())])
-
-
-def learn(config: Config) -> RunDirectory:
-    learn_inline(config, lambda step, summary: None)
-    return RunDirectory(config.run_path)
+    return runs.configure(folder, sections, trial, changes)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,6 @@ from clew.training.engine import TrainEngine
 from clew.training.published_weights import write_weights
 from clew.training.ranks import Ranks
 from clew.training.sharding import state_of
-from clew.training.tokens import Tokens
 from tests.training.sequences import make_batch, make_config
 
 
@@ -27,13 +26,13 @@ def work(request: dict[str, Any], ranks: Ranks) -> None:
     config = make_config(Path(request["model"]), **request["options"])
     if "refused" in request:
         return _file(request, ranks, [{"refused": _refusal(config, ranks)}], {})
-    engine = TrainEngine(config, ranks=ranks)
+    engine = TrainEngine(config, ranks=ranks, supervised=request.get("supervised", False))
     if "load" in request:
         checkpoint.load(engine, Path(request["load"]))
     said: list[dict[str, Any]] = []
     for _ in range(request["steps"]):
         batch = make_batch(seed=engine.version, **request["batch"])
-        done = engine.supervised_step(Tokens.of(batch)) if request.get("supervised") else engine.train_step(batch)
+        done = engine.train_step(batch)
         said.append({"metrics": done.metrics, "digests": done.digests, "plan": done.plan})
     if "save" in request:
         checkpoint.save(engine, Path(request["save"]))

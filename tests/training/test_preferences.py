@@ -16,6 +16,7 @@ from clew.errors import ConfigError, DataError
 from clew.loop.sft import sft
 from clew.loop.trainer_process import learn_inline
 from clew.models.loading import load_model, load_tokenizer, load_value_model
+from clew.record.rows import Sequence
 from clew.training import checkpoint
 from clew.training.demonstrations import Demonstrations
 from clew.training.engine import TrainEngine
@@ -53,8 +54,8 @@ def configure(settings: dict[str, Any], objective: str, **training: Any) -> Conf
     return make_config(**settings | {"training": settings["training"] | {"objective": objective, **training}})
 
 
-def batch_of(config: Config, step: int = 0) -> Tokens:
-    return Tokens.of(Demonstrations(config, load_tokenizer(config.model.path), context=None).batch(step))
+def batch_of(config: Config, step: int = 0) -> list[Sequence]:
+    return Demonstrations(config, load_tokenizer(config.model.path), context=None).batch(step)
 
 
 @given(st.lists(st.integers(1, 40), min_size=2, max_size=30), st.integers(1, 200), st.integers(1, 3), st.booleans())
@@ -77,13 +78,13 @@ def test_a_step_of_dpo_equals_a_plain_one(settings: dict[str, Any]):
     config = configure(settings, "dpo")
     assert config.algorithm.kl_coef == 0.1
     plain, reference = (load_model(str(settings["model"]), "float32", CPU) for _ in range(2))
-    first, second = batch_of(config, 0), batch_of(config, 1)
-    engine = TrainEngine(config)
-    engine.supervised_step(first)
+    engine = TrainEngine(config, supervised=True)
+    engine.train_step(batch_of(config, 0))
+    second = batch_of(config, 1)
     plain.load_state_dict(engine.policy.model.state_dict())
 
     def logprob(model: Any, row: int) -> torch.Tensor:
-        ids, mask = (torch.from_numpy(second.split(each)[row]) for each in (second.input_ids_S, second.loss_mask_S))
+        ids, mask = (torch.from_numpy(each) for each in (second[row].input_ids, second[row].loss_mask))
         logprobs = model(input_ids=ids.long()[None]).logits[0, :-1].log_softmax(-1)
         return logprobs.gather(1, ids.long()[1:, None])[:, 0][mask[1:]].sum()
 
@@ -97,9 +98,9 @@ def test_a_step_of_dpo_equals_a_plain_one(settings: dict[str, Any]):
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
     for budget in (10, 60, 10_000):
-        again = TrainEngine(configure(settings, "dpo", micro_batch_tokens=budget))
+        again = TrainEngine(configure(settings, "dpo", micro_batch_tokens=budget), supervised=True)
         again.policy.model.load_state_dict(engine.policy.model.state_dict())
-        metrics = again.supervised_step(second).metrics
+        metrics = again.train_step(second).metrics
         assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-4)
         assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-3)
         assert metrics["preference/accuracy"] == pytest.approx(np.mean([each.item() > 0 for each in margins]))
@@ -111,8 +112,8 @@ def test_the_schedule_counts_one_update_a_step(settings: dict[str, Any]):
     plain, other = (configure(settings, "dpo", schedule="linear", steps=4, warmup_steps=0) for _ in range(2))
     other = other.model_copy(update={"algorithm": other.algorithm.model_copy(update={"minibatches": 4})})
     for config in (plain, other):
-        engine = TrainEngine(config)
-        rates = [engine.supervised_step(batch_of(config)).metrics["lr"] for _ in range(4)]
+        engine = TrainEngine(config, supervised=True)
+        rates = [engine.train_step(batch_of(config)).metrics["lr"] for _ in range(4)]
         assert rates == pytest.approx([config.training.lr * left for left in (1, 0.75, 0.5, 0.25)])
 
 
@@ -123,7 +124,7 @@ def test_dpo_learns_what_was_chosen(settings: dict[str, Any], lora: int | None, 
     last = capsys.readouterr().out.split("step 40/40")[1]
     assert "accuracy 100.0%" in last or "accuracy 87.5%" in last  # at most one of the 8 pairs is wrong
     before, after = (load_model(str(path), "float32", CPU) for path in (settings["model"], latest(config)))
-    pair = batch_of(config, 3)  # its first two rows: what was chosen, and what was rejected
+    pair = Tokens.of(batch_of(config, 3))  # its first two rows: what was chosen, and what was rejected
     margins = [score_of(model, pair, 0) - score_of(model, pair, 1) for model in (before, after)]
     assert margins[1] > margins[0] + 1
 
@@ -155,10 +156,10 @@ def test_a_reward_model_is_one_that_transformers_reads(settings: dict[str, Any],
         scores = model(**tokenizer(texts, padding=True, return_tensors="pt")).logits[:, 0]
     assert (scores[0::2] > scores[1::2]).all()
 
-    engine = TrainEngine(config)
+    engine = TrainEngine(config, supervised=True)
     checkpoint.load(engine, latest(config))
-    tokens = batch_of(config, 5)
-    trained = engine.supervised_step(tokens).stages["logprobs"]
+    batch = batch_of(config, 5)
+    trained, tokens = engine.train_step(batch).stages["logprobs"], Tokens.of(batch)
     for row, ids in enumerate(tokens.split(tokens.input_ids_S)[:4]):
         with torch.no_grad():
             alone = model(input_ids=torch.from_numpy(ids).long()[None]).logits.item()
@@ -170,12 +171,12 @@ def test_a_reward_model_is_one_that_transformers_reads(settings: dict[str, Any],
 @pytest.mark.parametrize("objective", ["dpo", "reward_model"])
 def test_training_resumes_from_a_checkpoint_bit_for_bit(settings: dict[str, Any], tmp_path: Path, objective: str):
     config = configure(settings, objective)
-    engine, again = TrainEngine(config), TrainEngine(config)
+    engine, again = (TrainEngine(config, supervised=True) for _ in range(2))
     for step in range(3):
-        engine.supervised_step(batch_of(config, step))
+        engine.train_step(batch_of(config, step))
     checkpoint.save(engine, tmp_path / "step-000003")
     checkpoint.load(again, tmp_path / "step-000003")
-    one, two = (each.supervised_step(batch_of(config, 3)) for each in (engine, again))
+    one, two = (each.train_step(batch_of(config, 3)) for each in (engine, again))
     assert one.digests == two.digests and one.metrics == two.metrics
 
 
