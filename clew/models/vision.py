@@ -194,10 +194,18 @@ def load_vision(path: str) -> Vision | None:
 
 
 def _opened(image: bytes) -> Image:
-    """Return an image from the content of its file. Raises ImageError if it cannot be read."""
+    """Return an image from the content of its file, with white where it is transparent, as transformers and vLLM do.
+
+    Raises:
+        ImageError: It cannot be read.
+    """
     import PIL.Image
 
     try:
-        return PIL.Image.open(io.BytesIO(image)).convert("RGB")
+        opened = PIL.Image.open(io.BytesIO(image))
+        if opened.has_transparency_data:
+            white = PIL.Image.new("RGBA", opened.size, "white")
+            opened = PIL.Image.alpha_composite(white, opened.convert("RGBA"))
+        return opened.convert("RGB")
     except (OSError, ValueError, SyntaxError, PIL.Image.DecompressionBombError) as error:
         raise ImageError(f"{len(image)} bytes cannot be read as an image: {first_line(error)}") from None

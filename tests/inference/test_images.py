@@ -1,7 +1,9 @@
 """Models that see: the cached path gives what the whole forward pass gives, whoever shares the batch."""
 
+import io
 from pathlib import Path
 
+import PIL.Image
 import pytest
 import torch
 
@@ -86,6 +88,19 @@ def test_pixels_come_in_the_models_own_precision(folders: Path, family: str) -> 
     prompt = list(tokenizer(vision.expanded("a <image> is", [RED]))["input_ids"])
     red, blue = (engine.logprobs(prompt, [image]) for image in (RED, BLUE))
     assert red.isfinite().all() and (red - blue).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA"])
+def test_what_is_transparent_is_white_as_for_the_models_own_processor(folders: Path, mode: str) -> None:
+    vision = load_vision(str(folders / "llava"))
+    assert vision is not None
+    image, file = PIL.Image.new("RGBA", (24, 24), (200, 30, 90, 60)).convert(mode), io.BytesIO()
+    image.save(file, "PNG")
+    shown = PIL.Image.open(io.BytesIO(file.getvalue()))
+    dark, processor = shown.convert("RGB"), vision._processor.image_processor
+    own, other = (processor(each, return_tensors="pt")["pixel_values"] for each in (shown, dark))
+    found = vision.inputs(torch.tensor([[5]]), [[file.getvalue()]], torch.float32)["pixel_values"]
+    assert torch.allclose(found, own, atol=2e-2) and not torch.allclose(found, other, atol=2e-2)
 
 
 def test_a_model_that_looks_both_ways_within_an_image_is_served_by_the_reference(folders: Path) -> None:
