@@ -64,9 +64,9 @@ def blame(target: Path, step: int, *, top: int, tokens: int, by: str | None, tru
                 f"{run.steps.stage_path(step, 0)} has the loss of each token."
             )
         found = parts_of(run, step)
-        by = by or ("pull" if found.alone else "gradient")
+        by = by or ("pull" if found.only_recorded else "gradient")
         if not any(by in part.measures for part in found.parts):
-            raise ConfigError(f"--by {by}: {found.without[by]}{found.alone and f'; {found.alone}'}.")
+            raise ConfigError(f"--by {by}: {found.without[by]}{found.only_recorded and f'; {found.only_recorded}'}.")
         _show(found, step, top=top, tokens=tokens, by=by)
 
 
@@ -95,8 +95,8 @@ def _show(found: Parts, step: int, *, top: int, tokens: int, by: str) -> None:
     mean = f"{sum(part.measures[by] for part in parts):.3g} in all, " if by in ("kl", "behaviour_k3") else ""
     count = f"{len(parts)} sequences" if len(parts) == found.count else f"{len(parts)} of {found.count} sequences"
     print(f"step {step}: {count}, worst first by {by} ({mean}median {median:.3g})")
-    if found.alone:
-        print(f"from the record alone: {found.alone}")
+    if found.only_recorded:
+        print(f"from the record alone: {found.only_recorded}")
     console.print(_sequences(parts[:top], step, by))
     for part in parts[: max(1, min(top, 2))]:
         console.print(_tokens(part, found, tokens, by))

@@ -9,12 +9,11 @@ import shlex
 import shutil
 from pathlib import Path
 
-from rich.table import Table
-
 from clew import config as configuration
 from clew.config import Config
-from clew.console import EscapingConsole, numbers_table
-from clew.diagnose.stages import batch_as_it_is
+from clew.console import EscapingConsole
+from clew.diagnose.causes import table_of_changes
+from clew.diagnose.stages import read_batch_with_warning
 from clew.errors import ConfigError, Interrupted, RecordError
 from clew.loop.trainer_process import learn_from_record
 from clew.printing import print
@@ -22,7 +21,7 @@ from clew.record.origin import mark_foreign, why_foreign
 from clew.record.run import RunDirectory
 from clew.training.optimizer import GradientError
 
-SIDE_BY_SIDE = ("loss", "grad_norm", "reward", "entropy", "behaviour_k3", "clip_share", "rejected_share", "kl", "lr")
+COMPARED = ("loss", "grad_norm", "reward", "entropy", "behaviour_k3", "clip_share", "rejected_share", "kl", "lr")
 """Metrics that a counterfactual shows."""
 
 
@@ -40,6 +39,44 @@ def counterfactual(run: RunDirectory, first: int, last: int, overrides: list[str
     Raises:
         ClewError: The steps cannot be trained, or the new run directory is already in use.
     """
+    config = _configured(run, first, overrides, kept=kept)
+    for step in range(first, last + 1):
+        read_batch_with_warning(run, step)
+    going_on = config.run_path.exists() and _left_unfinished(config, run, last)
+    if config.run_path.exists() and not going_on:
+        raise RecordError(
+            f"{config.run_path} is there already, and is not what this command left unfinished. Choose another "
+            f"trial=NAME, or remove it."
+        )
+    new = RunDirectory(config.run_path)
+    if why := "it came as a bundle" if not kept else why_foreign(run):
+        mark_foreign(new, why)  # it has the stranger's configuration
+    print(f"into {new.path}, from step {first} on with {' '.join(overrides)}", flush=True)
+    try:
+        learn_from_record(config, lambda step, summary: None, until=last + 1)
+    except BaseException as error:
+        blamed = isinstance(error, GradientError) and new.steps.has_data(first)
+        left = going_on or blamed or new.steps.count() > first
+        if not left:
+            shutil.rmtree(new.path)
+        if isinstance(error, Interrupted | KeyboardInterrupt):
+            going_on_with = f"interrupted. The same command with trial={config.trial} goes on with {new.path}."
+            nothing = "interrupted before its first step: nothing is left of it. Start the same command again."
+            raise Interrupted(going_on_with if left else nothing) from None
+        raise
+    steps = range(first, last + 1)
+    recorded = {step: run.steps.read(step)["metrics"] for step in steps if step < run.steps.count()}
+    rows = [(step, recorded.get(step, {}), new.steps.read(step)["metrics"]) for step in steps]  # {}: a failed step
+    changed = [name for name in COMPARED if any(then.get(name) != now.get(name) for _, then, now in rows)]
+    if not changed:
+        print(f"no metric differs: {' '.join(overrides)} has no effect on these steps on the same data.")
+        return
+    EscapingConsole(wide=200).print(table_of_changes("step", changed, rows, title="recorded → here"))
+    print(f"→ clew show {shlex.quote(str(new.path))} {last}")
+
+
+def _configured(run: RunDirectory, first: int, overrides: list[str], *, kept: bool) -> Config:
+    """Return the configuration of the new run; see `counterfactual`."""
     recorded = configuration.load(run.config_path)
     root = run.path.parent.parent if kept else Path(Config.model_fields["root"].default)
     ours = [
@@ -62,38 +99,7 @@ def counterfactual(run: RunDirectory, first: int, last: int, overrides: list[str
             f"model.path={config.model.path}: step {first} is trained on with the model that the steps before it left. "
             f"Override what it is trained with; for another model, `clew train` with debug.replay_rollout_data."
         )
-    for step in range(first, last + 1):
-        batch_as_it_is(run, step)
-    going_on = config.run_path.exists() and _left_unfinished(config, run, last)
-    if config.run_path.exists() and not going_on:
-        raise RecordError(
-            f"{config.run_path} is there already, and is not what this command left unfinished. Choose another "
-            f"trial=NAME, or remove it."
-        )
-    new = RunDirectory(config.run_path)
-    if why := "it came as a bundle" if not kept else why_foreign(run):
-        mark_foreign(new, why)  # it has the stranger's configuration
-    print(f"into {new.path}, from step {first} on with {' '.join(overrides)}", flush=True)
-    try:
-        learn_from_record(config, lambda step, summary: None, until=last + 1)
-    except BaseException as error:
-        blamed = isinstance(error, GradientError) and new.steps.has_data(first)
-        left = going_on or blamed or new.steps.count() > first
-        if not left:
-            shutil.rmtree(new.path)
-        if isinstance(error, Interrupted | KeyboardInterrupt):
-            raise Interrupted(
-                f"interrupted. The same command with trial={config.trial} goes on with {new.path}."
-                if left
-                else "interrupted before its first step: nothing is left of it. Start the same command again."
-            ) from None
-        raise
-    table = _side_by_side(run, new, range(first, last + 1))
-    if len(table.columns) == 1:
-        print(f"no metric differs: {' '.join(overrides)} has no effect on these steps on the same data.")
-        return
-    EscapingConsole(wide=200).print(table)
-    print(f"→ clew show {shlex.quote(str(new.path))} {last}")
+    return config
 
 
 def _left_unfinished(config: Config, run: RunDirectory, last: int) -> bool:
@@ -120,19 +126,3 @@ def _free_trial(experiment: Path, trial: str) -> str:
     while (experiment / f"{trial}-replay-{number}").exists():
         number += 1
     return f"{trial}-replay-{number}"
-
-
-def _side_by_side(run: RunDirectory, new: RunDirectory, steps: range) -> Table:
-    """Return a table of the metrics that differ in any step, each as "recorded → here"."""
-    recorded = {step: run.steps.read(step)["metrics"] for step in steps if step < run.steps.count()}
-    rows = [(step, recorded.get(step, {}), new.steps.read(step)["metrics"]) for step in steps]  # {}: a failed step
-    names = [name for name in SIDE_BY_SIDE if any(then.get(name) != now.get(name) for _, then, now in rows)]
-    table = numbers_table("step", *names, title="recorded → here")
-    for step, then, now in rows:
-        table.add_row(str(step), *(_change(then.get(name), now.get(name)) for name in names))
-    return table
-
-
-def _change(then: float | None, now: float | None) -> str:
-    before, after = ("-" if value is None else f"{value:.4g}" for value in (then, now))
-    return before if then == now else f"{before} → {after}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import filecmp
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,9 @@ from rich.console import Console
 
 from clew import config as configuration
 from clew.config import field_names
-from clew.console import EscapingConsole, numbers_table, tracked
+from clew.console import EscapingConsole, tracked
+from clew.diagnose import causes
+from clew.diagnose.causes import Pair, is_ignored, print_list
 from clew.diagnose.stages import chain_holds, suggestions
 from clew.errors import ConfigError, RecordError
 from clew.loop import tolerances as differences
@@ -29,22 +31,12 @@ from clew.reading import RESTORE, flat, read_json, read_yaml
 from clew.record.bundle import opened
 from clew.record.digest import digest_rows, from_hex, to_hex
 from clew.record.rows import ALIGNED, COLUMNS, TIMES, Sequence, timeless
-from clew.record.run import RunDirectory
 from clew.record.summary import rounding_doubt
 
 DRIFT = ("reward", "loss", "grad_norm", "entropy", "behaviour_k3")
 
 SCORES = ("pass@1", "reward", "loss")
 """Numbers of an evaluation whose drift is printed; `loss` is that of `clew sft`."""
-
-FACTS = ("packages", "python", "git")
-"""Entries of run.json that may explain a difference."""
-
-Pair = tuple[RunDirectory, RunDirectory]
-"""The two runs, in the order in which the user named them."""
-
-NOT_CAUSES = ("experiment", "trial", "root", "debug.", "launch.restarts", "record.", "eval.", "checkpoint.")
-"""Fields and sections of the configuration that no step depends on."""
 
 
 def diff(a: Path, b: Path, *, ignore: list[str], plot: Path | None) -> bool:
@@ -61,7 +53,7 @@ def diff(a: Path, b: Path, *, ignore: list[str], plot: Path | None) -> bool:
         RecordError: A run cannot be read, or the two have no step in common.
         ConfigError: `ignore` names no field or section of the configuration.
     """
-    if unknown := [name for name in ignore if name and not any(_is_ignored(field, [name]) for field in field_names())]:
+    if unknown := [name for name in ignore if name and not any(is_ignored(field, [name]) for field in field_names())]:
         raise ConfigError(f"--ignore {unknown[0]}: no field of the configuration has this name, nor a section.")
     with opened(a) as (left, bundle_a), opened(b) as (right, bundle_b):
         runs = left, right
@@ -77,41 +69,67 @@ def diff(a: Path, b: Path, *, ignore: list[str], plot: Path | None) -> bool:
         lacking = _without_data(runs, steps, names)
         for line in lacking:
             print(line)
-        besides = _besides(runs, steps) if found is None and tolerance.exact else []
+        held_out = causes.other_held_out(runs, {*steps, steps.stop})
+        besides = [*_besides(runs, steps), *held_out] if found is None and tolerance.exact else []
         if found is None:
             print("what is compared agrees." if lacking else "every stage of every step agrees.")
             for line in besides:
                 print(f"DIFFERENT ALL THE SAME  {line}")
-            _note_configuration(runs, steps, names, ignore)
+            causes.note_configuration(runs, steps, names, ignore)
             plans = "" if tolerance.exact else ", plans of micro-batches"
             print(f"not looked at: what the files of checkpoints and images hold{plans} (`clew replay` does that).")
         else:
-            changed = _configuration(runs, found.step)
-            told = {name: line for name, line in changed.items() if not _is_ignored(name, ignore)}
-            _list("configuration", told.values(), names)
-            if len(told) < len(changed):
-                print(f"left out: {', '.join(name for name in changed if name not in told)}")
-            if told and _is_chance(runs, found, told):
-                _print_configured(runs, found, steps, names, told)
-            else:
-                print(f"FIRST DIFFERENCE  {found.told(*names)}")
-            for line in suggestions(found, {f"{names[0]}: ": left, f"{names[1]}: ": right}):
-                print(line)
-            if left.steps.by_clew and found.stage == "data" and found.where.endswith((", reward", ", rewards")):
-                again = f"clew replay {a} --step {found.step} --reward"
-                print(f"the tokens agree: `{again}` says what the reward function gives now")
-            _list("changed later", _code_later(runs, range(found.step, steps.stop)), names)
-            explained = _explain(runs, found, names, [each for each in environments if each != SAMPLING_NOISE])
-            if not (changed or explained):
-                print(
-                    "configuration, environment, packages, the files that configured functions are from and the "
-                    "tokenizer are the same: what differs was altered, or is not recorded, such as an environment "
-                    "variable or a module that a configured function imports"
-                )
+            _print_difference(runs, found, steps, names, ignore, environments, named=a)
+            print_list("evaluations", held_out, names)
         _drift(runs, steps, names)
         if plot is not None:
             print(f"plot: {_plot(runs, steps, names, plot)}")
         return found is None and not besides and all(whole)
+
+
+def _print_difference(
+    runs: Pair,
+    found: Difference,
+    steps: range,
+    names: tuple[str, str],
+    ignore: list[str],
+    environments: list[str],
+    *,
+    named: Path,
+) -> None:
+    """Print the first difference, what it suggests, and everything on record that could have caused it.
+
+    Args:
+        environments: What differs in the environments of the step.
+        named: Path of the first run, as the user gave it.
+    """
+    changed = causes.configuration_changes(runs, found.step)
+    counted = {name: line for name, line in changed.items() if not is_ignored(name, ignore)}
+    print_list("configuration", counted.values(), names)
+    if len(counted) < len(changed):
+        print(f"left out: {', '.join(name for name in changed if name not in counted)}")
+    if counted and _is_chance(runs, found, counted):
+        _print_configured(runs, found, steps, names, counted)
+    else:
+        print(f"FIRST DIFFERENCE  {found.told(*names)}")
+    for line in suggestions(found, {f"{name}: ": run for name, run in zip(names, runs, strict=True)}):
+        print(line)
+    if factor := causes.factor_between(runs, found, names):
+        print(f"this suggests: {factor}")
+    if found.stage == "data":
+        for line in causes.other_prompts(runs, steps, names):
+            print(f"rows of data: {line}")
+    if runs[0].steps.by_clew and found.stage == "data" and found.where.endswith((", reward", ", rewards")):
+        again = f"clew replay {named} --step {found.step} --reward"
+        print(f"the tokens agree: `{again}` says what the reward function gives now")
+    print_list("changed later", causes.code_changed_later(runs, range(found.step, steps.stop)), names)
+    explained = causes.print_explanation(runs, found, names, [each for each in environments if each != SAMPLING_NOISE])
+    if not (changed or explained):
+        print(
+            "configuration, environment, packages, the files that configured functions are from and the tokenizer are "
+            "the same: what differs was altered, or is not recorded, such as the content of the data file, an "
+            "environment variable or a module that a configured function imports"
+        )
 
 
 def _compared(runs: Pair, steps: range) -> tuple[Difference | None, Tolerance, list[str], int]:
@@ -154,26 +172,26 @@ CHOOSING = ("data.", "rollout.batch_groups", "rollout.n_samples", "rollout.drop_
 """Prefixes of the fields that decide which groups there are, and how many make a batch."""
 
 
-def _is_chance(runs: Pair, found: Difference, told: Iterable[str]) -> bool:
+def _is_chance(runs: Pair, found: Difference, changed: Iterable[str]) -> bool:
     """Return whether asynchronous runs merely took other groups: which ones finish first is a matter of timing.
 
-    `told` are the fields of the configuration that differ.
+    `changed` are the fields of the configuration that differ.
     """
-    if any(field.startswith(CHOOSING) for field in told):
+    if any(field.startswith(CHOOSING) for field in changed):
         return False
     other_groups = found.stage == "data" and "absent" in (found.recorded, found.found)
-    lags = [_values(run, found.step).get("rollout.max_lag") for run in runs]
+    lags = [causes.values_at(run, found.step).get("rollout.max_lag") for run in runs]
     return other_groups and any(isinstance(lag, int) and lag > 0 for lag in lags)
 
 
 def _print_configured(
-    runs: Pair, found: Difference, steps: range, names: tuple[str, str], told: Mapping[str, str]
+    runs: Pair, found: Difference, steps: range, names: tuple[str, str], changed: Mapping[str, str]
 ) -> None:
     """Print the first metric that differs because of the configuration, then that the runs took other groups.
 
     When the batches differ, only a metric named like a changed field, such as `lr`, is certain to follow from it.
     """
-    fields = {field.rpartition(".")[2]: field for field in told}
+    fields = {field.rpartition(".")[2]: field for field in changed}
     for step in steps:
         sides = [run.steps.read(step).get("metrics", {}) for run in runs]
         own = [{name: side[name] for name in fields if name in side} for side in sides]
@@ -182,7 +200,7 @@ def _print_configured(
             break
     by_chance = "which asynchronous runs do by chance (rollout.max_lag)"
     print(f"other groups, {by_chance}: {found.told(*names)}")
-    values = {field: _values(runs[1], found.step).get(field) for field in told}
+    values = {field: causes.values_at(runs[1], found.step).get(field) for field in changed}
     changes = [f"{field}={value}" for field, value in values.items() if field.startswith(("training.", "algorithm."))]
     if changes:
         print(f"what follows from these alone: `clew replay {runs[0].path} {' '.join(changes)} trial=NAME`")
@@ -261,7 +279,7 @@ def _tolerance(runs: Pair, step: int) -> tuple[Tolerance, list[str]]:
     A step that both runs computed in the same environment is compared bit for bit.
     """
     then, now = (run.steps.read(step).get("environment", {}) for run in runs)
-    changed = [*_changes(flat({**then, "rounding": None}), flat({**now, "rounding": None})).values()]
+    changed = [*causes.differing(flat({**then, "rounding": None}), flat({**now, "rounding": None})).values()]
     return (_near(runs) if changed else EXACT), changed
 
 
@@ -273,19 +291,7 @@ def _near(runs: Pair) -> Tolerance:
     return max((TOLERANCES[dtype] for dtype in dtypes), key=lambda each: each.absolute)
 
 
-ROUNDED = (
-    "data",
-    "values",
-    "bootstrap_values",
-    "returns",
-    "proximal_logprobs",
-    "reference_logprobs",
-    "logprobs",
-    "entropies",
-    "rejected",
-    "loss",
-    "gradients",
-)
+ROUNDED = {*differences.STAGES} - {"rewards", "advantages", "update", "metrics"}
 """Stages that hold what a model computed; `data` holds the logprobs of the tokens when they were sampled."""
 
 
@@ -346,7 +352,8 @@ def _in_stages(
     if (found := _in_batches(step, ours, theirs, tolerance)) is not None:
         before, after = digest_rows(ours), digest_rows(theirs)
         differing = [name for name in before if name in after and before[name] != after[name]]
-        yield replace(found, suggests=differences.of_sequences(differing, list(before), math.inf))
+        suggests = found.suggests or differences.of_sequences(differing, list(before), math.inf)
+        yield replace(found, suggests=suggests)
     plan = then.get("plan") or [[list(range(len(ours)))]]  # another trainer's is not known
     if max((row for minibatch in plan for micro in minibatch for row in micro), default=0) >= len(ours):
         raise RecordError(
@@ -475,122 +482,20 @@ def _in_column(step: int, name: str, column: str, a: Sequence, b: Sequence, tole
         return None
     position = int(differs[0]) if len(differs) else length
     values = [row[position].item() if position < len(row) else "absent" for row in (then, now)]
+    suggests = ""
+    if column == "input_ids" and "absent" in values:
+        suggests = "one answer begins like the other and is longer: a limit differs, or the token that ends an answer"
+    elif column == "input_ids" and not (a.loss_mask[: position + 1] & b.loss_mask[: position + 1]).any():
+        suggests = "the rows agree and the tokens of the prompt differ: the chat template does, or the tokenizer"
     return Difference(
-        step=step, stage="data", where=f"{name}, {column}", position=position, recorded=values[0], found=values[1]
+        step=step,
+        stage="data",
+        where=f"{name}, {column}",
+        position=position,
+        recorded=values[0],
+        found=values[1],
+        suggests=suggests,
     )
-
-
-def _explain(runs: Pair, found: Difference, names: tuple[str, str], environments: list[str]) -> bool:
-    """Print what besides the configuration could have caused a difference; return whether there is anything."""
-    packages, before = [], [_checkpoint_before(run, found.step) for run in runs]
-    for what, then, now in (
-        ("", *(flat({key: run.facts().get(key) for key in FACTS}) for run in runs)),
-        ("its file is another, ", *(run.steps.read(found.step).get("code", {}) for run in runs)),
-        ("of the checkpoint before this step, ", *map(_files, before)),
-    ):
-        packages += _changes(then, now, what).values()
-    if not environments or not before[0].get("version"):  # otherwise it is rounding
-        packages += _other_weights(*before)
-    _list("environment of the step", environments, names)
-    _list("packages, code and files", packages, names)
-    return bool(environments or packages)
-
-
-def _code_later(runs: Pair, steps: range) -> list[str]:
-    """Return a line for each file of configured code that changed in one run alone, after the first of these steps.
-
-    Asynchronous runs part at once, so what explains a later drop of the reward is often not the first difference.
-    """
-    lines: list[str] = []
-    before: list[dict[str, str]] | None = None
-    for step in tracked(steps, "comparing code", total=len(steps), unit="steps"):
-        now = [run.steps.read(step).get("code", {}) for run in runs]
-        if before is not None and now != before:
-            for name in sorted({*now[0], *now[1]}):
-                (a, b), (c, d) = ([code.get(name) for code in pair] for pair in (before, now))
-                if (a != c) != (b != d):  # a change in both runs explains nothing
-                    lines.append(f"{name}: its file is another from step {step} on, {c} → {d}")
-        before = now
-    return lines
-
-
-def _list(title: str, lines: Collection[str], names: tuple[str, str]) -> None:
-    if lines:
-        print(f"{title} ({names[0]} → {names[1]}):", *lines, sep="\n  ")
-
-
-def _changes(then: Mapping[str, Any], now: Mapping[str, Any], what: str = "") -> dict[str, str]:
-    """Return a line for each key whose value differs, by key."""
-    return {
-        name: f"{name}: {what}{then.get(name, 'absent')} → {now.get(name, 'absent')}"
-        for name in sorted({*then, *now})
-        if then.get(name) != now.get(name)
-    }
-
-
-def _checkpoint_before(run: RunDirectory, step: int) -> dict[str, Any]:
-    """Return checkpoint.json of the last checkpoint up to `step`; empty if there is none."""
-    version = max((each for each in run.checkpointed() if each <= step), default=None)
-    if version is None:
-        return {}
-    return read_json(run.checkpoints / f"step-{version:06d}" / "checkpoint.json", dict[str, Any])
-
-
-def _files(checkpoint: dict[str, Any]) -> dict[str, str]:
-    """Return the digests of the files that a checkpoint has beside its tensors, by name."""
-    return {name: each for name, each in checkpoint.get("files", {}).items() if not name.endswith(".safetensors")}
-
-
-def _other_weights(then: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
-    """Yield a line if the checkpoints before the first difference are of one version but their weights differ."""
-    ours, theirs = (each.get("weights", {}) for each in (then, now))
-    differing = [name for name in ours if theirs.get(name, ours[name]) != ours[name]]
-    if differing and then["version"] == now["version"]:
-        which = f"version {then['version']}" if then["version"] else "the first model"
-        yield f"{which}: {len(differing)} of {len(ours)} parameters differ, first {differing[0]}"
-
-
-def _note_configuration(runs: Pair, steps: range, names: tuple[str, str], ignore: list[str]) -> None:
-    """Print how the configurations differ although all stages agree, and which files of configured functions do.
-
-    Configurations are compared at the first step whose recorded ones differ, or else at the last step. Files are
-    compared at the last step.
-    """
-    sides = ((step, [run.steps.read(step).get("config") for run in runs]) for step in steps)
-    step = next((step for step, (then, now) in sides if then != now), steps[-1])
-    changed = _configuration(runs, step)
-    if lines := [line for name, line in changed.items() if not _is_ignored(name, ignore)]:
-        print(f"and yet the configuration of step {step} differs ({names[0]} → {names[1]}):", *lines, sep="\n  ")
-    then, now = (run.steps.read(steps[-1]).get("code", {}) for run in runs)
-    changed = _changes(then, now, "its file is another, ")
-    if lines := [line for name, line in changed.items() if not _is_ignored(name, ignore)]:
-        print(f"and yet the code of step {steps[-1]} differs ({names[0]} → {names[1]}):", *lines, sep="\n  ")
-
-
-def _is_ignored(name: str, ignore: list[str]) -> bool:
-    """Return whether --ignore means this field: by its full name, its last part or its section."""
-    return any(name == asked or name.endswith(f".{asked}") or name.startswith(f"{asked}.") for asked in ignore if asked)
-
-
-def _configuration(runs: Pair, step: int) -> dict[str, str]:
-    """Return a line for each field of the configuration that differs, by name.
-
-    The configuration that a step recorded takes precedence over that of its run.
-    """
-    then, now = (_values(run, step) for run in runs)
-    return {
-        name: line
-        for name, line in _changes(then, now).items()
-        if not name.startswith(tuple(cause for cause in NOT_CAUSES if cause.endswith(".")))
-        and name not in NOT_CAUSES
-        and not (name == "model.path" and step > 0)  # the steps before agree: it is the same model
-    }
-
-
-def _values(run: RunDirectory, step: int) -> dict[str, Any]:
-    """Return the configuration at a step by dotted names: that of the run, and what the step recorded."""
-    configured = read_yaml(run.config_path) if run.config_path.exists() else {}
-    return flat(configured) | flat(run.steps.read(step).get("config", {}))
 
 
 def _drift(runs: Pair, steps: range, names: tuple[str, str]) -> None:
@@ -599,12 +504,8 @@ def _drift(runs: Pair, steps: range, names: tuple[str, str]) -> None:
     chosen = sorted({*steps[::stride], steps[-1]})
     rows = [(step, *(run.steps.read(step).get("metrics", {}) for run in runs)) for step in chosen]
     metrics = [name for name in DRIFT if all(name in each for row in rows for each in row[1:])]
-    table = numbers_table("step", *metrics, title=f"{names[0]} → {names[1]}")
-    for step, then, now in rows:
-        cells = [f"{then[n]:.4g}" if then[n] == now[n] else f"{then[n]:.4g} → {now[n]:.4g}" for n in metrics]
-        table.add_row(str(step), *cells)
     console = EscapingConsole(wide=160)
-    console.print(table)
+    console.print(causes.table_of_changes("step", metrics, rows, title=f"{names[0]} → {names[1]}"))
     _drift_of_evaluations(console, runs, {*steps, steps.stop})
 
 
@@ -615,12 +516,9 @@ def _drift_of_evaluations(console: Console, runs: Pair, versions: set[int]) -> N
     names = [name for name in SCORES if all(side[version].get(name) is not None for side in sides for version in both)]
     if not both:
         return
-    table = numbers_table("evaluation of version", *names)
-    for version in both:
-        values = [[f"{side[version][name]:.4g}" for side in sides] for name in names]
-        table.add_row(str(version), *(a if a == b else f"{a} → {b}" for a, b in values))
+    rows = [(version, sides[0][version], sides[1][version]) for version in both]
     console.print()
-    console.print(table)
+    console.print(causes.table_of_changes("evaluation of version", names, rows))
 
 
 def _plot(runs: Pair, steps: range, names: tuple[str, str], path: Path) -> Path:

@@ -7,7 +7,6 @@ import os
 import platform
 import shutil
 import socket
-from collections.abc import Callable
 from pathlib import Path
 
 from rich.table import Table
@@ -25,32 +24,17 @@ def examine() -> bool:
     for column in ("", "check", "found", "what to do"):
         table.add_column(column, overflow="fold")
     sound = True
-    checks: list[tuple[str, Callable[[], tuple[str, str, str]]]] = [
-        ("python", _python),
-        ("packages", _packages),
-        ("devices", _devices),
-        ("threads", _threads),
-        ("ports", _ports),
-        ("tracing", _tracing),
-        ("disk", _disk),
-        ("shared memory", _shared_memory),
-        ("open files", _open_files),
-    ]
-    for name, check in checks:
+    for check in (_python, _packages, _devices, _threads, _ports, _tracing, _disk, _shared_memory, _open_files):
         verdict, found, remedy = check()
         sound &= verdict != "bad"
         mark = {"good": Text("ok", "green"), "warn": Text("warn", "yellow"), "bad": Text("bad", "red")}[verdict]
-        table.add_row(mark, name, found, remedy)
+        table.add_row(mark, check.__name__.strip("_").replace("_", " "), found, remedy)
     EscapingConsole(wide=160).print(table)
     return sound
 
 
-def _python() -> tuple[str, str, str]:
-    return (
-        "good",
-        f"{platform.python_version()} on {platform.platform()}",
-        "",
-    )  # always good: Clew cannot be imported on a Python older than 3.11
+def _python() -> tuple[str, str, str]:  # always good: Clew cannot be imported on a Python older than 3.11
+    return "good", f"{platform.python_version()} on {platform.platform()}", ""
 
 
 def _packages() -> tuple[str, str, str]:
@@ -115,11 +99,8 @@ def _tracing() -> tuple[str, str, str]:
     scope = Path("/proc/sys/kernel/yama/ptrace_scope")
     value = scope.read_text().strip() if scope.exists() else "0"
     if value != "0" and os.geteuid() != 0:
-        return (
-            "warn",
-            f"kernel.yama.ptrace_scope is {value}: py-spy cannot look into a running process",
-            "sudo sysctl kernel.yama.ptrace_scope=0, or run py-spy as root",
-        )
+        found = f"kernel.yama.ptrace_scope is {value}: py-spy cannot look into a running process"
+        return "warn", found, "sudo sysctl kernel.yama.ptrace_scope=0, or run py-spy as root"
     return "good", "this user may trace its processes (py-spy, debuggers)", ""
 
 

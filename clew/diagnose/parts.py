@@ -7,19 +7,25 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from clew.algorithms.kl import divergences
 from clew.algorithms.rewards import centred
 from clew.console import tracked
-from clew.diagnose.stages import batch_as_it_is, check_aligned, tell_altered
+from clew.diagnose.stages import check_aligned, read_batch_with_warning, warn_if_altered
 from clew.errors import TrainingError
 from clew.loop.tolerances import STAGES
 from clew.printing import print
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
 from clew.record.steps import Stages
+
+if TYPE_CHECKING:
+    from clew.training.engine import TrainEngine
+    from clew.training.results import Prepared
+    from clew.training.sequence_gradients import Contribution, CriticContribution
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +55,7 @@ class Parts:
     """Number of sequences in the step."""
     decode: Callable[[int], str]
     """Function that returns the text of a token."""
-    alone: str = ""
+    only_recorded: str = ""
     """Reason why only the record was read; empty if the step was trained again."""
     without: Mapping[str, str]
     """Reason why a measure is not known, by the measure's name."""
@@ -80,7 +86,7 @@ def _trained(run: RunDirectory, step: int) -> Parts:
     from clew.loop.replay import configure_as, engine_at, replay
     from clew.training.sequence_gradients import contributions, critic_contributions
 
-    engine, batch = engine_at(run, step), batch_as_it_is(run, step)
+    engine, batch = engine_at(run, step), read_batch_with_warning(run, step)
     again = f"training again up to step {step - 1}"
     for done in tracked(replay(run, engine, step - 1), again, total=step - engine.version, unit="steps"):
         if done.differences:
@@ -89,59 +95,55 @@ def _trained(run: RunDirectory, step: int) -> Parts:
     with np.errstate(invalid="ignore"):  # `Parts.not_finite` names what is not finite
         prepared = engine.prepare(batch)
     try:
-        alone = tracked(contributions(engine, prepared), "computing gradients", total=len(batch), unit="sequences")
-        found = list(alone)
+        one_by_one = contributions(engine, prepared)
+        found = list(tracked(one_by_one, "computing gradients", total=len(batch), unit="sequences"))
         critics = {part.row: part for part in critic_contributions(engine, prepared)}
     except TrainingError as error:
         raise TrainingError(
             f"{error}\n`clew blame` computes each sequence alone, as it may be in any micro-batch."
         ) from error
-    parts: list[Part] = []
-    total = max(1, int(prepared.tokens.loss_mask_S.sum()))
-    for part in found:
-        row, where_N = batch[part.row], part.where_N
-        tokens = {
-            **_of_data(row, step),
-            "pull": np.where(np.isfinite(part.weights_N), part.weights_N, np.inf),
-            "proximal": part.logprobs_N if prepared.proximal_S is None else prepared.proximal_S[where_N],
-            "current": part.logprobs_N,
-            "advantage": prepared.advantages_S[where_N],
-            "loss": part.losses_N,
-        }
-        if part.rejected_N is not None:
-            tokens["rejected"] = part.rejected_N
-        if prepared.reference_S is not None:
-            tokens["reference"] = prepared.reference_S[where_N]
-        diverging = _divergences(tokens, engine.config.algorithm.kl_estimator)
-        measures = {
-            "gradient": part.gradient_norm,
-            "loss": part.loss,
-            "pull": float(tokens["pull"].sum()),
-            **{name: float(values.sum()) / total for name, values in diverging.items()},
-        }
-        shown = {"gradient": part.gradient_norm, "share": part.share, "loss": part.loss} | _rejected_share(tokens)
-        if engine.critic is not None:
-            critic = critics.get(part.row)  # None: nothing of it is trained on
-            # 0 * loss is NaN if the loss is not finite, which ranks the sequence first
-            measures["critic"] = 0.0 if critic is None else critic.gradient_norm + 0 * critic.loss
-            if critic is not None:
-                shown |= {"critic's gradient": critic.gradient_norm, "critic's loss": critic.loss}
-        parts.append(
-            Part(
-                sequence=row,
-                measures=measures,
-                shown=shown,
-                tokens=tokens | diverging,
-                finite=math.isfinite(part.gradient_norm + part.loss),
-                not_finite=part.first_not_finite,
-            )
-        )
     return Parts(
-        parts=parts,
+        parts=[_trained_part(engine, prepared, batch[part.row], part, critics.get(part.row)) for part in found],
         count=len(batch),
         decode=lambda token: str(engine.policy.tokenizer.decode([token])),
         without={"kl": _NO_REFERENCE, "critic": "this step has none (algorithm.advantages=gae has one)"},
-        not_finite=_data_not_finite([part.sequence for part in parts]),
+        not_finite=_data_not_finite([batch[part.row] for part in found]),
+    )
+
+
+def _trained_part(
+    engine: TrainEngine, prepared: Prepared, row: Sequence, part: Contribution, critic: CriticContribution | None
+) -> Part:
+    """Return the part of a sequence. critic: its part in the critic's update; None if nothing of it is trained on."""
+    where_N, proximal_S, reference_S = part.where_N, prepared.proximal_S, prepared.reference_S
+    known = {
+        **_of_data(row, engine.version),
+        "pull": np.where(np.isfinite(part.weights_N), part.weights_N, np.inf),
+        "proximal": part.logprobs_N if proximal_S is None else proximal_S[where_N],
+        "current": part.logprobs_N,
+        "advantage": prepared.advantages_S[where_N],
+        "loss": part.losses_N,
+        "rejected": part.rejected_N,
+        "reference": None if reference_S is None else reference_S[where_N],
+    }
+    tokens = {name: values for name, values in known.items() if values is not None}
+    diverging = _divergences(tokens, engine.config.algorithm.kl_estimator)
+    total = max(1, int(prepared.tokens.loss_mask_S.sum()))
+    measures = {"gradient": part.gradient_norm, "loss": part.loss, "pull": float(tokens["pull"].sum())}
+    measures |= {name: float(values.sum()) / total for name, values in diverging.items()}
+    shown = {"gradient": part.gradient_norm, "share": part.share, "loss": part.loss} | _rejected_share(tokens)
+    if engine.critic is not None:
+        # 0 * loss is NaN if the loss is not finite, which ranks the sequence first
+        measures["critic"] = 0.0 if critic is None else critic.gradient_norm + 0 * critic.loss
+    if critic is not None:
+        shown |= {"critic's gradient": critic.gradient_norm, "critic's loss": critic.loss}
+    return Part(
+        sequence=row,
+        measures=measures,
+        shown=shown,
+        tokens=tokens | diverging,
+        finite=math.isfinite(part.gradient_norm + part.loss),
+        not_finite=part.first_not_finite,
     )
 
 
@@ -157,7 +159,7 @@ def _recorded(run: RunDirectory, step: int, why: str) -> Parts:
     batch, stages, summary = run.steps.read_data(step), Stages(digests={}, arrays={}), {}
     if run.steps.json_path(step).exists():  # otherwise it failed, and may have stages of only some ranks
         stages, summary = run.steps.read_stages(step, batch), run.steps.read(step)
-        tell_altered(run, batch, stages, summary)
+        warn_if_altered(run, batch, stages, summary)
     check_aligned(run, step, batch, stages, stages.arrays)
     estimator = summary.get("config", {}).get("algorithm", {}).get("kl_estimator", "k3")
     trained = [int(row.loss_mask.sum()) for row in batch]
@@ -165,28 +167,9 @@ def _recorded(run: RunDirectory, step: int, why: str) -> Parts:
     assumed = _over_mean(batch)
     parts: list[Part] = []
     for row, of_update in zip(batch, of_updates, strict=True):
-        mask = row.loss_mask
-        known = {name: values[row.id][mask] for name, values in stages.arrays.items()}
-        tokens = {name: known[stage] for stage, name in _STAGES.items() if stage in known} | _of_data(row, step)
-        tokens.setdefault("advantage", np.full(int(mask.sum()), assumed[row.id]))
-        current = tokens.get("current", tokens["behaviour"]).astype(np.float64)
-        with np.errstate(invalid="ignore", over="ignore"):
-            ratio = np.exp(current - tokens["behaviour"])
-            # -expm1(logprob) is 1 - probability, accurate even where that is far below the rounding error of 1
-            pull = np.abs(tokens["advantage"] * ratio) * -np.expm1(np.minimum(current, 0)) / of_update
-        untaught = tokens["advantage"] == 0  # where a ratio that is not finite would make the pull NaN
-        if "rejected" in tokens:
-            untaught |= tokens["rejected"] != 0
-        tokens["pull"] = np.where(untaught, 0, pull)
-        tokens |= _divergences(tokens, estimator)
-        measures = {"pull": float(tokens["pull"].sum())}
-        if "loss" in tokens:
-            measures["loss"] = float(tokens["loss"].sum()) / of_update
-        measures |= {name: float(tokens[name].sum()) / total for name in ("kl", "behaviour_k3") if name in tokens}
-        shown = {name: measures[name] for name in ("pull", "loss") if name in measures} | _rejected_share(tokens)
-        numbers = (row.reward, tokens["behaviour"], row.temperatures[mask], *known.values())
-        finite = all(bool(np.isfinite(each).all()) for each in numbers)
-        parts.append(Part(sequence=row, measures=measures, shown=shown, tokens=tokens, finite=finite))
+        known = {name: values[row.id][row.loss_mask] for name, values in stages.arrays.items()}
+        data = {**_of_data(row, step), "advantage": np.full(int(row.loss_mask.sum()), assumed[row.id])}
+        parts.append(_recorded_part(row, data, known, estimator, of_update=of_update, total=total))
     if "reference_logprobs" in stages.arrays and "kl" not in stages.arrays and not run.steps.by_clew:
         why += "; its kl is estimated by k3"
     if "advantages" not in stages.arrays:
@@ -196,7 +179,7 @@ def _recorded(run: RunDirectory, step: int, why: str) -> Parts:
         parts=parts,
         count=len(batch),
         decode=lambda token: "",
-        alone=why,
+        only_recorded=why,
         without={
             "gradient": trains,
             "critic": trains,
@@ -210,6 +193,44 @@ def _recorded(run: RunDirectory, step: int, why: str) -> Parts:
             or _metrics_not_finite(summary.get("metrics", {}))
         ),
     )
+
+
+def _recorded_part(
+    row: Sequence,
+    data: Mapping[str, np.ndarray],
+    known: Mapping[str, np.ndarray],
+    estimator: str,
+    *,
+    of_update: int,
+    total: int,
+) -> Part:
+    """Return the part of a sequence.
+
+    Args:
+        data: What follows from its data about each trained token [N]; the advantage counts if no stage has it.
+        known: Values of its trained tokens [N] by stage.
+        of_update: Number of trained tokens in the sequence's update.
+        total: Number of trained tokens in the step.
+    """
+    tokens = {**data, **{name: known[stage] for stage, name in _STAGES.items() if stage in known}}
+    current = tokens.get("current", tokens["behaviour"]).astype(np.float64)
+    with np.errstate(invalid="ignore", over="ignore"):
+        ratio = np.exp(current - tokens["behaviour"])
+        # -expm1(logprob) is 1 - probability, accurate even where that is far below the rounding error of 1
+        pull = np.abs(tokens["advantage"] * ratio) * -np.expm1(np.minimum(current, 0)) / of_update
+    untaught = tokens["advantage"] == 0  # where a ratio that is not finite would make the pull NaN
+    if "rejected" in tokens:
+        untaught |= tokens["rejected"] != 0
+    tokens["pull"] = np.where(untaught, 0, pull)
+    tokens |= _divergences(tokens, estimator)
+    measures = {"pull": float(tokens["pull"].sum())}
+    if "loss" in tokens:
+        measures["loss"] = float(tokens["loss"].sum()) / of_update
+    measures |= {name: float(tokens[name].sum()) / total for name in ("kl", "behaviour_k3") if name in tokens}
+    shown = {name: measures[name] for name in ("pull", "loss") if name in measures} | _rejected_share(tokens)
+    numbers = (row.reward, tokens["behaviour"], row.temperatures[row.loss_mask], *known.values())
+    finite = all(bool(np.isfinite(each).all()) for each in numbers)
+    return Part(sequence=row, measures=measures, shown=shown, tokens=tokens, finite=finite)
 
 
 _STAGES = {

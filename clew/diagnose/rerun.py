@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from bdb import BdbQuit
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from clew import config as configuration
 from clew import dotted
 from clew.config import Algorithm, Config
 from clew.console import progress, tracked
-from clew.diagnose.stages import ALONE, chain_holds, check_stages, suggestions
+from clew.diagnose.stages import WITHOUT_MODEL, chain_holds, check_stages, suggestions
 from clew.errors import ConfigError, Interrupted, RecordError
 from clew.loop.tolerances import TOLERANCES, Difference, DifferenceFound
 from clew.printing import print
@@ -132,7 +132,9 @@ def rerun(target: Path, options: Options) -> bool:
                     f"--stages-only, so it lacks the weights and the rest of the run."
                 )
             print("this bundle has no weights: the stages that need none are compared")
-            return _stages(run, first, last, ALONE if run.steps.by_clew and not run.supervised else ("data",), None)
+            return _stages(
+                run, first, last, WITHOUT_MODEL if run.steps.by_clew and not run.supervised else ("data",), None
+            )
         if options.reward:
             return _rewards(run, first, last, options.only)
         if options.overrides:
@@ -172,7 +174,7 @@ def _step_of(run: RunDirectory, only: str, first: int, last: int) -> int:
         table = run.steps.read_table(step)
         if any(only in table.column(name).to_pylist() for name in ("id", "episode_id", "group_id")):
             return step
-    raise RecordError(f"Cannot find {only}: {_named(first, last)} of {run.path} did not train on it.")
+    raise RecordError(f"Cannot find {only}: {_steps_text(first, last)} of {run.path} did not train on it.")
 
 
 NOT_RECOMPUTED = (
@@ -227,11 +229,11 @@ def _stages(
         found = check_stages(run, step, stages, only, algorithm)
         if found:
             break
-    _tell(run, found)
+    _print_differences(run, found)
     if not found:
         near = f", {TOLERANCES['another trainer']}" if algorithm is not None else ""
         of = f" ({only})" if only else ""
-        print(f"{_named(first, last)}: {', '.join(stages)} follow from the recorded inputs{near}{of}.")
+        print(f"{_steps_text(first, last)}: {', '.join(stages)} follow from the recorded inputs{near}{of}.")
         print(NOT_RECOMPUTED)
     return whole and not found
 
@@ -249,7 +251,7 @@ def _rewards(run: RunDirectory, first: int, last: int, only: str | None) -> bool
         print(f"the first that was raised:\n{traces[0]}")
     count = "1 episode is" if len(found) == 1 else f"{len(found)} episodes are"
     rewards = "the rewards of all episodes are" if not found else f"the rewards of {count} not"
-    print(f"{_named(first, last)}: {rewards} what {config.rollout.reward or config.rollout.workflow} gives now.")
+    print(f"{_steps_text(first, last)}: {rewards} what {config.rollout.reward or config.rollout.workflow} gives now.")
     if found and not _changed_rewards(run, config, {each.step for each in found}):
         print(
             "The files of the reward and the workflow are those that the record names. So they may depend on the time, "
@@ -300,33 +302,34 @@ def _train_again(
                     because = done.because
                     print(f"compared {done.tolerance}{f': {because}' if because else ''}", flush=True)
                 if done.differences:
-                    _tell(run, done.differences)
+                    _print_differences(run, done.differences)
                     return False
-                metrics, seconds = done.result.metrics, sum(done.result.timings.values())
-                print(
-                    f"step {done.step}: {'agrees' if verify else 'trained'}. loss {metrics['loss']:.6g}, gradient "
-                    f"{metrics['grad_norm']:.6g}, weights {done.result.digests['weights']} ({seconds:.2f} s)",
-                    flush=True,
-                )
+                numbers, seconds = _loss_and_gradient(done.result.metrics), sum(done.result.timings.values())
+                weights = f"weights {done.result.digests['weights']} ({seconds:.2f} s)"
+                print(f"step {done.step}: {'agrees' if verify else 'trained'}. {numbers}, {weights}", flush=True)
             again.close()
             if last == run.steps.count():
-                print(
-                    f"step {last} was not committed: it is trained, and there is nothing to compare it with", flush=True
-                )
+                nothing = "it is trained, and there is nothing to compare it with"
+                print(f"step {last} was not committed: {nothing}", flush=True)
                 configure_as(run, engine, None)
                 metrics = engine.train_step(run.steps.read_data(last)).metrics
-                print(f"step {last}: loss {metrics['loss']:.6g}, gradient {metrics['grad_norm']:.6g}")
+                print(f"step {last}: {_loss_and_gradient(metrics)}")
                 return whole
         except DifferenceFound as altered:
-            _tell(run, [altered.difference])
+            _print_differences(run, [altered.difference])
             return False
         except BdbQuit:
             raise Interrupted("left the debugger; nothing was compared from there on, and nothing written.") from None
-        print(f"{_named(first, last)}: {'every stage agrees with the record' if verify else 'nothing was compared'}.")
+        result = "every stage agrees with the record" if verify else "nothing was compared"
+        print(f"{_steps_text(first, last)}: {result}.")
         return whole
 
 
-def _tell(run: RunDirectory, found: list[Difference]) -> None:
+def _loss_and_gradient(metrics: Mapping[str, float]) -> str:
+    return f"loss {metrics['loss']:.6g}, gradient {metrics['grad_norm']:.6g}"
+
+
+def _print_differences(run: RunDirectory, found: list[Difference]) -> None:
     """Print the first difference, what it suggests, and the names of the stages that differ after it."""
     if not found:
         return
@@ -337,5 +340,5 @@ def _tell(run: RunDirectory, found: list[Difference]) -> None:
         print(f"after it, these stages of the step differ too: {', '.join(after)}")
 
 
-def _named(first: int, last: int) -> str:
+def _steps_text(first: int, last: int) -> str:
     return f"step {first}" if first == last else f"steps {first} to {last}"

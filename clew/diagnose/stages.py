@@ -25,7 +25,7 @@ from clew.record.steps import Stages
 from clew.record.summary import configured
 from clew.training.custom import needs_critic
 
-ALONE = ("data", "rewards", "advantages", "loss")
+WITHOUT_MODEL = ("data", "rewards", "advantages", "loss")
 """Stages that can be checked without a model."""
 
 _BREAKS = 5
@@ -38,7 +38,7 @@ def check_stages(
     """Return the first difference in each of these stages of a step.
 
     Args:
-        stages: Names of the stages, out of `ALONE`.
+        stages: Names of the stages, out of `WITHOUT_MODEL`.
         only: ID of a group, an episode or a sequence; only its rows are compared.
         algorithm: How another trainer computed advantages and loss; None: not known. Clew's own steps record it.
 
@@ -47,14 +47,13 @@ def check_stages(
         RecordError: The step has nothing with the ID `only`, or a stage cannot be computed from its record.
     """
     for stage in stages:
-        if stage not in ALONE:
+        if stage not in WITHOUT_MODEL:
             raise ConfigError(
-                f"the stage {stage!r} cannot be computed from recorded inputs alone. These can: {', '.join(ALONE)}. "
-                f"Leave --stage away to train the step again, with model and checkpoint."
+                f"the stage {stage!r} cannot be computed from recorded inputs alone. These can: "
+                f"{', '.join(WITHOUT_MODEL)}. Leave --stage away to train the step again, with model and checkpoint."
             )
-    batch = run.steps.read_data(step)
-    recorded = run.steps.read_stages(step, batch)
-    rows, summary = chosen(run, step, batch, only), run.steps.read(step)
+    batch, summary = run.steps.read_data(step), run.steps.read(step)
+    recorded, rows = run.steps.read_stages(step, batch), chosen(run, step, batch, only)
     kept = [row.id for row in rows]
     found: list[Difference | None] = []
     if "data" in stages:
@@ -74,8 +73,7 @@ def check_stages(
         if stage in stages and algorithm is not None:
             _check_recorded(run, step, batch, recorded, stage, algorithm, summary["plan"])
             # With a critic, advantages come from values, which are recorded in fewer bits than a float64 critic has.
-            exact = stage == "advantages" and not needs_critic(algorithm)
-            of_clew = EXACT if exact else TOLERANCES["recomputed"]
+            of_clew = TOLERANCES["recomputed"] if stage == "loss" or needs_critic(algorithm) else EXACT
             tolerance = of_clew if run.steps.by_clew else TOLERANCES["another trainer"]
             again = COMPUTED[stage](batch, recorded, summary["plan"], algorithm)
             then, now = ([side[name] for name in kept] for side in (recorded.arrays[stage], again))
@@ -86,11 +84,11 @@ def check_stages(
     return [each for each in found if each is not None]
 
 
-def batch_as_it_is(run: RunDirectory, step: int) -> list[Sequence]:
+def read_batch_with_warning(run: RunDirectory, step: int) -> list[Sequence]:
     """Return the batch of a step; print to stderr where it is not what was trained on."""
     batch = run.steps.read_data(step)
     if run.steps.json_path(step).exists():  # otherwise it failed, and may have stages of only some ranks
-        tell_altered(run, batch, run.steps.read_stages(step), run.steps.read(step))
+        warn_if_altered(run, batch, run.steps.read_stages(step), run.steps.read(step))
     return batch
 
 
@@ -138,7 +136,7 @@ def _stands_out(run: RunDirectory, step: int) -> str:
     return ""
 
 
-def tell_altered(run: RunDirectory, batch: list[Sequence], stages: Stages, summary: dict[str, Any]) -> None:
+def warn_if_altered(run: RunDirectory, batch: list[Sequence], stages: Stages, summary: dict[str, Any]) -> None:
     """Print to stderr where a batch is not what was trained on."""
     whole = summary["digests"]["data"]
     found = differences.in_batch(summary["step"], stages.digests, batch, whole, rewards_add_up=run.steps.by_clew)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -36,7 +37,8 @@ def judge(run: RunDirectory, history: History, rejected: Rejected, warned: Seque
     kinds, looked = _equal_kinds(run, equal)
     last = int(history.steps[-1]) if len(history.steps) else -1
     concerns = [
-        health.reward(history, _changes(run)),
+        health.reward(history, changes_of(run)),
+        health.negative_rewards(history, _highest_reward(run, last)),
         health.evaluations(history, run.read_evals()),
         health.contradiction(history),
         health.gradients(history, _positive(config.get("training.spike_factor")), supervised=run.supervised),
@@ -100,19 +102,31 @@ def _equal_kinds(run: RunDirectory, steps: Sequence[int]) -> tuple[Counter[float
     chosen = sorted({there[round(place)] for place in places})
     kinds: Counter[float] = Counter()
     for step in chosen:
-        try:
-            table = run.steps.read_table(step).select(["group_id", "reward"])
-        except (RecordError, KeyError):  # an altered file is reported where it is shown
-            continue
         rewards: dict[str, set[float]] = {}
-        for group, reward in zip(table["group_id"].to_pylist(), table["reward"].to_pylist(), strict=True):
+        for group, reward in _rewards_by_group(run, step):
             rewards.setdefault(group, set()).add(reward)
         kinds.update(next(iter(each)) for each in rewards.values() if len(each) == 1)
     which = f"{'Step' if len(chosen) == 1 else 'Steps'} {', '.join(map(str, chosen))}"
     return kinds, which
 
 
-def _changes(run: RunDirectory) -> list[tuple[int, str]]:
+def _highest_reward(run: RunDirectory, step: int) -> float:
+    """Return the highest reward of an episode of the step; NaN if it is not on record."""
+    rewards = _rewards_by_group(run, step) if step >= 0 and run.steps.has_data(step) else []
+    return max((reward for _, reward in rewards), default=math.nan)
+
+
+def _rewards_by_group(run: RunDirectory, step: int) -> list[tuple[str, float]]:
+    """Return group and reward of each sequence of a step; empty for an altered file, which is reported elsewhere."""
+    try:
+        table = run.steps.read_table(step)
+        both = zip(table["group_id"].to_pylist(), table["reward"].to_pylist(), strict=True)
+    except (RecordError, KeyError):
+        return []
+    return [(group, reward) for group, reward in both if isinstance(reward, float)]
+
+
+def changes_of(run: RunDirectory) -> list[tuple[int, str]]:
     """Return the first step and the words of each change of the configuration."""
     return [(each["step"], changes_in_words(each["fields"])) for each in run.facts().get("changes", [])]
 

@@ -37,24 +37,21 @@ def show_episode(console: Console, run: RunDirectory, found: Found, name: Name, 
     ]
     last = sequences[-1]
     rewards = f" = {rewards_by_name(last.rewards)}" if last.rewards else ""
-    console.print(
-        pairs(
-            [
-                ("episode", str(name.episode)),
-                ("group", f"{found.id}, {found.fate}"),
-                ("reward", number(last.reward, ".6g") + rewards),
-                ("finish", last.finish_reason),
-                *((f"sequence {each.id}", _lengths(each)) for each in shown if len(each.input_ids)),
-                ("versions", f"{versions(sequences)}, admitted at {last.admitted_version}"),
-                *itertools.chain.from_iterable(map(_reported, shown)),
-                ("lag", lag(sequences, found.step)),
-                ("admitted", moment(last.admitted_at)),
-                ("started", _after(last.started_at, last.admitted_at)),
-                ("finished", _after(last.finished_at, last.admitted_at)),
-                ("consumed", _after(last.consumed_at, last.admitted_at)),
-            ]
-        )
-    )
+    facts = [
+        ("episode", str(name.episode)),
+        ("group", f"{found.id}, {found.fate}"),
+        ("reward", number(last.reward, ".6g") + rewards),
+        ("finish", last.finish_reason),
+        *((f"sequence {each.id}", _lengths(each)) for each in shown if len(each.input_ids)),
+        ("versions", f"{versions(sequences)}, admitted at {last.admitted_version}"),
+        *itertools.chain.from_iterable(map(_reported, shown)),
+        ("lag", lag(sequences, found.step)),
+        ("admitted", moment(last.admitted_at)),
+        ("started", _after(last.started_at, last.admitted_at)),
+        ("finished", _after(last.finished_at, last.admitted_at)),
+        ("consumed", _after(last.consumed_at, last.admitted_at)),
+    ]
+    console.print(pairs(facts))
     if last.error:
         console.print()
         console.print(Text("error", style="bold red"))

@@ -39,11 +39,15 @@ K3 = 0.015
 CLIPPED = {"token": 0.2, "sequence": 0.5}
 """Share of clipped tokens, by algorithm.ratio. GSPO's narrow bounds clip many tokens (2507.18071, section 5.3)."""
 REJECTED_TOKENS, ALMOST_ALL = 0.5, 0.9
-"""Shares of rejected tokens: the first is a concern as a habit, the second even in a single step."""
+"""Shares of rejected tokens: the first is a concern as a habit, the second even in a single step. The second is also
+the share of truncated episodes from which the end token may be wrong."""
 SPIKE = 10.0
 """Multiple of the usual gradient norm, if training.spike_factor is not set."""
 RECENT_NORMS, ENOUGH_NORMS = 32, 8
 """Maximum and minimum number of earlier steps that define the usual gradient norm, as for training.spike_factor."""
+JUMP, FEW_NORMS = 30.0, 3
+"""Multiple of the usual norm that is a spike even if most later norms are as large, or if fewer than `ENOUGH_NORMS`
+steps came before; and the minimum number of steps before it."""
 NO_GRADIENT = 1e-6
 """Largest gradient norm that counts as zero."""
 CONTRADICTS = 0.1
@@ -60,6 +64,9 @@ WINDOW, OF_STEPS = 10, 0.05
 so the best of them is not far above the others by chance."""
 BY_CHANCE = 7.0
 """Number of standard errors by which the newest window may be below the best one by chance."""
+AT_ONCE, LASTING = 0.5, 3.0
+"""Minimum fall of the reward from the steps before to a single step, as a share of what it was; and the number of
+standard errors that takes the place of `BY_CHANCE` if no later step, of at least as many, comes back."""
 
 WATCHED = {
     "reward": "rewards",
@@ -192,6 +199,8 @@ def truncation(history: History) -> Concern | None:
     """Return the concern that many episodes are cut off at a limit."""
     cut = history.metrics["truncated_share"] > TRUNCATED
     what = f"more than {_percent(TRUNCATED)} of the episodes were cut off at sampling.max_new_tokens or another limit"
+    if (history.metrics["truncated_share"] >= ALMOST_ALL).any():
+        what += " (nearly all: the limit is too small, or the model ends its answers with another token)"
     return _above(history, "truncation", "truncated_share", cut, what)
 
 
@@ -268,16 +277,20 @@ def gradients(history: History, factor: float | None, *, supervised: bool = Fals
 def find_spikes(history: History, factor: float) -> dict[int, tuple[float, float]]:
     """Return the steps whose gradient norm is a spike, with the norm and the usual norm at that step.
 
-    A spike is above `factor` times the median of the recent steps, and of the whole run. Steps with norms of almost 0
-    (their rewards were equal) are left out: otherwise the step after them would count as a spike.
+    A spike is above `factor` times the median of the recent steps, and of the whole run; or, if it is a `JUMP`, of the
+    recent steps alone. Steps with norms of almost 0 (their rewards were equal) are left out: otherwise the step after
+    them would count as a spike.
     """
     usable = history.metrics["grad_norm"] > NO_GRADIENT
     norms, steps = history.metrics["grad_norm"][usable], history.steps[usable]
     spikes = {}
-    for place in np.flatnonzero(norms > factor * np.median(norms)) if len(norms) else ():
+    lowest = np.minimum.accumulate(norms)
+    for place in np.flatnonzero(norms[FEW_NORMS:] > factor * lowest[FEW_NORMS - 1 : -1]) + FEW_NORMS:
         recent = norms[max(0, place - RECENT_NORMS) : place]
-        usual = float(np.median(recent)) if len(recent) >= ENOUGH_NORMS else math.inf  # inf: not judged
-        if norms[place] > factor * usual:
+        enough = len(recent) >= ENOUGH_NORMS
+        usual = float(np.median(recent) if enough else recent.max())
+        stands_out = enough and norms[place] > factor * max(usual, float(np.median(norms)))
+        if stands_out or norms[place] > max(JUMP, factor) * usual:
             spikes[int(steps[place])] = (float(norms[place]), usual)
     return spikes
 
@@ -332,13 +345,27 @@ def warnings(warned: Sequence[Warned], last: int) -> Concern | None:
 
 
 def reward(history: History, changes: Sequence[tuple[int, str]] = ()) -> Concern | None:
-    """Return the concern that the training reward fell, with the step and a change of the configuration near it.
-
-    The noise is estimated from differences between successive steps, so a steady rise adds little to it.
-    """
+    """Return the concern that the training reward fell, with the step and a change of the configuration near it."""
     there = np.isfinite(history.metrics["reward"])
     rewards, steps = history.metrics["reward"][there], history.steps[there]
     window = max(WINDOW, int(OF_STEPS * len(rewards)))
+    found = _fall_of_means(rewards, steps, window)
+    if found is None:
+        errors = history.metrics["reward_std"] / np.sqrt(np.maximum(1, history.metrics["groups"]))
+        found = _fall_at_once(rewards, steps, errors[there])
+    if found is None:
+        return None
+    words, fell = found
+    near = [f"{words} from step {step} on" for step, words in changes if abs(fell - step) <= window]
+    changed = f". The configuration changed there: {near[-1]}" if near else ""
+    return Concern(cause="reward", evidence=f"the training reward fell {words}{changed}", then=f"show RUN {fell}")
+
+
+def _fall_of_means(rewards: np.ndarray, steps: np.ndarray, window: int) -> tuple[str, int] | None:
+    """Return in words how the newest mean over a window fell below the best, and the step at which; None if it did not.
+
+    The noise is estimated from differences between successive steps, so a steady rise adds little to it.
+    """
     if len(rewards) < 2 * window:
         return None
     sums = np.concatenate([[0.0], np.cumsum(rewards)])
@@ -349,14 +376,58 @@ def reward(history: History, changes: Sequence[tuple[int, str]] = ()) -> Concern
     if means[best] - means[newest] <= max(FALLEN * abs(means[best]), BY_CHANCE * noise):
         return None
     fell = int(steps[best + _split(rewards[best:])])
-    near = [f"{words} from step {step} on" for step, words in changes if abs(fell - step) <= window]
-    changed = f". The configuration changed there: {near[-1]}" if near else ""
+    words = (
+        f"from {means[best]:.3f} (steps {steps[best]} to {steps[best + window - 1]}) to {means[newest]:.3f} "
+        f"(steps {steps[newest]} to {steps[-1]}), about at step {fell}"
+    )
+    return words, fell
+
+
+def _fall_at_once(rewards: np.ndarray, steps: np.ndarray, errors: np.ndarray) -> tuple[str, int] | None:
+    """Return in words the largest fall from the mean of the steps before to a single step, and that step, or None.
+
+    The noise of a step is estimated from the steps before it, or if these are few, from the rewards within them.
+
+    Args:
+        errors: Standard error of each step's reward [N]; NaN where it is unknown.
+    """
+    falls = {}
+    for place in range(1, len(rewards)):
+        recent = rewards[max(0, place - RECENT_NORMS) : place]
+        level = float(recent[-WINDOW:].mean())
+        fall = level - float(rewards[place])
+        if fall <= AT_ONCE * abs(level):
+            continue
+        after = rewards[place:]
+        lasts = len(after) > LASTING and after.max() < level - AT_ONCE * abs(level)
+        if len(recent) >= ENOUGH_NORMS:
+            noise = float(np.diff(recent).std()) / math.sqrt(2)
+        else:
+            noise = float(errors[:place].max()) * math.sqrt(1 / place + (not lasts))
+        if fall > (LASTING if lasts else BY_CHANCE) * noise:  # False if the noise is unknown
+            falls[place] = fall, level
+    if not falls:
+        return None
+    place = max(falls, key=lambda place: falls[place])
+    level, newest = falls[place][1], f"; {rewards[-1]:.3f} in the newest" if place < len(rewards) - 1 else ""
+    words = f"at once from {level:.3f} (the steps before) to {rewards[place]:.3f} at step {steps[place]}{newest}"
+    return words, int(steps[place])
+
+
+def negative_rewards(history: History, highest: float) -> Concern | None:
+    """Return the concern that no episode gets a reward above 0, as if the sign of the reward were wrong.
+
+    Args:
+        highest: The highest reward of an episode of the newest step; NaN if it is unknown.
+    """
+    rewards = history.metrics["reward"]
+    if not (highest <= 0 and np.nanmax(rewards) <= 0 and np.nanmin(rewards) < 0):
+        return None
     return Concern(
-        cause="reward",
-        evidence=f"the training reward fell from {means[best]:.3f} (steps {steps[best]} to "
-        f"{steps[best + window - 1]}) to {means[newest]:.3f} (steps {steps[newest]} to {steps[-1]}), about at "
-        f"step {fell}{changed}",
-        then=f"show RUN {fell}",
+        cause="negative rewards",
+        evidence=f"no episode of step {history.steps[-1]} has a reward above 0, and no step a mean above 0 (lowest: "
+        f"{np.nanmin(rewards):.3g}). If your reward is no penalty or distance, check its sign",
+        then=f"show RUN {history.steps[-1]}",
     )
 
 
@@ -465,7 +536,8 @@ def _above(
 
 
 def _is_habit(mask: np.ndarray) -> bool:
-    return bool(mask.any()) and bool(mask.mean() >= OFTEN or mask[-NEWEST:].mean() >= OF_NEWEST)
+    enough = mask.any() and mask.sum() >= min(2, len(mask))  # a single step of several is an accident
+    return bool(enough) and bool(mask.mean() >= OFTEN or mask[-NEWEST:].mean() >= OF_NEWEST)
 
 
 def _where(steps: Sequence[int], count: int) -> str:

@@ -18,12 +18,12 @@ from rich.text import Text
 from clew.errors import RecordError
 from clew.record import chain
 from clew.record.bundle import opened
-from clew.record.rejected import Rejected, count_rejected
+from clew.record.rejected import count_rejected
 from clew.record.rows import Sequence, by_episode
-from clew.record.run import RunDirectory, changes_in_words, open_run
+from clew.record.run import RunDirectory, open_run
 from clew.record.steps import parse_steps
-from clew.record.warned import Warned, in_words, read_warnings
-from clew.view.checkup import judge, print_health
+from clew.record.warned import in_words, read_warnings
+from clew.view.checkup import changes_of, judge, print_health
 from clew.view.episode import lag, read_stages, rejected_of, rewards_by_name, show_episode, versions
 from clew.view.find import Found, Name, committed_steps, find_group, read_batch, settings_of
 from clew.view.health import Collector
@@ -70,33 +70,26 @@ def show(
         raise RecordError("--tokens shows an episode or a sequence. Name one of them, such as g000123.e0.")
     if steps is not None and what is not None:
         raise RecordError(f"--steps chooses among the steps of a run: leave out {what}, or --steps.")
-    if prompt is not None:
-        if what is not None or steps is not None or tokens or off_policy:
-            raise RecordError("--prompt shows one prompt over all steps: leave out the other options.")
-        with opened(path) as (run, _):
-            show_prompt(console, run, prompt)
-        return
-    if off_policy:
-        if what is not None or tokens:
-            raise RecordError("--off-policy ranks the sequences of a run: leave out everything else but --steps.")
-        with opened(path) as (run, _):
-            show_off_policy(console, run, parse_steps(steps or ":", run.steps.count()), path)
-        return
-    if what is None and path.is_dir() and not (path / "status").is_dir():
+    if prompt is not None and (what is not None or steps is not None or off_policy):
+        raise RecordError("--prompt shows one prompt over all steps: leave out the other options.")
+    if off_policy and what is not None:
+        raise RecordError("--off-policy ranks the sequences of a run: leave out everything else but --steps.")
+    if what is prompt is None and not off_policy and path.is_dir() and not (path / "status").is_dir():
         if steps is not None:
             raise RecordError(f"--steps chooses among the steps of a run, and {path} is a folder of runs: name a run.")
         _show_runs(console, path)
         return
     with opened(path) as (run, bundle):
+        if prompt is not None:
+            show_prompt(console, run, prompt)
+            return
+        if off_policy:
+            show_off_policy(console, run, parse_steps(steps or ":", run.steps.count()), path)
+            return
         collector = Collector()
         broken = chain.breaks(run, see=collector if what is None else None)
         if what is None:
-            history = collector.history()
-            warned, rejected = read_warnings(run.warnings_path)[0], count_rejected(run)
-            _show_run(console, run, steps, str(path), bundle, warned, rejected, history.seconds)
-            unjudged = [] if run.supervised else history.unjudged()  # not for `clew sft`
-            concerns = judge(run, history, rejected, warned)
-            print_health(console, concerns, len(history.steps), unjudged, path, broken=bool(broken))
+            _show_run(console, run, steps, path, bundle, collector, broken=bool(broken))
         elif what.isdecimal():
             _show_step(console, run, int(what))
         else:
@@ -173,63 +166,72 @@ def _show_run(
     console: Console,
     run: RunDirectory,
     steps: str | None,
-    path: str,
+    path: Path,
     bundle: dict[str, Any] | None,
-    warned: list[Warned],
-    rejections: Rejected,
-    seconds: dict[str, float],
+    collector: Collector,
+    *,
+    broken: bool,
 ) -> None:
-    """Print a run.
+    """Print a run, with the arguments `steps` and `path` of `show`.
 
     Args:
-        steps: Which steps to list, as a slice; None: the last ones.
-        path: The path of the run directory or the bundle, as the user gave it.
         bundle: Content of bundle.json; None for a run directory.
-        seconds: Sums of the timings of all steps, by name.
+        broken: True if the chain of commits does not fit together, which is printed below.
     """
-    config, facts, supervised = settings_of(run), run.facts(), run.supervised
+    history, rejected = collector.history(), count_rejected(run)
+    warned, _ = read_warnings(run.warnings_path)
     count = run.steps.count()
     chosen = range(count)[-STEPS_SHOWN:] if steps is None else parse_steps(steps, count)
-    model = [as_text(config.get(f"model.{name}", "")) for name in ("path", "dtype", "device")]
-    reasons = rejections.lines()
-    groups = f"{len(run.inbox.names())} waiting in the inbox, {len(run.rejected_groups())} rejected"
-    packages = "  ".join(f"{name} {version}" for name, version in facts.get("packages", {}).items())
-    console.print(
-        pairs(
-            [
-                ("run", path),
-                *([("bundle", _holds(bundle))] if bundle is not None else []),
-                ("experiment", f"{config.get('experiment', MISSING)}, trial {config.get('trial', MISSING)}"),
-                ("model", "  ".join(model).strip() or MISSING),
-                ("packages", f"{packages}  python {facts.get('python', MISSING)}"),
-                ("git", facts.get("git") or MISSING),
-                ("created", moment(facts.get("created"))),
-                ("steps", f"{count} committed of {config.get('training.steps', MISSING)}"),
-                *([("time", _time_in_words(seconds))] if seconds else []),
-                *(("changed", line) for line in _changes(facts)),
-                *([("groups", groups)] if not supervised else []),
-                *([("rejected", "\n".join(reasons))] if reasons else []),
-                *([("reward", _reward_range(run, count))] if not supervised else []),
-                ("checkpoints", _checkpoints(run)),
-            ]
-        )
-    )
+    _show_facts(console, run, str(path), bundle, rejected.lines(), history.seconds)
     if line := ended_early(run, with_error=True):
         console.print(Text(line, "yellow"))
     if warned:
         console.print()
         console.print(pairs(("warning", line) for line in in_words(warned)))
     _show_evaluations(console, run.read_evals())
-    if not chosen:
-        return
-    console.print()
-    columns = SUPERVISED_COLUMNS if supervised else COLUMNS
-    spare = ("sequences", "groups", "seconds", "k3", "length", "lag", "rejected", "grad norm", "loss")
-    rows = Rows(*columns, spare=[name for name in spare if name in columns])
-    for step in chosen:
-        cells = _cells_of_step(run.steps.read(step))
-        rows.add_row(*(cells[name] for name in columns))
-    console.print(rows)
+    if chosen:
+        columns = SUPERVISED_COLUMNS if run.supervised else COLUMNS
+        spare = ("sequences", "groups", "seconds", "k3", "length", "lag", "rejected", "grad norm", "loss")
+        rows = Rows(*columns, spare=[name for name in spare if name in columns])
+        for step in chosen:
+            cells = _cells_of_step(run.steps.read(step))
+            rows.add_row(*(cells[name] for name in columns))
+        console.print()
+        console.print(rows)
+    unjudged = [] if run.supervised else history.unjudged()  # not for `clew sft`
+    print_health(console, judge(run, history, rejected, warned), len(history.steps), unjudged, path, broken=broken)
+
+
+def _show_facts(
+    console: Console,
+    run: RunDirectory,
+    path: str,
+    bundle: dict[str, Any] | None,
+    reasons: list[str],
+    seconds: dict[str, float],
+) -> None:
+    """Print what the run is and how far it came. reasons: why groups and episodes were rejected."""
+    config, facts, supervised, count = settings_of(run), run.facts(), run.supervised, run.steps.count()
+    model = [as_text(config.get(f"model.{name}", "")) for name in ("path", "dtype", "device")]
+    groups = f"{len(run.inbox.names())} waiting in the inbox, {len(run.rejected_groups())} rejected"
+    packages = "  ".join(f"{name} {version}" for name, version in facts.get("packages", {}).items())
+    lines = [
+        ("run", path),
+        *([("bundle", _holds(bundle))] if bundle is not None else []),
+        ("experiment", f"{config.get('experiment', MISSING)}, trial {config.get('trial', MISSING)}"),
+        ("model", "  ".join(model).strip() or MISSING),
+        ("packages", f"{packages}  python {facts.get('python', MISSING)}"),
+        ("git", facts.get("git") or MISSING),
+        ("created", moment(facts.get("created"))),
+        ("steps", f"{count} committed of {config.get('training.steps', MISSING)}"),
+        *([("time", _time_in_words(seconds))] if seconds else []),
+        *(("changed", f"from step {step}: {words}") for step, words in changes_of(run)),
+        *([("groups", groups)] if not supervised else []),
+        *([("rejected", "\n".join(reasons))] if reasons else []),
+        *([("reward", _reward_range(run, count))] if not supervised else []),
+        ("checkpoints", _checkpoints(run)),
+    ]
+    console.print(pairs(lines))
 
 
 def _cells_of_step(summary: dict[str, Any]) -> dict[str, str]:
@@ -257,11 +259,6 @@ def _checkpoints(run: RunDirectory) -> str:
     name = best.readlink().name if best.is_symlink() else None
     shown = (path.name + " (best)" * (path.name == name) for path in sorted(run.checkpoints.glob("step-*")))
     return "  ".join(shown) or MISSING
-
-
-def _changes(facts: dict[str, Any]) -> list[str]:
-    """Return a line for each change of the configuration, with the first step that it applied to."""
-    return [f"from step {each['step']}: {changes_in_words(each['fields'])}" for each in facts.get("changes", [])]
 
 
 def _time_in_words(seconds: dict[str, float]) -> str:
@@ -334,18 +331,15 @@ def _show_step(console: Console, run: RunDirectory, step: int) -> None:
     summary = run.steps.read(step)
     oldest, newest = summary["versions"]
     metrics, timings, plan = (summary.get(name) or {} for name in ("metrics", "timings", "plan"))
-    console.print(
-        pairs(
-            [
-                ("step", f"{step}, committed {moment(summary.get('committed_at'))}"),
-                # -1: no policy generated the tokens, as in `clew sft`
-                *([("versions", f"{oldest} to {newest} (of the trained tokens)")] if newest >= 0 else []),
-                *((f"digest of {name}", _flat(value)) for name, value in summary["digests"].items()),
-                ("plan", f"micro-batches of each update: {_counts(plan)}"),
-                ("seconds", "  ".join(f"{name} {value:.3f}" for name, value in timings.items())),
-            ]
-        )
-    )
+    facts = [
+        ("step", f"{step}, committed {moment(summary.get('committed_at'))}"),
+        # -1: no policy generated the tokens, as in `clew sft`
+        *([("versions", f"{oldest} to {newest} (of the trained tokens)")] if newest >= 0 else []),
+        *((f"digest of {name}", _flat(value)) for name, value in summary["digests"].items()),
+        ("plan", f"micro-batches of each update: {_counts(plan)}"),
+        ("seconds", "  ".join(f"{name} {value:.3f}" for name, value in timings.items())),
+    ]
+    console.print(pairs(facts))
     console.print()
     console.print(
         Columns([Text(f"{visible(name)} {value:.4g}") for name, value in metrics.items()], equal=True, padding=(0, 3))
@@ -415,16 +409,13 @@ def _show_group(console: Console, run: RunDirectory, found: Found) -> None:
         return
     first = next(iter(episodes.values()))[0]
     admitted = f"{moment(first.admitted_at)}, at version {first.admitted_version}"
-    console.print(
-        pairs(
-            [
-                ("group", found.id),
-                ("fate", found.fate),
-                *([] if run.supervised else [("admitted", admitted), ("lag", lag(found.sequences, found.step))]),
-                *((f"data.{name}", _field(value)) for name, value in first.data.items()),
-            ]
-        )
-    )
+    facts = [
+        ("group", found.id),
+        ("fate", found.fate),
+        *([] if run.supervised else [("admitted", admitted), ("lag", lag(found.sequences, found.step))]),
+        *((f"data.{name}", _field(value)) for name, value in first.data.items()),
+    ]
+    console.print(pairs(facts))
     console.print()
     stages = read_stages(console, run, found.step if found.committed else None)
     rejected, advantages = stages.get("rejected"), stages.get("advantages", {})

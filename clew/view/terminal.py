@@ -137,8 +137,8 @@ def branched_share(branched: Any, episodes: Any) -> str:
 
 
 def _wait_cells(wait: dict[str, Any], now: float) -> tuple[str, ...]:
-    alike = f" (and {wait['alike'] - 1} more)" if wait["alike"] > 1 else ""
-    return (wait["what"] + alike, f"{now - wait['since']:.1f} s", wait["numbers"], wait["unblocks"])
+    more = f" (and {wait['alike'] - 1} more)" if wait["alike"] > 1 else ""
+    return (wait["what"] + more, f"{now - wait['since']:.1f} s", wait["numbers"], wait["unblocks"])
 
 
 COLUMNS = ("step", "reward", "length", "lag", "k3", "rejected", "grad norm", "tok/s", "tok/s trained", "seconds in")
@@ -150,18 +150,17 @@ FRAME_LINES = 6
 that are left out (two lines), a blank line, and the cursor's."""
 
 
+SPANS = dict(
+    waiting="rollout", logprobs="logprobs", training="forward_backward", publishing="publish", recording="record"
+)
+"""Names that are shown for timings of a step, and the timings."""
+
+
 def step_cells(summary: dict[str, Any]) -> tuple[str, ...]:
     metrics, seconds = summary["metrics"], summary["timings"]
-    parts = [
-        ("waiting", "rollout"),
-        ("logprobs", "logprobs"),
-        ("training", "forward_backward"),
-        ("publishing", "publish"),
-        ("recording", "record"),
-    ]
-    spans = [(name, spent(seconds, key)) for name, key in parts]
-    spans.append(("other", sum(seconds.values()) - sum(took for _, took in spans)))
-    times = "  ".join(f"{name} {took:.2f}" for name, took in spans if took >= 0.005)
+    spans = {name: spent(seconds, key) for name, key in SPANS.items()}
+    spans["other"] = sum(seconds.values()) - sum(spans.values())
+    times = "  ".join(f"{name} {took:.2f}" for name, took in spans.items() if took >= 0.005)
     whole = max(sum(seconds.values()), 1e-9)
     trained = metrics.get("tokens_trained", metrics.get("tokens", 0.0))
     training = max(seconds.get("forward_backward", 0.0) + seconds.get("logprobs", 0.0), 1e-9)
@@ -211,12 +210,11 @@ class Progress:
         self._shown = 0.0
         self._shows_warnings = warnings
         self._warned_to = run.warnings_path.stat().st_size if run.warnings_path.exists() else 0
-        self._told: dict[tuple[str, float], float] = {}
+        self._next_ages: dict[tuple[str, float], float] = {}
 
     def __enter__(self) -> Progress:
-        self._console.print(
-            f"run directory: {self._run.path}" + (f" (resuming at step {self._next})" if self._next else "")
-        )
+        resuming = f" (resuming at step {self._next})" if self._next else ""
+        self._console.print(f"run directory: {self._run.path}{resuming}")
         if self._live:
             self._live.__enter__()
         return self
@@ -235,7 +233,7 @@ class Progress:
         self._shown = time.monotonic()
         while self._run.steps.json_path(self._next).exists():
             self._next += 1
-            with self._told_if_unreadable():
+            with self._printing_errors():
                 cells = step_cells(self._run.steps.read(self._next - 1))
                 self._recent = [*self._recent[1 - self.LINES :], cells]
                 if self._live is None:
@@ -246,24 +244,24 @@ class Progress:
             version = int(path.stem.removeprefix("version-"))
             if version not in self._evaluated:
                 self._evaluated.add(version)
-                with self._told_if_unreadable():
+                with self._printing_errors():
                     self._console.print(_evaluation_line(read_evaluation(path)), markup=False)
         if self._shows_warnings:
-            self._tell_warnings()
+            self._print_warnings()
         if self._live:
             self._live.update(self._picture())
         else:
-            self._tell_old_waits()
+            self._print_old_waits()
 
     @contextmanager
-    def _told_if_unreadable(self) -> Iterator[None]:
+    def _printing_errors(self) -> Iterator[None]:
         """Print the block's RecordError: a training run does not end because of what only people read."""
         try:
             yield
         except RecordError as error:
             self._console.print(str(error), markup=False, style="red")
 
-    def _tell_warnings(self) -> None:
+    def _print_warnings(self) -> None:
         """Write new warnings to stderr, or above the live picture if both are the same terminal."""
         warnings, self._warned_to = read_warnings(self._run.warnings_path, self._warned_to)
         for warning in warnings:
@@ -275,7 +273,7 @@ class Progress:
                 # Rich's live picture replaces sys.stderr, and would draw the line into standard output.
                 print(line, file=sys.__stderr__ if self._live else sys.stderr, flush=True)
 
-    def _tell_old_waits(self) -> None:
+    def _print_old_waits(self) -> None:
         """Print a line when a process's oldest wait is 20 s old (5 s before the first step), and when its age doubles.
 
         The live picture shows waits itself.
@@ -289,14 +287,11 @@ class Progress:
             for wait in status["waits"][:1]:
                 age = time.time() - wait["since"]
                 key = (status["process"], wait["since"])
-                if not status["doing"].startswith(ENDED) and age >= self._told.get(key, patience):
-                    self._told[key] = 2 * age
+                if not status["doing"].startswith(ENDED) and age >= self._next_ages.get(key, patience):
+                    self._next_ages[key] = 2 * age
                     numbers = f" ({wait['numbers']})" if wait["numbers"] else ""
-                    self._console.print(
-                        f"{status['process']} has waited {age:.0f} s for {wait['what']}{numbers}; "
-                        f"{wait['unblocks']} unblocks it",
-                        markup=False,
-                    )
+                    waited = f"{status['process']} has waited {age:.0f} s for {wait['what']}{numbers}"
+                    self._console.print(f"{waited}; {wait['unblocks']} unblocks it", markup=False)
 
     def _picture(self) -> Group:
         try:

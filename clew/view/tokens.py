@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -103,36 +104,34 @@ def show_tokens(
     for place, count in shown:
         flow.append(visible(texts[place]).replace("\n", "↵\n") + times(count), styles[place])
     console.print(flow, soft_wrap=True)
-
-    def stage(name: str, place: int) -> str:
-        return number(stages[name][place], ".4f") if name in stages else MISSING
-
-    columns = {"position": 8, "id": 8, "logprob": 9, "current": 9, "version": 8, "advantage": 10, "loss": 10}
-    if "rejected" in stages:
-        columns["rejected"] = 13
-    if sequence.sampling_mask_counts is not None:
-        columns["drawn from"] = 12
-    header = "".join(f"{name:>{width}}" for name, width in columns.items())
-    console.print(Text(header + "  text", style="bold"))
+    columns = _columns(sequence, stages)
+    header = "".join(f"{name:>{width}}" for name, (width, _) in columns.items())
+    console.print(Text(f"{'position':>8}{'id':>8}{header}  text", style="bold"))
     for place, count in shown:
-        token, text = sequence.input_ids[place], texts[place] + times(count)
-        cells = [str(place), str(token)]
-        if generated[place]:
-            cells += [
-                number(sequence.logprobs[place], ".4f"),
-                stage("logprobs", place),
-                str(sequence.versions[place]),
-                stage("advantages", place),
-                stage("loss", place),
-            ]
-            if "rejected" in stages:
-                cells.append("+".join(reasons_of(stages["rejected"][place : place + 1])))
-            if sequence.sampling_mask_counts is not None:
-                cells.append(str(sequence.sampling_mask_counts[place] or "all"))
-        else:
-            cells += [""] * (len(columns) - 2)
-        line = Text("".join(f"{cell:>{width}}" for cell, width in zip(cells, columns.values(), strict=True)) + "  ")
-        console.print(line.append(visible(text, keep=""), styles[place]), soft_wrap=True)
+        cells = (f"{show(place) if generated[place] else '':>{width}}" for width, show in columns.values())
+        line = Text(f"{place:>8}{sequence.input_ids[place]:>8}{''.join(cells)}  ")
+        line.append(visible(texts[place] + times(count), keep=""), styles[place])
+        console.print(line, soft_wrap=True)
+
+
+def _columns(sequence: Sequence, stages: dict[str, np.ndarray]) -> dict[str, tuple[int, Callable[[int], str]]]:
+    """Return width and content, by the token's position, of each column that only generated tokens have."""
+
+    def stage(name: str) -> Callable[[int], str]:
+        return lambda place: number(stages[name][place], ".4f") if name in stages else MISSING
+
+    columns: dict[str, tuple[int, Callable[[int], str]]] = {
+        "logprob": (9, lambda place: number(sequence.logprobs[place], ".4f")),
+        "current": (9, stage("logprobs")),
+        "version": (8, lambda place: str(sequence.versions[place])),
+        "advantage": (10, stage("advantages")),
+        "loss": (10, stage("loss")),
+    }
+    if "rejected" in stages:
+        columns["rejected"] = 13, lambda place: "+".join(reasons_of(stages["rejected"][place : place + 1]))
+    if (counts := sequence.sampling_mask_counts) is not None:
+        columns["drawn from"] = 12, lambda place: str(counts[place] or "all")
+    return columns
 
 
 def times(count: int) -> str:

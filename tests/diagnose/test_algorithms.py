@@ -217,8 +217,8 @@ def test_what_was_rejected_is_replayed_and_blamed(
     bundled = write_bundle(run, 3, stages_only=True, to=tmp_path / "x.stages.clew.zip")
     with opened(bundled) as (recorded, _):
         both = [(parts_of(run, 3), False), (parts_of(recorded, 3), True)]
-    for found, alone in both:
-        assert bool(found.alone) == alone
+    for found, only_recorded in both:
+        assert bool(found.only_recorded) == only_recorded
         for part in found.parts:
             why = stages[part.sequence.id][part.sequence.loss_mask]
             assert np.array_equal(part.tokens["rejected"], why) and part.shown["rejected"] == (why > 0).mean()

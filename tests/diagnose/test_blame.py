@@ -278,7 +278,7 @@ def test_without_a_checkpoint_the_record_says_what_it_can(
     path = write_bundle(run, 2, stages_only=True, to=tmp_path / "of-a-bug-report.stages.clew.zip")
     with opened(path) as (bundled, _):
         found = parts_of(bundled, 2)
-        assert found.alone == "there is no checkpoint at or before step 2 (there: none)"
+        assert found.only_recorded == "there is no checkpoint at or before step 2 (there: none)"
         for part in found.parts:
             again = trained[part.sequence.id]
             for name in ("kl", "behaviour_k3"):

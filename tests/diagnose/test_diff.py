@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from clew.diagnose.diff import diff
@@ -136,6 +137,92 @@ def test_a_reward_whose_file_was_changed_is_named(
     shown = told(capsys, tmp_path / experiment / "before", tmp_path / experiment / "after")
     assert re.search(r"rollout\.reward: its file is another, [0-9a-f]{16} → [0-9a-f]{16}\n", shown)
     assert "the same: what differs was altered" not in shown
+
+
+def test_prompts_that_are_repeated_and_answers_that_are_others(
+    run: RunDirectory, other: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second run has two prompts for all of its groups, and other answers to its held-out prompts."""
+    for step in range(6):
+        batch = other.steps.read_data(step)
+        data = [{"prompt": f"{int(row.group_id[1:]) % 2} + 1 ="} for row in batch]
+        changed = [dataclasses.replace(row, data=each) for row, each in zip(batch, data, strict=True)]
+        other.steps.write_data(step, rows.to_table(changed))
+    groups = len({group for entry in run.steps.index() for group in entry["groups"]})
+    shown = told(capsys, run.path, other.path)
+    assert re.search(rf"rows of data: of {groups} groups, \d+ have other rows of data \(prompt in \d+\)\n", shown)
+    counts = f"first has {groups} different in {groups} groups, second has 2 different in {groups} groups"
+    assert f"rows of data: second repeats prompts more often: {counts}\n" in shown
+    batch = run.steps.read_data(0)
+    names = sorted({row.group_id for row in batch})[:2]
+    for each in (run, other):
+        held_out = [dataclasses.replace(row, data={"prompt": "?", "answer": "1"}) for row in batch]
+        if each is other:
+            held_out = [dataclasses.replace(row, data={**row.data, "answer": row.group_id}) for row in held_out]
+        kept = [row for row in held_out if row.group_id in names]
+        each.write_eval(6, kept, {"pass@1": 0.5, "reward": 0.5, "episodes": 8})
+    line = "the held-out prompts of version 6: of 2 groups, 2 have other rows of data (answer in 2)"
+    assert f"evaluations (first → second):\n  {line}\n" in told(capsys, run.path, other.path)
+    shutil.rmtree(other.steps.folder)
+    shutil.copytree(run.steps.folder, other.steps.folder)
+    assert f"DIFFERENT ALL THE SAME  {line}\n" in told(capsys, run.path, other.path)
+
+
+def test_a_loss_times_a_factor_and_rewards_of_the_other_sign(
+    run: RunDirectory, other: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = other.steps.stage_path(2, 0)
+    table = rows.read_table(path)
+    tripled = [[3 * value for value in values] for values in table.column("loss").to_pylist()]
+    place = table.schema.get_field_index("loss")
+    field = table.schema.field("loss")
+    rows.write_table(path, table.set_column(place, field, pa.array(tripled, pa.list_(pa.float32()))))
+    shown = told(capsys, run.path, other.path)
+    assert "FIRST DIFFERENCE  step 2, loss: " in shown
+    assert "this suggests: all numbers of loss in second are 3 times those in first\n" in shown
+    batch = other.steps.read_data(1)
+    signs = [-1 if place % 3 == 0 else 1 for place in range(len(batch))]
+    flipped = [dataclasses.replace(row, reward=sign * row.reward) for row, sign in zip(batch, signs, strict=True)]
+    other.steps.write_data(1, rows.to_table(flipped))
+    scored = [sign for row, sign in zip(batch, signs, strict=True) if row.reward]
+    shown = told(capsys, run.path, other.path)
+    assert f"suggests: {scored.count(-1)} of {len(scored)} numbers of rewards have the other sign in second\n" in shown
+
+
+def test_one_file_of_several_functions_is_listed_once(
+    run: RunDirectory, other: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change_stage(other, 1, "advantages", 0, generated_at(other, 1, 0), 0.5)
+    for each, digest in ((run, "a" * 16), (other, "b" * 16)):
+        path = each.steps.json_path(1)
+        said = json.loads(path.read_text())
+        own = dict.fromkeys(("algorithm.preset", "algorithm.advantages", "algorithm.loss"), digest)
+        path.write_text(json.dumps(said | {"code": {**said["code"], **own}}))
+        seal(each)
+    line = "algorithm.advantages, algorithm.loss, algorithm.preset: its file is another, "
+    shown = told(capsys, run.path, other.path)
+    assert f"  {line}{'a' * 16} → {'b' * 16}\n" in shown and shown.count("its file is another, ") == 1
+
+
+@pytest.mark.parametrize("what", ["prompt", "longer prompt", "length"])
+def test_other_tokens_of_a_prompt_and_a_longer_answer(
+    run: RunDirectory, other: RunDirectory, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    batch = other.steps.read_data(1)
+    row, suggested = batch[3], "the chat template does, or the tokenizer"
+    if what == "prompt":
+        ids = row.input_ids.copy()
+        ids[1] += 1
+        batch[3] = dataclasses.replace(row, input_ids=ids)
+    elif what == "longer prompt":
+        first = int(row.loss_mask.argmax())
+        longer = {name: np.insert(getattr(row, name), first, getattr(row, name)[0]) for name in rows.ALIGNED}
+        batch[3] = dataclasses.replace(row, **longer)
+    else:
+        suggested = "a limit differs, or the token that ends an answer"
+        batch[3] = dataclasses.replace(row, **{name: getattr(row, name)[:-1] for name in rows.ALIGNED})
+    other.steps.write_data(1, rows.to_table(batch))
+    assert f"{suggested}\n" in told(capsys, run.path, other.path)
 
 
 def test_parameters_are_compared_by_name(

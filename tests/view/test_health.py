@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -285,6 +286,56 @@ def test_a_training_reward_that_falls(tmp_path: Path) -> None:
             right = sum(chance.random() < level for _ in range(64)) / 64
             collector(step, {"metrics": sound(step) | {"reward": right}})
         assert reward(collector.history()) is None
+
+
+def test_a_reward_that_falls_at_once(tmp_path: Path) -> None:
+    """Plant a fall into a run too short for means over windows, and into a single step of a long one."""
+    for seed in range(20):
+        chance, collector = random.Random(seed), Collector()
+        for step in range(12):
+            right = sum(chance.random() < 0.67 for _ in range(64)) / 64
+            collector(step, {"metrics": sound(step) | {"reward": right, "groups": 64.0, "reward_std": 0.47}})
+        assert reward(collector.history()) is None
+    for fallen in (3, 11):
+        collector = Collector()
+        for step in range(12):
+            right = 0.02 if step >= fallen else 0.67 + step % 2 / 100
+            collector(step, {"metrics": sound(step) | {"reward": right, "groups": 64.0, "reward_std": 0.47}})
+        concern = reward(collector.history())
+        assert concern is not None and concern.then == f"show RUN {fallen}"
+        assert concern.evidence.startswith("the training reward fell at once from 0.67")
+    collector = Collector()
+    for step in range(8):  # of 16 groups, after the first step: less certain, but it does not come back
+        collector(step, {"metrics": sound(step) | {"reward": 0.0 if step else 0.42, "groups": 16.0}})
+    assert (concern := reward(collector.history())) is not None and concern.then == "show RUN 1"
+    found = health(make_run(tmp_path, {30: {"reward": 0.02}}))["reward"]
+    assert re.match(
+        r"the training reward fell at once from 0.5\d\d .* to 0.020 at step 30; 0.69\d in the newest", found
+    )
+
+
+def test_a_gradient_norm_that_jumps_early_or_for_good() -> None:
+    for jump, steps in ((4, 6), (15, 40)):
+        collector = Collector()
+        for step in range(steps):
+            collector(step, {"metrics": sound(step) | {"grad_norm": (50 if step >= jump else 1) + step % 2 / 10}})
+        found = find_spikes(collector.history(), 10)
+        assert min(found) == jump and found[jump][1] == pytest.approx(1, abs=0.2)
+        assert gradients(collector.history(), None) is not None
+
+
+def test_rewards_that_are_never_above_0(tmp_path: Path) -> None:
+    below = {step: {"reward": -0.5 + step / 100} for step in range(STEPS)}
+    run = make_run(tmp_path, below)
+    assert "negative rewards" not in health(run)  # an episode of the newest step has a reward of 1
+    run.steps.write_data(STEPS - 1, rows.to_table(group("g000039", (-1.0, 0.0))))
+    assert health(run)["negative rewards"] == (
+        "no episode of step 39 has a reward above 0, and no step a mean above 0 (lowest: -0.5). If your reward is no "
+        f"penalty or distance, check its sign. → clew show {run.path} 39"
+    )
+    rewards = [0.0 if step % 3 == 0 else 0.5 for step in range(STEPS)]
+    planted = {step: {"reward": each} for step, each in enumerate(rewards)}
+    assert "negative rewards" not in health(make_run(tmp_path / "above", planted))
 
 
 def test_a_spike_after_steps_without_gradient_is_none(tmp_path: Path) -> None:
