@@ -73,6 +73,7 @@ LIBRARY = (
     (r"/threading\.py$", "_wait_for_tstate_lock|join|_shutdown", "thread"),
     (r"multiprocessing/synchronize\.py$", "wait|wait_for", "signal"),
     (r"multiprocessing/synchronize\.py$", "", "lock"),
+    (r"/threading\.py$", "_wait", "barrier"),
     (r"/threading\.py$", "wait|wait_for|acquire|__enter__", "condition"),
     (r"filelock/", "", "file"),
 )  # fmt: skip
@@ -82,7 +83,7 @@ JOBS = {"_worker": "concurrent/futures/thread.py", "_run_function": "torch/distr
 """Functions that run what another thread or rank has asked for, and their files."""
 DISTRIBUTED = ("collective", "send", "recv", "init", "new_group", "destroy", "store")
 """Kinds in which a rank waits for other ranks."""
-IDLE = ("thread", "condition", "signal", "queue", "select", "process", "future", "sleep", "pool")
+IDLE = ("thread", "condition", "barrier", "signal", "queue", "select", "process", "future", "sleep", "pool")
 """Kinds in which a main thread may only be waiting for another thread, which does the work."""
 
 

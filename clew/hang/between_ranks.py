@@ -135,11 +135,14 @@ def initialisation(ranks: list[Actor]) -> Verdict | None:
 
 
 def same_everywhere(ranks: list[Actor]) -> Verdict:
-    """Judge ranks that are all in one collective: calls of different steps, or a cause below Python."""
-    first = ranks[0].activity
+    """Judge ranks that are all in one collective: calls of different steps, or a cause below Python.
+
+    Args:
+        ranks: All members of its group.
+    """
     if found := _other_roots(ranks) or _other_shapes(ranks):
         return found
-    came = f"All ranks are in {first.op} of group {first.group}, but they came there by different calls."
+    came = f"{_together(ranks)}, but they came there by different calls."
     if parted := parting(ranks):
         odd, told = parted
         return verdict_about("collective mismatch", odd, f"{came} {told}", ranks, structural=True)
@@ -158,18 +161,23 @@ def same_everywhere(ranks: list[Actor]) -> Verdict:
     if drift is not None:
         name, odd, values = drift
         why = (
-            f"All ranks are in {first.op} of group {first.group}, but not in the same call of it: {name} is {values}. "
+            f"{_together(ranks)}, but not in the same call of it: {name} is {values}. "
             f"Rank {names(odd)} made a different number of calls."
         )
         return verdict_about("collective mismatch", odd, why, ranks, structural=True, confidence="medium")
     if found := _other_works(ranks):
         return found
     why = (
-        f"All {len(ranks)} ranks are in {first.op} of group {first.group} and it does not end. The cause is below "
+        f"{_together(ranks)}, and it does not end. The cause is below "
         "Python (the network, a device that stands still, shapes that differ), or some ranks have called another "
         "collective before, with async_op for example."
     )
     return verdict_about("same collective everywhere", [], why, ranks, confidence="medium")
+
+
+def _together(ranks: Sequence[Actor]) -> str:
+    first = ranks[0].activity
+    return f"Ranks {names(ranks)} are in {first.op} of group {first.group}"
 
 
 def two_threads(ranks: Sequence[Actor]) -> Verdict | None:
@@ -202,8 +210,7 @@ def _other_roots(ranks: list[Actor], elsewhere: Sequence[Actor] = ()) -> Verdict
     if len(set(roots.values())) < 2:
         return None
     odd, said = deviating(ranks, roots)
-    first, who = ranks[0].activity, f"Ranks {names(ranks)}" if elsewhere else "All ranks"
-    why = f"{who} are in {first.op} of group {first.group}, but they name different roots: {said}."
+    why = f"{_together(ranks)}, but they name different roots: {said}."
     return verdict_about("collective mismatch", odd, why, [*ranks, *elsewhere], structural=True)
 
 
@@ -214,8 +221,7 @@ def _other_shapes(ranks: list[Actor]) -> Verdict | None:
         return None
     odd, _ = deviating(ranks, sizes)
     said = ", ".join(f"{list(a.activity.shape)} on rank {a.rank}" for a in ranks[:6])
-    first = ranks[0].activity
-    why = f"All ranks are in {first.op} of group {first.group}, but with tensors of different sizes: {said}."
+    why = f"{_together(ranks)}, but with tensors of different sizes: {said}."
     return verdict_about("shape mismatch", odd, why, ranks, structural=True)
 
 
@@ -228,9 +234,8 @@ def _other_works(ranks: list[Actor]) -> Verdict | None:
         odd = [a for a in ranks if numbers[a.pid] > least]
         if odd:
             said = ", ".join(f"{numbers[a.pid]} on rank {a.rank}" for a in ranks[:6])
-            first = ranks[0].activity
             why = (
-                f"All ranks are in {first.op} of group {first.group}, but {name.partition('.')[2]} is {said}: rank "
+                f"{_together(ranks)}, but {name.partition('.')[2]} is {said}: rank "
                 f"{names(odd)} has begun an asynchronous operation that the others have not, so their calls no longer "
                 f"fit together."
             )
@@ -267,6 +272,14 @@ def cycle(culprits: list[Actor], waiters: list[Actor], sources: Mapping[str, str
             f"{hidden} {told}"
         )
         return verdict_about("cleanup deadlock", cleaning, why, waiters + culprits, structural=True)
+    inside = [a for a in culprits if a.activity.kind in DISTRIBUTED]
+    if apart := [a for a in culprits if a not in inside]:
+        who = f"ranks {names(inside)}, which wait" if len(inside) > 1 else f"rank {names(inside)}, which waits"
+        why = (
+            f"{' '.join(f'{a.says}.' for a in apart[:4])} That can only be ended by {who} for rank {names(apart)} in "
+            f"{inside[0].activity.op}."
+        )
+        return verdict_about("missing rank", apart, why, [*inside, *waiters], structural=True)
     # Sender and receiver have met, but expect different sizes.
     if len(kinds) == 2 and kinds == set(MESSAGES) and len(culprits) == 2 and (found := _other_shapes(culprits)):
         return found

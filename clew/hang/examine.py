@@ -18,26 +18,34 @@ from clew.hang.observed import Process, Snapshot
 WATCH_S = 10.0
 """Longest time in seconds for which processes are watched before they are judged."""
 SHORTEST_S = 2.0
+FEWEST_LOOKS = 3
+"""Minimum number of looks before that time: on a busy machine a single one can take seconds, and shows no progress."""
 
 
 def enough(processes: Sequence[Process], seconds: float) -> bool:
     """Return whether more looks would not change the verdict: nothing outside can end the wait, or everything moves."""
-    if seconds >= WATCH_S or all(each.last.state == "X" for each in processes):
+    looks = max((len(each.looks) for each in processes), default=0)
+    if (seconds >= WATCH_S and looks > 1) or all(each.last.state == "X" for each in processes):
         return True
-    if seconds < SHORTEST_S:
+    if seconds < SHORTEST_S or looks < FEWEST_LOOKS:
         return False
     if all(each.last.error.startswith(UNREADABLE) for each in processes):
         return True  # no later look can read more
     # The final verdict also uses the kernel function in which a process sleeps. Without it, the two could differ.
     processes = [replace(each, waits_in=proc.blocked_in(each.pid)) for each in processes]
     unseen, sources = unseen_ranks(processes), sources_of(processes)
-    verdict = judge(Snapshot(processes=tuple(processes), seconds=seconds, unseen=unseen, sources=sources))
+    seen = Snapshot(processes=tuple(processes), seconds=seconds, unseen=unseen, sources=sources)
+    verdict = judge(seen)
     # A healthy job is watched for half of WATCH_S, and must then look healthy in the newest looks alone: what moved two
-    # seconds ago may stand still now.
+    # seconds ago may stand still now. It must not look like a complete hang in the last two.
     if verdict.pattern not in SOUND or seconds <= WATCH_S / 2:
         return verdict.structural
-    newest = tuple(replace(process, looks=process.looks[-4:]) for process in processes)
-    return judge(Snapshot(processes=newest, seconds=seconds, unseen=unseen, sources=sources)).pattern in SOUND
+    return judge(_newest(seen, 4)).pattern in SOUND and not judge(_newest(seen, 2)).structural
+
+
+def _newest(seen: Snapshot, count: int) -> Snapshot:
+    """Return a snapshot with only the newest looks at each process."""
+    return replace(seen, processes=tuple(replace(each, looks=each.looks[-count:]) for each in seen.processes))
 
 
 def examine(pids: Sequence[int], named: dict[int, Process] | None = None, *, once: bool = False) -> Snapshot:
@@ -63,7 +71,11 @@ def examine(pids: Sequence[int], named: dict[int, Process] | None = None, *, onc
         for pid, each in known.items()
         if pid not in seen_pids
     )
-    return replace(seen, processes=processes + gone)
+    seen = replace(seen, processes=processes + gone)
+    if not once and judge(seen).pattern in SOUND and judge(_newest(seen, 3)).exit_code == 1:
+        just = "nothing moved in the last three looks: if it has just begun to hang, ask again in a few seconds"
+        seen = replace(seen, notes=(*seen.notes, just))
+    return seen
 
 
 def run_of(pids: Sequence[int]) -> Path | None:

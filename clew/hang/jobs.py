@@ -35,7 +35,8 @@ def with_peers(pids: Sequence[int]) -> list[int]:
             raise LaunchError(f"Cannot look at process {pid}: there is no such process on this machine.")
     found = proc.below(list(pids))
     keys = {key for pid in found if (key := job_key(pid)) is not None}
-    if keys:
+    # All ranks of a launcher are below it: others with the same port belong to another launch.
+    if keys and not {*pids} & {*launchers()}:
         ranks = [pid for pid in proc.all_pids() if pid not in found and job_key(pid) in keys]
         found += [pid for pid in proc.below(ranks) if pid not in found]
     machine = proc.sockets_of_machine()

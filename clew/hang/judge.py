@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -17,7 +18,7 @@ from clew.hang.progress import cpu_share, pace, recent
 from clew.hang.roles import actors_of, world_of
 from clew.hang.source import goes_on_for_ever, loop_at
 from clew.hang.verdict import SOUND, Actor, Verdict, names, verdict_about
-from clew.hang.waits_for import application_edges, collective_edges
+from clew.hang.waits_for import application_edges, collective_edges, key_of
 
 SUPERVISING = ("process", "thread", "pool", "future", "tasks", "ray")
 """Kinds of waits of a main process that only waits for its children to end."""
@@ -38,6 +39,8 @@ def judge(snapshot: Snapshot) -> Verdict:
     ranks = [actor for actor in live if actor.rank is not None]
     if not [actor for actor in live if actor.threads or actor.dead or actor.stopped]:
         why = "No stack could be read, so nothing can be said about this job."
+        if any(a.role == "launcher" and a.threads for a in actors) and not live:
+            why = "Only the launcher was seen: its ranks had not started yet, or had just started. Ask again."
         return _hedged(Verdict(pattern="undetermined", confidence="none", explanation=why), snapshot, live)
     world = world_of(snapshot)
     there = {a.rank for a in ranks if not a.dead} | snapshot.alike | set(snapshot.unseen)
@@ -122,24 +125,27 @@ def _is_server(actor: Actor) -> bool:
 
 
 def _only_serves(actor: Actor, sources: Mapping[str, str]) -> bool:
-    """Return whether the main thread only waits for gRPC's server to end, or sleeps beside a thread that serves."""
+    """Return whether the main thread serves one connection after another, or waits while gRPC or a thread serves."""
     main, stack = actor.threads[0], actor.process.main.frames if actor.process.main else ()
     if any(frame.name == "wait_for_termination" and "grpc" in frame.file for frame in stack):
         return not any(t.file and not installed(t.file) and not t.heartbeat for t in actor.threads[1:])
     loop = loop_at(sources.get(main.file, ""), main.line)
     serving = any(frame.name == "serve_forever" for thread in actor.process.threads for frame in thread.frames)
-    return serving and main.kind == "sleep" and loop is not None and goes_on_for_ever(loop)
+    serves = main.op.endswith("accept") or (serving and main.kind == "sleep")
+    return serves and loop is not None and goes_on_for_ever(loop)
 
 
 def _unasked(live: list[Actor], sources: Mapping[str, str]) -> Verdict | None:
     """Judge servers that nobody is connected to: that their threads and children wait for work is no fault."""
     quiet = [a for a in live if a.process.listens and not a.process.peers and a.threads]
+    quiet = [a for a in quiet if a.activity.op != "acquire"]  # it waits for a semaphore, so it has work
     servers = [a for a in quiet if a.threads[0].idle_loop or _only_serves(a, sources)]
     pids = {a.pid for a in servers}
-    if not all(a in servers or (a.process.parent in pids and a.activity.kind in ("pipe", "queue")) for a in live):
+    rest = [a for a in live if a not in servers and not _supervises(a, servers)]
+    if not servers or any(a.process.parent not in pids or a.activity.kind not in ("pipe", "queue") for a in rest):
         return None
-    ports = ", ".join(str(port) for a in servers for port in a.process.listens)
-    why = f"{', '.join(a.process.label for a in servers)} listens on port {ports}, and nobody is connected to it."
+    ports = ", ".join(map(str, sorted({port for a in servers for port in a.process.listens})))
+    why = f"Nobody is connected to port {ports} of {', '.join(a.process.label for a in servers)}."
     return verdict_about("healthy", [], why, live, confidence="medium")
 
 
@@ -189,9 +195,9 @@ def _wakes(actor: Actor) -> bool:
 def _by_graph(live: list[Actor], ranks: list[Actor], snapshot: Snapshot) -> Verdict:
     """Follow who waits for whom to where the waiting ends, and judge what is there."""
     edges = collective_edges(ranks)
-    inside = [a for a in ranks if a.activity.kind == "collective"]
-    if edges and not any(edges.values()) and len(inside) == len(ranks) > 1:
-        return _unless_ready(two_threads(ranks) or same_everywhere(ranks), ranks)
+    together = _together(ranks, edges)
+    if together and sum(map(len, together)) == len(ranks):
+        return _in_one_call(together)
     for pid, targets in application_edges(live).items():
         edges[pid] = edges.get(pid, set()) | targets
     for actor in live:
@@ -201,10 +207,28 @@ def _by_graph(live: list[Actor], ranks: list[Actor], snapshot: Snapshot) -> Verd
     culprits = [by_pid[pid] for pid in sorted(component)]
     waiters = [a for a in live if a not in culprits]
     sink = Sink(culprits=culprits, waiters=waiters, live=live, snapshot=snapshot)
-    if len(culprits) > 1 and all(a.rank is not None for a in culprits):
+    if culprits[0].activity.members and (at_fault := [each for each in together if culprits[0] in each]):
+        return _in_one_call(at_fault)
+    between = any(a.activity.kind in (*DISTRIBUTED, "device") for a in culprits)
+    if between and len(culprits) > 1 and all(a.rank is not None for a in culprits):
         return _unless_ready(device(sink) or locked_file(sink) or cycle(culprits, waiters, snapshot.sources), culprits)
     found = local_cause(sink)
     return _with_those_alike(found, culprits[0], ranks)
+
+
+def _together(ranks: list[Actor], edges: Mapping[int, set[int]]) -> list[list[Actor]]:
+    """Return the ranks that wait for no other rank in a collective, those in the same call of one group together."""
+    found = defaultdict[object, list[Actor]](list)
+    for a in ranks:
+        if a.activity.kind == "collective" and not edges[a.pid]:
+            found[key_of(a.activity), a.activity.op].append(a)
+    return [each for each in found.values() if len(each) > 1]
+
+
+def _in_one_call(groups: list[list[Actor]]) -> Verdict:
+    """Judge groups of which all ranks have come to a collective: one with a fault of its own explains the others."""
+    every = [_unless_ready(two_threads(each) or same_everywhere(each), each) for each in groups]
+    return next((each for each in every if each.pattern != "same collective everywhere"), every[0])
 
 
 def _unless_ready(verdict: Verdict, ranks: list[Actor]) -> Verdict:

@@ -17,6 +17,7 @@ from clew.hang.progress import (
     busy,
     cpu_share,
     fails_in_loop,
+    keeps_nothing,
     moved_counters,
     own_code_only,
     pace,
@@ -34,8 +35,6 @@ WRITES = 1 << 16
 """Bytes per second from which the output of a program counts as its work, and not as a log of its waiting."""
 LEAST_CPU = 0.05
 """Share of a core below which a process that seems to compute may be blocked in native code."""
-
-
 CLIENT = re.compile(r"/(http|urllib|urllib3|requests|aiohttp|httpx|httpcore)/")
 URL = re.compile(r"https?://[\w.\-]+:(\d{2,5})\b")
 HOST = re.compile(r"(?:https?://)?[\w.\-]+:(\d{2,5})\b")
@@ -113,6 +112,8 @@ def _blocked_loop(sink: Sink) -> Verdict | None:
 
 def refuses(live: list[Actor], snapshot: Snapshot) -> tuple[Actor, str] | None:
     """Return the process that rejects everything, and its counter; None if nobody waits, or a process accepts work."""
+    if found := next(((a, name) for a in live if (name := keeps_nothing(a.process, snapshot.sources))), None):
+        return found
     # Rejecting everything is a fault only if somebody waits for what is accepted.
     asks = len(live) == 1 or any(not a.moving and a.activity.kind in (*TO_OTHERS, "sleep", *DISTRIBUTED) for a in live)
     if not asks or any(accepts(a.process, snapshot.sources) for a in live):
@@ -577,6 +578,8 @@ def _blocked(sink: Sink) -> Verdict | None:
         # A thread that asks again and again while the main one waits in the same process: they wait for one another.
         inside = sink.act.thread != "MainThread" and not sink.one.process.peers
         pattern = "rollout blocked" if circle and inside else "external wait"
+    idle = sink.act.kind == "select" and sink.one.rank is not None and bool(sink.blocked_ranks)
+    pattern = "missing rank" if idle else pattern
     others = sink.culprits[1:]
     guessed = any(a.activity.kind in THROUGH_PIPES and not surely_awaits(a, sink.live) for a in sink.culprits)
     more = f" Meanwhile {others[0].says}. They {'may ' if guessed else ''}wait for one another." if others else ""
@@ -584,6 +587,7 @@ def _blocked(sink: Sink) -> Verdict | None:
     why = f"{sink.one.says}.{more}{_waiting(sink)}"
     if sink.act.kind == "sleep":
         why += _condition(sink) + (circle if pattern == "rollout blocked" else "")
+    why += " What should have brought it there may have failed: look into its log and its answers." if idle else ""
     why += _asked(sink) or _beside(sink)
     confidence = "high" if sink.blocked_ranks else "medium"
     locking = sink.act.kind == "lock" or (sink.act.task and sink.act.op == "acquire")

@@ -146,16 +146,7 @@ def polling_counters(text: str, line: int) -> set[str]:
         tested = {node.id for node in ast.walk(loop.test) if isinstance(node, ast.Name)}
     else:
         return set()
-    changed = {
-        node.target.id
-        for node in ast.walk(loop)
-        if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name)
-    }
-    changed |= {
-        node.target.attr
-        for node in ast.walk(loop)
-        if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Attribute)
-    }
+    changed = source.counted(loop)
     if isinstance(loop, ast.For):
         changed |= {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
     return changed - tested
@@ -244,7 +235,8 @@ def _threads_advance(process: Process, newest: Sequence[Activity], sources: Mapp
     If the main thread only joins them, everything they do counts; otherwise only what they finish.
     """
     kind = newest[0].kind if newest else ""
-    return kind == "thread" or (kind in ("pool", "future", "queue", "condition") and accepts(process, sources))
+    by_result = kind in ("pool", "future", "queue", "condition", "barrier")
+    return kind == "thread" or (by_result and accepts(process, sources))
 
 
 def _goes_through_collectives(process: Process, every: Sequence[Activity], woken: int) -> bool:
@@ -480,12 +472,12 @@ ACCEPTED = re.compile(
     r"accept|kept|keep|good|ready|done|put|sent|emitted|passed|step|version|update|epoch|iter|batch|len\("
 )
 """Names of counters that grow if not everything is rejected."""
-
-
-KEPT = re.compile(r"(^|[_.(])(accept(ed)?|kept|emitted|passed)([_)]|$)")
+KEPT = re.compile(r"(^|[_\W])(accept(ed)?|kept|emitted|passed)([_\W]|$)")
 """Names of counters that stand still if everything is rejected."""
 MANY = 10
 """Number of rounds without anything kept from which a filter is taken to reject everything."""
+BARREN = 100
+"""Number of rounds since a `while` began, also unwatched ones, without anything kept, from which it never ends."""
 
 
 def refusing(process: Process, sources: Mapping[str, str]) -> str:
@@ -510,6 +502,23 @@ def _keeps_none(process: Process, sources: Mapping[str, str], moved: Mapping[str
     return ""
 
 
+def keeps_nothing(process: Process, sources: Mapping[str, str]) -> str:
+    """Return the counter of rounds of a `while` that ends when enough is kept and has kept nothing so far; else ""."""
+    for frame in process.main.frames if process.main else ():
+        text = sources.get(frame.file, "")
+        loop = source.outermost_loop(text, frame.line)
+        if not isinstance(loop, ast.While) or loop is not source.loop_at(text, frame.line):
+            continue  # a loop within another one may count its rounds for several batches
+        every = [f.locals for t in _mains_of(process) for f in t.frames if f.function == frame.function]
+        tested = (name for name in frame.locals if KEPT.search(name) and name in ast.unparse(loop.test))
+        kept = next((name for name in tested if {each.get(name) for each in every} == {"0"}), "")
+        for name in source.counted(loop) if kept else ():
+            values = [int(each[name]) for each in every if each.get(name, "").isdigit()]
+            if values and values[0] < values[-1] >= BARREN:
+                return f"{frame.name}.{name} (beside {kept})"
+    return ""
+
+
 def _frame_and_name(counter: str) -> tuple[str, str]:
     """Return the frame and the variable in a name from `_counters`, without the address of a list."""
     frame, _, name = re.sub(r"@[0-9a-f]+", "", counter).partition(".")
@@ -518,6 +527,7 @@ def _frame_and_name(counter: str) -> tuple[str, str]:
 
 def accepts(process: Process, sources: Mapping[str, str]) -> bool:
     """Return whether a counter of finished work grows."""
-    moved = [name.rpartition(":")[2] for name in moved_counters(process, sources)]
-    names = [re.split(r"\.(?=[^.]*$)", name)[-1] for name in (each.replace("(self.", "(") for each in moved)]
+    names = [name.rpartition(":")[2].partition(".")[2] for name in moved_counters(process, sources)]
+    # Of an attribute such as `batcher.rejected`, the last name counts. The length of any list does.
+    names = [name if name.startswith("len(") else name.rpartition(".")[2] for name in names]
     return any(ACCEPTED.search(name) for name in names if not name.startswith(DEADLINE))

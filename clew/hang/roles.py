@@ -30,10 +30,10 @@ HELPERS = (
 LAUNCHER = re.compile(r"torch\.distributed\.(run|launch)|torchrun|accelerate.*launch")
 WORKER_PRIORITY = (
     "stdin", "lock", "ray", "http", "network", "file", "process", "queue_full", "connections", "sleep", "pipe",
-    "compute", "collective", "condition", "signal", "future", "select", "queue",
+    "compute", "collective", "condition", "signal", "future", "select", "queue", "barrier",
 )  # fmt: skip
 """Kinds of waits of threads and tasks, in the order in which they explain why the main thread waits for them."""
-WAITS_INSIDE = ("queue", "condition", "thread", "future", "pool", "queue_full", "select", "tasks", "rpc")
+WAITS_INSIDE = ("queue", "condition", "barrier", "thread", "future", "pool", "queue_full", "select", "tasks", "rpc")
 """Kinds of waits that another thread or task of the same process may end."""
 
 

@@ -29,12 +29,11 @@ POLLS = re.compile(
     r"done|locked|strip|split|endswith|startswith|format|round|getpid)$"
 )
 """Calls of a loop that only asks again and again."""
-
-
 REPORTS = re.compile(r"\.(write|writelines|write_text|dump|dumps|send|sendto|log|set|touch)$")
 """Calls by which a heartbeat tells others that its process is alive."""
 UNLIMITED = re.compile(r"\.(get|wait|acquire|read)$")
 """Calls that do not poll unless they have an argument, such as a timeout."""
+Loop = ast.While | ast.For | ast.AsyncFor
 MOST_MEMBERS = 100_000
 """Largest integer that is evaluated: a larger range would only cost memory."""
 
@@ -190,15 +189,30 @@ def in_handler(text: str, line: int) -> bool:
     return any(isinstance(outer, ast.ExceptHandler) for outer, _ in pairwise(enclosing(text, line)))
 
 
-def loop_at(text: str, line: int) -> ast.While | ast.For | ast.AsyncFor | None:
+def loop_at(text: str, line: int) -> Loop | None:
     """Return the innermost loop around a line, within its function."""
-    inner: ast.While | ast.For | ast.AsyncFor | None = None
+    return next(reversed(_loops_at(text, line)), None)
+
+
+def outermost_loop(text: str, line: int) -> Loop | None:
+    """Return the outermost loop around a line, within its function."""
+    return next(iter(_loops_at(text, line)), None)
+
+
+def _loops_at(text: str, line: int) -> list[Loop]:
+    found: list[Loop] = []
     for node in enclosing(text, line):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            inner = None
+            found = []
         elif isinstance(node, (ast.While, ast.For, ast.AsyncFor)):
-            inner = node
-    return inner
+            found.append(node)
+    return found
+
+
+def counted(loop: ast.AST) -> set[str]:
+    """Return the names and attributes that a loop counts up or down, such as `tries` in `tries += 1`."""
+    targets = (node.target for node in ast.walk(loop) if isinstance(node, ast.AugAssign))
+    return {dotted(each).rpartition(".")[2] for each in targets if isinstance(each, (ast.Name, ast.Attribute))}
 
 
 def goes_on_for_ever(loop: ast.AST) -> bool:
@@ -221,17 +235,6 @@ def follows(text: str, line: int, later: int) -> bool:
         if here and there and here != there:
             return False
     return True
-
-
-def outermost_loop(text: str, line: int) -> ast.While | ast.For | ast.AsyncFor | None:
-    """Return the outermost loop around a line, within its function."""
-    outer: ast.While | ast.For | ast.AsyncFor | None = None
-    for node in enclosing(text, line):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            outer = None
-        elif isinstance(node, (ast.While, ast.For, ast.AsyncFor)) and outer is None:
-            outer = node
-    return outer
 
 
 @lru_cache(maxsize=4096)

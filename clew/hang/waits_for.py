@@ -11,7 +11,7 @@ from clew.hang.verdict import MESSAGES, Actor
 Edges = dict[int, set[int]]
 TO_OTHERS = (
     "queue", "queue_full", "pipe", "http", "network", "condition", "signal", "future", "pool", "process", "thread",
-    "data_loader", "select", "tasks", "rpc", "ray",
+    "data_loader", "select", "tasks", "rpc", "ray", "barrier",
 )  # fmt: skip
 """Kinds of waits that another process may end."""
 THROUGH_PIPES = ("queue", "queue_full", "pipe")

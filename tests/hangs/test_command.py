@@ -7,12 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from clew.hang.collect import parse_dump
+from clew.hang.jobs import with_peers
 
 
 def clew_hang(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -149,6 +151,27 @@ def test_the_command_needs_no_torch_and_little_time() -> None:
         "assert not {'torch', 'transformers', 'numpy', 'pyarrow'} & set(sys.modules), sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=20)
+
+
+def test_ranks_of_another_launch_with_the_same_port_are_not_below_a_launcher() -> None:
+    sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
+    environment = {**os.environ, "MASTER_ADDR": "clew-test", "MASTER_PORT": "1"}
+    # `torchrun` among its first words makes a launcher of it; it is no rank itself.
+    start = f"import os, subprocess; subprocess.run({sleep}, env={{**os.environ, 'RANK': '0'}})"
+    launcher = subprocess.Popen([sys.executable, "-c", start, "torchrun"], env=environment, start_new_session=True)
+    orphan = subprocess.Popen(sleep, env={**environment, "RANK": "0"})
+    try:
+        deadline = time.monotonic() + 20
+        while len(with_peers([launcher.pid])) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        ranks = [pid for pid in with_peers([launcher.pid]) if pid != launcher.pid]
+        assert len(ranks) == 1 and orphan.pid not in ranks
+        assert {*with_peers([orphan.pid])} == {orphan.pid, *ranks}
+    finally:
+        os.killpg(launcher.pid, signal.SIGKILL)
+        orphan.kill()
+        launcher.wait()
+        orphan.wait()
 
 
 def test_options_that_would_be_ignored_are_refused(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from clew.hang import classes, source
 from clew.hang.activity import C10D, Activity, new_group_members
 from clew.hang.engines import answers
+from clew.hang.examine import enough
 from clew.hang.graph import sinks
 from clew.hang.judge import Verdict, judge
 from clew.hang.observed import Frame, Group, Inside, Look, Process, Snapshot, Thread, snapshot_from
@@ -180,6 +181,101 @@ def test_one_broadcast_from_other_sources_is_a_mismatch() -> None:
     assert verdict.restart in verdict.explanation and "again" in verdict.restart
 
 
+def test_a_pair_that_names_other_sources_is_at_fault_and_not_those_who_wait_for_it() -> None:
+    def one(number: int, line: int, source: str) -> Process:
+        values = {"src": source} if source else {}
+        made = rank(number, line, "broadcast" if source else "all_gather", world=4, **values)
+        pair = Group(at=64, name="5", members=(0, 1) if number < 2 else (2, 3), rank=number % 2)
+        inner, user = made.threads[0].frames
+        frames = (replace(inner, addresses={"group": 64} if source else {}), user)
+        looks = tuple(replace(look, threads=(replace(look.threads[0], frames=frames),)) for look in made.looks)
+        return replace(made, looks=looks, inside=Inside(groups=(pair,)))
+
+    pair = [one(0, 6, "1"), one(1, 6, "0")]
+    for others in ([one(2, 5, ""), one(3, 5, "")], [one(2, 6, "3"), one(3, 6, "3")]):
+        verdict = judged(*pair, *others)
+        assert (verdict.pattern, verdict.ranks, verdict.sites) == ("collective mismatch", (0, 1), ("train.py:6",))
+        assert "they name different roots: 1 on rank 0, 0 on rank 1" in verdict.explanation
+    alike = judged(one(0, 6, "1"), one(1, 6, "1"), one(2, 5, ""), one(3, 5, ""))
+    assert (alike.pattern, alike.ranks) == ("same collective everywhere", ())
+
+
+def in_library(one: Process, *inner: tuple[str, str]) -> Process:
+    """Return the process with frames of a library, such as ("/selectors.py", "select"), within its user's frame."""
+    library = tuple(Frame(function=name, file=f"/usr/lib/python3.11{file}", line=1) for file, name in inner)
+    frames = (*library, one.threads[0].frames[-1])
+    looks = tuple(replace(look, threads=(replace(look.threads[0], frames=frames),)) for look in one.looks)
+    return replace(one, looks=looks, waits_in="ep_poll")
+
+
+def test_a_rank_that_serves_while_the_others_wait_for_it_is_missing() -> None:
+    serving = in_library(rank(1, 8), ("/selectors.py", "select"), ("/socketserver.py", "serve_forever"))
+    verdict = judged(rank(0, 5, "broadcast", src="0"), serving)
+    assert (verdict.pattern, verdict.ranks) == ("missing rank", (1,))
+    assert "waits for requests or events at train.py:8" in verdict.explanation
+
+
+def test_a_server_that_nobody_calls_is_idle_unless_its_own_coroutine_waits_for_a_semaphore() -> None:
+    loop = in_library(rank(0, 8), ("/selectors.py", "select"), ("/asyncio/base_events.py", "run_forever"))
+    idle = replace(loop, rank=None, world=None, listens=(8000,))
+    assert judged(idle).pattern == "healthy"
+    locks = Frame(function="Semaphore.acquire", file="/usr/lib/python3.11/asyncio/locks.py", line=1)
+    task = Thread(name="task Task-2", os_id=0, task=True, waiter="Future", frames=(locks, loop.threads[0].frames[-1]))
+    looks = tuple(replace(look, threads=(*look.threads, task)) for look in idle.looks)
+    assert judged(replace(idle, looks=looks)).pattern == "rollout blocked"
+
+
+@pytest.mark.parametrize("fills", [0, 1])
+def test_a_rank_whose_queue_is_filled_by_ranks_that_wait_for_it_is_missing(fills: int) -> None:
+    reads = in_library(rank(2, 8, world=3), ("/multiprocessing/queues.py", "get"))
+    reads = replace(reads, awaits=((102, "r pipe:[1]", "w pipe:[1]"),))
+    others = [rank(n, 5, "all_reduce", world=3) for n in (0, 1)]
+    others[fills] = replace(others[fills], ends=("w pipe:[1]",))
+    verdict = judged(*others, reads)
+    assert (verdict.pattern, verdict.ranks, verdict.sites) == ("missing rank", (2,), ("train.py:8",))
+    assert f"That can only be ended by rank {fills}, which waits for rank 2 in all_reduce." in verdict.explanation
+
+
+def test_ranks_whose_queues_only_the_other_one_fills_are_in_no_collective() -> None:
+    def reads(number: int, own: str, other: str) -> Process:
+        one = in_library(rank(number, 8), ("/multiprocessing/queues.py", "get"))
+        return replace(one, awaits=((100 + number, f"r {own}", f"w {own}"),), ends=(f"w {other}",))
+
+    verdict = judged(reads(0, "pipe:[1]", "pipe:[2]"), reads(1, "pipe:[2]", "pipe:[1]"))
+    assert (verdict.pattern, verdict.ranks) == ("rollout blocked", (0, 1))
+
+
+def test_a_launcher_whose_ranks_were_not_there_yet_is_no_job_without_stacks() -> None:
+    command = ("python", "-m", "torch.distributed.run", "train.py")
+    verdict = judged(replace(rank(0, 8), rank=None, command=command))
+    assert (verdict.pattern, verdict.exit_code) == ("undetermined", 3)
+    assert "Only the launcher was seen" in verdict.explanation
+
+
+@pytest.mark.parametrize("last, kept, pattern", [(140, 0, "rollout blocked"), (140, 1, "healthy"), (40, 0, "healthy")])
+def test_a_loop_that_keeps_nothing_in_many_rounds_never_fills_its_batch(last: int, kept: int, pattern: str) -> None:
+    text = "def fill(n):\n    while len(kept) < n:\n        num_gen_batches += 1\n        generate()\n"
+    looks = []
+    for n in range(6):
+        values = {"len(kept)": str(kept), "num_gen_batches": str(last - 5 + n), "n": "4"}
+        frame = Frame(function="fill", file="train.py", line=4, locals=values)
+        thread = Thread(name="MainThread", os_id=100, frames=(frame,))
+        looks.append(Look(at=0.5 * n, state="S", switches=7 + n, threads=(thread,)))
+    filling = replace(rank(0, 8), rank=None, world=None, looks=tuple(looks))
+    verdict = judge(Snapshot(processes=(filling,), seconds=3.0, sources={"train.py": text}))
+    assert verdict.pattern == pattern
+
+
+def test_a_list_of_an_attribute_that_grows_is_accepted_work() -> None:
+    looks = []
+    for n in range(6):
+        values = {"len(buffer.items)": str(5 + n // 3), "buffer.rejected": str(20 * n)}
+        frame = Frame(function="sample", file="train.py", line=8, locals=values)
+        looks.append(Look(at=0.5 * n, state="S", threads=(Thread(name="MainThread", os_id=100, frames=(frame,)),)))
+    sampling = replace(rank(0, 8), rank=None, world=None, looks=tuple(looks))
+    assert judged(sampling).pattern == "healthy"
+
+
 def test_a_group_in_memory_decides_who_belongs_to_it() -> None:
     pair = Group(at=64, name="5", members=(1, 2), rank=1)
     waiting = rank(1, 6, "all_reduce", world=3)
@@ -202,6 +298,27 @@ def test_a_group_in_memory_decides_who_belongs_to_it() -> None:
 def test_a_stopped_rank_is_at_fault_before_everything_else() -> None:
     verdict = judged(rank(0, 5, "all_reduce"), rank(1, 9, "barrier", state="T"))
     assert (verdict.pattern, verdict.ranks, verdict.next) == ("stopped", (1,), "kill -CONT 101")
+
+
+def test_a_job_that_came_to_a_complete_hang_a_moment_ago_is_watched_on() -> None:
+    def one(number: int, still: int) -> Process:
+        """Return a rank that went through steps, and has been in another collective for the last looks."""
+        pid = (1 << 22) + number  # no process has such a pid
+        last = rank(number, 9 if number else 5, "barrier" if number else "all_reduce").looks[0]
+        ends = replace(last, threads=(replace(last.threads[0], os_id=pid),))
+        moves = replace(rank(number, 5, "all_reduce").threads[0], os_id=pid)
+        looks = []
+        for n in range(12):
+            frame = replace(moves.frames[-1], locals={"step": str(n)})
+            thread = replace(moves, frames=(moves.frames[0], frame))
+            look = ends if n >= 12 - still else replace(ends, threads=(thread,))
+            looks.append(replace(look, at=0.5 * n, switches=20 * min(n, 12 - still)))
+        return replace(rank(number, 5), pid=pid, looks=tuple(looks))
+
+    begun = [replace(one(number, 12), looks=one(number, 12).looks[:1]) for number in (0, 1)]
+    assert not enough(begun, 5.5) and not enough(begun, 10.5)  # on a busy machine a first look can take that long
+    assert enough([one(0, 0), one(1, 0)], 5.5)
+    assert not enough([one(0, 2), one(1, 2)], 5.5)
 
 
 def test_a_rank_without_a_process_is_dead() -> None:
