@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from clew.gateway.output_parser import THINK_CLOSES
 from clew.stress.provider import texts
-from clew.stress.requests import Request
+from clew.stress.requests import Request, plain
 from clew.stress.shared import State
 from clew.stress.steps import Episode
 from clew.stress.verdict import Verdict
@@ -52,21 +53,21 @@ def crossed_answers(
     owners: dict[str, tuple[str, float] | None] = {}
     """Episode and time of each mark; None if the mark is not one episode's alone."""
     for request in requests:
-        answer = request.answered.strip()
-        size = min(MARK, len(answer))
+        answer = plain(request.answered.rpartition(THINK_CLOSES)[2])
+        size, asked = min(MARK, len(answer)), plain(request.asked)
         for mark in {answer[i : i + size] for i in range(len(answer) - size + 1)} if size >= LEAST_OF_ANSWER else ():
             other = owners.get(mark, (request.episode, 0.0))  # a mark that nobody had before is this episode's
-            common = other is None or other[0] != request.episode or mark in request.asked
+            common = other is None or other[0] != request.episode or mark in asked
             owners[mark] = None if common else (request.episode, request.done)
     marks = _by_start(((mark, owner) for mark, owner in owners.items() if owner), LEAST_OF_ANSWER)
     answered: dict[str, str] = defaultdict(str)
     for request in requests:
-        answered[request.episode] += request.answered + "\n"
+        answered[request.episode] += plain(request.answered) + "\n"
     crossings: dict[tuple[str, str], Crossing] = {}
     # Each answer has about as many marks as characters: too many to search each prompt for one after another.
     for request in requests:
         asker = request.episode
-        for mark, (owner, done) in _marks_in(request.asked, marks, LEAST_OF_ANSWER):
+        for mark, (owner, done) in _marks_in(plain(request.asked), marks, LEAST_OF_ANSWER):
             if owner == asker or (asker, owner) in crossings or done > request.came:
                 continue
             if mark not in answered[asker] and not is_own(asker, mark):
@@ -187,9 +188,9 @@ def _is_own(wave: Wave, others: Sequence[Request]) -> Callable[[str, str], bool]
 
     A text is the episode's own if its data holds it, or if its requests among `others` do and no answer there does.
     """
-    data = {episode.id: "\n".join(texts(episode.data)) for episode in wave.episodes}
+    data = {episode.id: plain("\n".join(texts(episode.data))) for episode in wave.episodes}
     asked: defaultdict[str, str] = defaultdict(str)
     for request in others:
-        asked[request.episode] += request.asked + "\n"
-    answered = "\n".join(request.answered for request in others)
+        asked[request.episode] += plain(request.asked) + "\n"
+    answered = "\n".join(plain(request.answered) for request in others)
     return lambda episode, text: text in data[episode] or (text in asked[episode] and text not in answered)

@@ -162,14 +162,10 @@ def judge_elsewhere(
             f"sets and hash() are used at {', '.join(used[:4])}",
             "sort a set before its order matters; take hashlib in the place of hash()",
         ]
-    verdict = Verdict(
-        kind="differs",
-        what=f"{len(differences)} of {count} episodes differ in another process, with another PYTHONHASHSEED and the "
-        f"same seeds and answers",
-        where=next(iter(used + drawn), crowd.asked_at(differences[0][0])),
-        evidence=[f"{episode}: {what}" for episode, what in differences[:4]] + advice,
-    )
-    return [verdict], []
+    what = f"{len(differences)} of {count} episodes differ in another process, with another PYTHONHASHSEED"
+    where = next(iter(used + drawn), crowd.asked_at(differences[0][0]))
+    evidence = [f"{episode}: {difference}" for episode, difference in differences[:4]] + advice
+    return [Verdict(kind="differs", what=what, where=where, evidence=evidence)], []
 
 
 def also_elsewhere(crossing: Crossing, crowd: Wave, elsewhere: Elsewhere) -> bool:

@@ -5,23 +5,25 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from clew.config import provider
 from clew.errors import RecordError
 from clew.gateway.agent_session import Limits
 from clew.gateway.episode_engine import MAX_NEW_TOKENS, EpisodeEngine, Resources
+from clew.gateway.interactions import Interaction
 from clew.gateway.proxy import PassThrough
 from clew.gateway.thread import GatewayThread, ServingThread
 from clew.inference.detect_server import find_engine
-from clew.inference.protocol import Completion, Engine, GenerateRequest, SamplingParams
+from clew.inference.protocol import Completion, Engine, GenerateRequest, SamplingParams, ServerFault
 from clew.models.loading import load_tokenizer
 from clew.models.vision import Sight, load_vision
 from clew.record.run import open_run
 from clew.stress.provider import NotedProvider
 from clew.stress.requests import Request, Requests
-from clew.stress.standin import Names, StandIn, byte_tokenizer
+from clew.stress.standin import Names, StandIn, byte_tokenizer, offered_tools
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,11 +31,15 @@ if TYPE_CHECKING:
 RECORDED = 4096
 """Maximum number of answers taken from a run."""
 
+FAULT = "a fault that the stress made"
+"""Error of a request that has trouble. See `Requests.troubles`."""
+
 
 class Noted:
     """Engine that passes requests on to another engine, and notes them with their answers.
 
-    Request IDs are `<episode>.i<number>`, as a session of the gateway assigns them.
+    Request IDs are `<episode>.i<number>`, as a session of the gateway assigns them. Those in `Requests.troubles`
+    fail, or their answers are cut short.
     """
 
     def __init__(self, engine: Engine, tokenizer: PreTrainedTokenizerBase, requests: Requests) -> None:
@@ -43,21 +49,40 @@ class Noted:
         self.version = engine.version
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        came, episode = time.monotonic(), request.id.rpartition(".i")[0]
+        came, (episode, _, number) = time.monotonic(), request.id.rpartition(".i")
+        params, trouble = request.params, self._requests.troubles.get((episode, int(number or 0)))
+        for name in ("temperature", "top_p", "top_k", "min_p"):
+            if (value := getattr(params, name)) != getattr(SamplingParams, name):
+                what = f"{request.id} asks with {name}={value:g}, whatever the configuration says"
+                self._requests.warn(episode, what, "greedy" if params.temperature == 0 else "sampling")
+        if trouble == "cut":
+            request = replace(request, params=replace(params, max_new_tokens=8))
         with self._requests.asking(episode):
-            completion = await self._engine.generate(request)
-        done = time.monotonic()
+            completion = await self._engine.generate(request) if trouble != "fault" else None
+        output_ids = completion.output_ids if completion is not None else []
         self._requests.note(
             Request(
                 episode=episode,
                 asked=str(self._tokenizer.decode(request.input_ids)),
-                answered=str(self._tokenizer.decode(completion.output_ids, skip_special_tokens=True)),
+                answered=str(self._tokenizer.decode(output_ids, skip_special_tokens=True)),
                 came=came,
-                done=done,
+                done=time.monotonic(),
                 id=request.id,
+                refused=FAULT if completion is None else "",
+                cut=trouble == "cut",
             )
         )
+        if completion is None:
+            raise ServerFault("", FAULT)
         return completion
+
+
+class OfferingEngine(EpisodeEngine):
+    """Engine of an episode that tells the stand-in of the tools that a request offers."""
+
+    async def generate(self, input_ids: list[int], **given: Any) -> Interaction:
+        offered_tools.set((given.get("details") or {}).get("tools", ()))
+        return await super().generate(input_ids, **given)
 
 
 class BeforeEngine(GatewayThread):
@@ -72,6 +97,7 @@ class BeforeEngine(GatewayThread):
     ) -> None:
         """Start the gateway. `vision` is for a model that takes images; `close` closes the engine at the end."""
         self.requests = Requests()
+        self.requests.knows_tokens = True
         self._shared = Resources(
             engine=Noted(engine, tokenizer, self.requests),
             tokenizer=tokenizer,
@@ -80,12 +106,13 @@ class BeforeEngine(GatewayThread):
             prompt_column="prompt",
             reward=None,
             vision=vision,
+            on_warning=self.requests.warn,
         )
         super().__init__(Limits(), close)
 
     def open_episode(self, episode_id: str) -> str:
         """Open a session for an episode that begins, and return its API key."""
-        return self.open(EpisodeEngine(self._shared, episode_id))[0]
+        return self.open(OfferingEngine(self._shared, episode_id))[0]
 
 
 class BeforeProvider(ServingThread):

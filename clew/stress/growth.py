@@ -48,6 +48,7 @@ QUANTITIES = {
     "processes": (0.05, 2, "{:.1f} processes"),
     "files": (0.05, 2, "{:.1f} open files or pipes"),
     "sockets": (0.05, 2, "{:.1f} sockets"),
+    "temp": (0.05, 2, "{:.1f} temporary files or folders"),
     "sessions": (0.05, 2, "{:.1f} sessions"),
     "memory": (512, 16 * 2**10, "{:,.0f} bytes"),
     "resident": (64 * 2**10, 16 * 2**20, "{:,.0f} bytes of resident memory"),
@@ -58,7 +59,7 @@ QUANTITIES = {
 is less certain.
 """
 
-COMES = {"tasks": "created at", "threads": "started at", "files": "opened at", "sockets": "connected at"}
+COMES = {"tasks": "created at", "threads": "started at", "files": "opened at", "sockets": "connected at", "temp": "by"}
 """Word before the line that each thing comes from."""
 
 
@@ -128,14 +129,9 @@ def judge_growth(samples: Sequence[Sample]) -> list[Verdict]:
             where = next((example for example in examples if line in example), f"{COMES[quantity]} {line}")
         if slope is None or (quantity == "resident" and any(v.what.startswith("memory") for v in verdicts)):
             continue
-        verdicts.append(
-            Verdict(
-                kind="growth",
-                what=f"{quantity} left behind: +{format.format(slope)} with every episode",
-                where=where,
-                evidence=["after each wave of episodes: " + ", ".join(f"{value:,.0f}" for value in values)],
-            )
-        )
+        what = f"{quantity} left behind: +{format.format(slope)} with every episode"
+        evidence = ["after each wave of episodes: " + ", ".join(f"{value:,.0f}" for value in values)]
+        verdicts.append(Verdict(kind="growth", what=what, where=where, evidence=evidence))
     return verdicts
 
 
@@ -166,6 +162,7 @@ class Sampler:
         left = {
             "tasks": [(self._task(task), self._origins.tasks.get(task, "")) for task in self.left_tasks()],
             "threads": [(self._thread(thread), self._origins.threads.get(thread, "")) for thread in threads],
+            "temp": [("", line) for path, line in list(self._origins.temporary.items()) if os.access(path, os.F_OK)],
         }
         """Each thing that is left, and the line that it comes from, by quantity."""
         counts: dict[str, float] = {}
@@ -252,26 +249,16 @@ class Complaints:
 
     def verdicts(self, episodes: int, origins: Origins) -> list[Verdict]:
         """Return verdicts on the problems that happened in more than SHARE of the episodes."""
-        verdicts = []
+        verdicts: list[Verdict] = []
         if self._unclosed > SHARE * episodes:
-            verdicts.append(
-                Verdict(
-                    kind="growth",
-                    what=f"{self._unclosed} client sessions of aiohttp were left to the garbage collector",
-                    where=_with("", "connected at", _largest(Counter(origins.sockets.values()))),
-                    evidence=["close each: async with aiohttp.ClientSession() as session"],
-                )
-            )
-        unseen = self._errors.total()
-        if unseen > SHARE * episodes:
-            verdicts.append(
-                Verdict(
-                    kind="fails",
-                    what=f"{unseen} tasks of {episodes} episodes failed, and nobody looked at their errors",
-                    where=_largest(self._places),
-                    evidence=[f"{count} times {error}" for error, count in self._errors.most_common(3)],
-                )
-            )
+            what = f"{self._unclosed} client sessions of aiohttp were left to the garbage collector"
+            where = _with("", "connected at", _largest(Counter(origins.sockets.values())))
+            advice = "close each: async with aiohttp.ClientSession() as session"
+            verdicts.append(Verdict(kind="growth", what=what, where=where, evidence=[advice]))
+        if (unseen := self._errors.total()) > SHARE * episodes:
+            what = f"{unseen} tasks of {episodes} episodes failed, and nobody looked at their errors"
+            evidence = [f"{count} times {error}" for error, count in self._errors.most_common(3)]
+            verdicts.append(Verdict(kind="fails", what=what, where=_largest(self._places), evidence=evidence))
         return verdicts
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter
-from collections.abc import Sequence
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 
+from clew.gateway.output_parser import THINK_CLOSES
 from clew.stress import repeat, serial
-from clew.stress.crossings import judge_answers
+from clew.stress.crossings import LEAST_OF_ANSWER, MARK, judge_answers
 from clew.stress.origins import Origins
 from clew.stress.report import failures, wave_report
+from clew.stress.requests import plain
 from clew.stress.shared import State
-from clew.stress.verdict import Verdict, grouped
+from clew.stress.verdict import Kind, Verdict, grouped
 from clew.stress.watch import judge_blocks
 from clew.stress.waves import Wave
 
@@ -20,6 +22,24 @@ FAILED_SHARE = 0.1
 
 BLOCKED_SHARE = 0.6
 """Share of an episode's time for which others hold the event loop, above which that is suspicious."""
+
+WARNINGS: dict[str, tuple[Kind, bool, str]] = {
+    "a branch (chat": ("rewrites", False, "lose the model's reasoning; harmless for a model that does not reason"),
+    "a branch (other": ("rewrites", False, "offer other tools in the middle of a conversation"),
+    "own words": ("rewrites", False, "put words of the model into a new conversation, which is a sequence of its own"),
+    "a branch": ("rewrites", True, "change their conversation so far; send back what was sent and said"),
+    "the client sets N episodes": ("sampling", False, "set the seed; with one, a group's episodes are all the same"),
+    "greedy": ("sampling", True, "ask at temperature 0; a group's episodes are then all the same"),
+    "sampling": ("sampling", False, "set the sampling themselves; leave it to the configuration"),
+    "N was cut": ("sampling", False, "have answers cut short; is their max_tokens large enough?"),
+    "a fault": ("rewards", True, "give a reward although the server had failed; let its error out"),
+    "an error": ("rewards", False, "give a reward although the server had failed at once; let its error out"),
+    "a second try": ("rewards", True, "ask again when an answer was cut short, and are rewarded for both alike"),
+}
+"""Beginnings of kinds of warnings that are findings. Each has the finding's kind, its certainty, and what episodes do.
+
+The first one counts.
+"""
 
 
 def judge(
@@ -47,7 +67,7 @@ def judge(
             f"episodes were answered differently where they asked the same, so what differs may be the model's doing. "
             f"Run the stress without --base-url: the stand-in repeats its answers."
         )
-    verdicts += waits + _strangers(alone, crowd, again) + judge_answers(waves, state, repeats=not by_chance)
+    verdicts += waits + judge_answers(waves, state, repeats=not by_chance)
     return verdicts + differing + _failing(alone, crowd, again), notes
 
 
@@ -117,9 +137,7 @@ def _held(*crowds: Wave) -> list[Verdict]:
     share = min(each["blocked"].p50 / max(each["episode"].p50, 1e-9) for each in latencies)
     if share < BLOCKED_SHARE:
         return []
-    what = (
-        f"episodes wait for the event loop for {share:.0%} of their time, perhaps for code that is slow on long texts"
-    )
+    what = f"episodes wait for the event loop for {share:.0%} of their time, perhaps for code slow on long texts"
     advice = "ask again with longer answers (--tokens), or with fewer episodes at once (--batch)"
     return [Verdict(kind="blocks", what=what, evidence=["no single line holds it for long", advice], certain=False)]
 
@@ -148,18 +166,17 @@ def _failing(alone: Wave, crowd: Wave, again: Wave) -> list[Verdict]:
     commonest = failures([*alone.ended, *crowded])[0]
     what = f"{failed} of {len(crowded)} episodes failed at {crowd.width} at once, {failed_alone} of "
     what += f"{len(alone.episodes)} alone"
-    refused = [refusal for wave in (alone, crowd, again) for refusal in _refused_last(wave)]
-    evidence = [commonest.error]
+    kind, evidence, refused = "fails", [commonest.error], []
+    for wave in (alone, crowd, again):  # the last request decides
+        last = {request.episode: request.refused for request in wave.requests}
+        refused += [last[each.id] for each in wave.episodes if each.error is not None and last.get(each.id)]
     if refused:
         what += f"; the provider had refused the last request of {len(refused)} of them"
         evidence.append(f"the provider said {_refusals(refused)}; ask for less at once (--batch, --group)")
-    return [Verdict(kind="fails", what=what, where=commonest.at, evidence=evidence)]
-
-
-def _refused_last(wave: Wave) -> list[str]:
-    """Return the messages with which the provider refused the last request of episodes that failed."""
-    last = {request.episode: request.refused for request in wave.requests}
-    return [last[each.id] for each in wave.episodes if each.error is not None and last.get(each.id)]
+    if "has ended: its episode is over" in commonest.error:  # the session of the API key
+        kind = "shared"
+        evidence.append("it is another's: make the client anew in each run, with the base_url and api_key of this run")
+    return [Verdict(kind=kind, what=what, where=commonest.at, evidence=evidence)]
 
 
 def _refusals(refused: Sequence[str]) -> str:
@@ -167,30 +184,6 @@ def _refusals(refused: Sequence[str]) -> str:
     kinds = Counter(refusal.partition(":")[0] for refusal in refused).most_common()
     example = next(refusal for refusal in refused if refusal.startswith(kinds[0][0]))
     return ", ".join([f"{count} times {kind}" for kind, count in kinds]) + f", such as {example!r}"
-
-
-def _strangers(*waves: Wave) -> list[Verdict]:
-    """Return a verdict if episodes were refused because they used another's key, which the gateway's error names."""
-    episodes = [episode for wave in waves for episode in wave.episodes]
-    ids = {episode.id for episode in episodes}
-    strangers = [
-        episode
-        for episode in episodes
-        if episode.error and (ids - {episode.id}).intersection(re.findall(r"session (\S+) has ended", episode.error))
-    ]
-    if not strangers:
-        return []
-    return [
-        Verdict(
-            kind="shared",
-            what=f"{len(strangers)} of {len(episodes)} episodes used the API key of another, whose session had ended",
-            where=strangers[0].at,
-            evidence=[
-                f"{strangers[0].id}: {strangers[0].error}",
-                "make the client anew in each run, with the base_url and api_key that it is given",
-            ],
-        )
-    ]
 
 
 def _differing(warm: Wave, alone: Wave, crowd: Wave, again: Wave, origins: Origins) -> list[Verdict]:
@@ -204,27 +197,57 @@ def _differing(warm: Wave, alone: Wave, crowd: Wave, again: Wave, origins: Origi
         hint = ["alone, an episode repeats: look at what they share"] if repeats_alone else []
         drawn = [] if repeats_alone else [place for place, _ in origins.drawn.most_common(3)]
         if drawn:
-            hint.append(
-                f"chance or the clock is asked at {', '.join(drawn)}: seed a random.Random of the episode's own with "
-                f"its row"
-            )
-        return [
-            Verdict(
-                kind="differs",
-                what=f"{len(by_chance)} of {len(among.episodes)} episodes differ when they are run again with the same "
-                f"seeds and answers",
-                where=drawn[0] if drawn else crowd.asked_at(by_chance[0][0]),
-                evidence=[f"{episode}: {what}" for episode, what in by_chance[:4]] + hint,
-            )
-        ]
-    by_company = repeat.differences(alone.told, crowd.told)
-    if by_company:
-        return [
-            Verdict(
-                kind="shared",
-                what="an episode does something else when others run before or beside it",
-                where=crowd.asked_at(by_company[0][0]),
-                evidence=[f"{episode}, alone and in a crowd: {what}" for episode, what in by_company[:4]],
-            )
-        ]
-    return []
+            hint.append(f"chance or the clock is asked at {', '.join(drawn)}: seed a random.Random with the row")
+        what = f"{len(by_chance)} of {len(among.episodes)} episodes differ when run again: same seeds, same answers"
+        where = drawn[0] if drawn else crowd.asked_at(by_chance[0][0])
+        evidence = [f"{episode}: {what}" for episode, what in by_chance[:4]] + hint
+        return [Verdict(kind="differs", what=what, where=where, evidence=evidence)]
+    by_company = repeat.differences(alone.told, crowd.told)[:4]
+    if not by_company:
+        return []
+    what = "an episode does something else when others run before or beside it"
+    evidence = [f"{episode}, alone and in a crowd: {what}" for episode, what in by_company]
+    return [Verdict(kind="shared", what=what, where=crowd.asked_at(by_company[0][0]), evidence=evidence)]
+
+
+def judge_warnings(warned: Mapping[str, Mapping[str, str]], crowd: Wave) -> list[Verdict]:
+    """Return verdicts on warnings, which are given by their kind and the episode's ID."""
+    by_start: dict[str, list[Mapping[str, str]]] = defaultdict(list)
+    for kind, warnings in list(warned.items()):
+        if start := next(filter(kind.startswith, WARNINGS), None):
+            by_start[start].append(warnings)
+    verdicts = []
+    for start, several in by_start.items():
+        kind, certain, what = WARNINGS[start]
+        episodes = {episode for warnings in several for episode in warnings}
+        if start == "N was cut" and 2 * len(episodes) <= len(crowd.episodes):
+            continue  # real models also say too much at times, and the stress cuts some answers itself
+        if start == "own words" and any(each.startswith("a branch") for each in by_start):
+            continue
+        texts = [text for warnings in several for text in warnings.values()]
+        certain = certain or len(set(texts)) < len(texts)  # each names its request, except that of one seed for all
+        certain = certain and (kind == "rewards" or len(episodes) > FAILED_SHARE * len(crowd.episodes))
+        where, evidence = crowd.asked_at(min(episodes)), [next(iter(warnings.values())) for warnings in several[:4]]
+        what = f"{len(episodes)} of {len(crowd.episodes)} episodes {what}"
+        verdicts.append(Verdict(kind=kind, what=what, where=where, evidence=evidence, certain=certain))
+    return verdicts
+
+
+def add_warnings(troubled: Wave, crowd: Wave, warn: Callable[[str, str, str], None]) -> None:
+    """Warn of rewards in spite of trouble, and of the model's words outside of their own conversation."""
+    by_episode = grouped(crowd.requests, lambda request: request.episode)
+    for id, requests in by_episode.items():
+        for a, b in itertools.combinations(requests, 2):
+            said = plain(a.answered.rpartition(THINK_CLOSES)[2])[:MARK]
+            if len(said) >= LEAST_OF_ANSWER and not b.asked.startswith(a.asked) and said in plain(b.asked):
+                warn(id, f"{b.id} has words of {a.id} in it, and does not continue it", "own words")
+    for episode in troubled.episodes:
+        requests = [request for request in troubled.requests if request.episode == episode.id]
+        answered = Counter(request.asked for request in requests if not request.refused)
+        usual = Counter(request.asked for request in by_episode.get(episode.id, ()))
+        for request in requests:
+            if episode.error is None and request.refused and not answered[request.asked]:
+                what = f"{request.id} failed, and the reward is {episode.reward!r}"
+                warn(episode.id, what, "a fault" if answered else "an error")
+            if request.cut and answered[request.asked] > max(1, usual[request.asked]):
+                warn(episode.id, f"{request.id} was cut short, and asked for once more", "a second try")

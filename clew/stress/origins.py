@@ -66,6 +66,8 @@ class Origins:
         self.files: dict[str, str] = {}
         """Line that opened each file, by absolute path."""
         self.written: list[Written] = []
+        self.temporary: dict[str, str] = {}
+        """Line that made each temporary file or folder, by path."""
         self.sockets: dict[int, str] = {}
         """Line that connected each socket, by file descriptor."""
         self.processes: Counter[str] = Counter()
@@ -95,6 +97,9 @@ class Origins:
         if event == "open":
             if isinstance(arguments[0], (str, bytes)):
                 self._note_open(*arguments)
+        elif event in ("tempfile.mkdtemp", "tempfile.mkstemp"):
+            if place := self._place():
+                self.temporary[str(arguments[0])] = place
         elif event == "socket.connect":
             if place := self._place():
                 self.sockets[arguments[0].fileno()] = place
@@ -186,20 +191,12 @@ def judge_written(written: Sequence[Written], *, matters: bool) -> list[Verdict]
     verdicts = []
     for where, by_path in by_line.items():
         path, *others = by_path
-        names = f"the file {path} is" if not others else f"the file {path} and {len(others)} more are each"
-        verdicts.append(
-            Verdict(
-                kind="shared",
-                what=f"{names} written by episodes that run at the same time"
-                + ("; each reads the other's" if matters else ", perhaps a cache"),
-                where=where,
-                evidence=[
-                    f"written by {listed(file.episode.id for file in by_path[path])}",
-                    "give each episode a folder of its own: tempfile.TemporaryDirectory()",
-                ],
-                certain=matters,
-            )
-        )
+        what = f"the file {path} is" if not others else f"the file {path} and {len(others)} more are each"
+        what += " written by episodes that run at the same time"
+        what += "; each reads the other's" if matters else ", perhaps a cache"
+        advice = "give each episode a folder of its own: tempfile.TemporaryDirectory()"
+        evidence = [f"written by {listed(file.episode.id for file in by_path[path])}", advice]
+        verdicts.append(Verdict(kind="shared", what=what, where=where, evidence=evidence, certain=matters))
     return verdicts
 
 

@@ -143,18 +143,13 @@ def judge_process(changes: list[Change]) -> list[Verdict]:
     verdicts = []
     for name, made in grouped(changes, lambda change: change.name).items():
         perhaps = name.startswith("os.environ") and len({change.now for change in made}) == 1
-        verdicts.append(
-            Verdict(
-                kind="shared",
-                what=f"{name} is changed by an episode, for the whole process"
-                + (", perhaps once for all" if perhaps else ": all others, and whatever else runs here, have it too"),
-                where=made[0].where,
-                evidence=[
-                    *(f"{change.episode}: from {change.before!r} to {change.now!r}" for change in made[:3]),
-                    f"changed by {listed(change.episode for change in made)}",
-                    "hand it to whatever needs it (cwd=, env= of a subprocess), or set it before training starts",
-                ],
-                certain=not perhaps,
-            )
-        )
+        what = f"{name} is changed by an episode, for the whole process"
+        what += ", perhaps once for all" if perhaps else ": all others, and whatever else runs here, have it too"
+        evidence = [
+            *(f"{change.episode}: from {change.before!r} to {change.now!r}" for change in made[:3]),
+            f"changed by {listed(change.episode for change in made)}",
+            "hand it to whatever needs it (cwd=, env= of a subprocess), or set it before training starts",
+        ]
+        where, certain = made[0].where, not perhaps
+        verdicts.append(Verdict(kind="shared", what=what, where=where, evidence=evidence, certain=certain))
     return verdicts

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 from clew.stress.serial import Interval, union
 
@@ -31,6 +32,13 @@ class Request:
     """ID of the answer, by which an agent may name it in its rewards."""
     refused: str = ""
     """Reason why there is no answer, in the provider's words; empty if there was no refusal."""
+    cut: bool = False
+    """True if the stress cut the answer short."""
+
+
+def plain(text: str) -> str:
+    """Return a text with single spaces in the place of all white space, which agents trim and reflow."""
+    return " ".join(text.split())
 
 
 class Requests:
@@ -43,9 +51,19 @@ class Requests:
         self._numbers = itertools.count()
         self.moved = time.monotonic()
         """time.monotonic() when the last request arrived or was answered."""
+        self.troubles: dict[tuple[str, int], Literal["fault", "cut"]] = {}
+        """Trouble to make for requests, by episode ID and number: an error of the server, or an answer cut short."""
+        self.warned: dict[str, dict[str, str]] = defaultdict(dict)
+        """First warning that each episode got, by the kind of the warning and the episode's ID."""
+        self.knows_tokens = False
+        """True if the gateway renders the conversations itself: only then are there warnings and troubles."""
 
     def note(self, request: Request) -> None:
         self._requests.append(request)
+
+    def warn(self, episode: str, warning: str, kind: str) -> None:
+        """Note a warning of the gateway's."""
+        self.warned[kind].setdefault(episode, warning)
 
     @contextmanager
     def asking(self, episode: str) -> Iterator[None]:

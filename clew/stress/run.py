@@ -11,6 +11,7 @@
                 or if the process's memory grows (which ends once caches and the allocator are warm)
     watched     a few at once: after each step, which of the objects that outlive an episode has changed?
     read        the same, if several episodes changed one object: does one read what another has left there?
+    troubled    a few at once, whose server fails or cuts an answer short: does a reward come of it all the same?
     traced      a few at once, three times: what memory the user's code holds
     elsewhere   a few, in two other processes with another PYTHONHASHSEED: the same results?
 
@@ -24,7 +25,7 @@ import gc
 import random
 import tracemalloc
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from clew.rollout.agents import SharedClient
@@ -32,7 +33,7 @@ from clew.stress import growth, shared
 from clew.stress.crossings import crossed_rows_in, judge_rows
 from clew.stress.elsewhere import Source, also_elsewhere, judge_elsewhere, run_some_elsewhere
 from clew.stress.gateway import Gateway
-from clew.stress.judge import hanging, judge, waits_for_one_another
+from clew.stress.judge import add_warnings, hanging, judge, judge_warnings, waits_for_one_another
 from clew.stress.origins import judge_written
 from clew.stress.process import ProcessState, judge_process
 from clew.stress.report import Report, failures, wave_report
@@ -42,11 +43,16 @@ from clew.stress.verdict import Verdict
 from clew.stress.watch import STUCK_S
 from clew.stress.waves import TIMEOUT_S, Stage, StoodStill, Wave
 
+Rows = Sequence[dict[str, Any]]
+
 ALONE = 3
 """Number of episodes that run alone, one after another."""
 
 WATCHED = 8
 """Number of episodes at once in the wave that is examined after each step."""
+
+FAILS = 3
+"""Number of requests in a row that fail: the first try of OpenAI's and Anthropic's clients, and their two retries."""
 
 TRACED = 4
 """Number of episodes at once in the waves whose memory is traced, except those that confirm growth.
@@ -60,7 +66,7 @@ CONFIRMING = 2
 
 def stressed(
     agent: Any,
-    rows: Sequence[dict[str, Any]],
+    rows: Rows,
     *,
     gateway: Gateway,
     batch: int,
@@ -115,23 +121,14 @@ class Stress:
     """One stress of an agent: its waves, and what they have shown so far."""
 
     def __init__(
-        self,
-        agent: Any,
-        rows: Sequence[dict[str, Any]],
-        stage: Stage,
-        source: Source | None,
-        sessions: Callable[[], int],
-        *,
-        batch: int,
-        group: int,
-        dp: int,
+        self, agent: Any, rows: Rows, stage: Stage, source: Source | None, sessions: Callable[[], int], **asked: int
     ) -> None:
-        self._agent, self._rows, self._stage, self._source = agent, rows, stage, source
-        self._batch, self._group, self._dp = batch, group, dp
-        self._prompts = -(-batch // dp)
+        """Prepare to run. `asked` holds batch, group and dp."""
+        self._agent, self._rows, self._stage, self._source, self._asked = agent, rows, stage, source, asked
+        self._prompts = -(-asked["batch"] // asked["dp"])
         self._jobs = [
             (f"g{number:06d}.e{copy}", rows[number % len(rows)])
-            for copy in range(group)
+            for copy in range(asked["group"])
             for number in range(self._prompts)
         ]
         self._process = ProcessState(stage.code)
@@ -154,6 +151,8 @@ class Stress:
                     loop.set_exception_handler(self._leftovers.hear)
                     await self._run_crowds()
                     state, changes, uses = await self._watch_state()
+                    if stage.requests.knows_tokens:
+                        await self._make_trouble()
                 await self._trace_memory()
             verdicts, notes = await self._judge(state, changes, uses)
             return self._report(verdicts, notes, self._waves[1].mean_s)
@@ -211,6 +210,17 @@ class Stress:
                 await self._wave("read", self._jobs[:WATCHED], WATCHED, used)
         return state, changes, uses
 
+    async def _make_trouble(self) -> None:
+        """Run the wave with trouble, in turns: the first answer is cut, or the second, third or first request fails."""
+        requests, jobs = self._stage.requests, self._jobs[:WATCHED]
+        for number, (episode, _) in enumerate(jobs):
+            failing = range(number % 4 % 3, number % 4 % 3 + FAILS)
+            requests.troubles |= {(episode, each): "fault" for each in failing} if number % 4 else {(episode, 0): "cut"}
+        with suppress(StoodStill):
+            troubled = await self._stage.wave("troubled", jobs, WATCHED)
+            add_warnings(troubled, self._waves[3], requests.warn)
+        requests.troubles.clear()
+
     async def _trace_memory(self) -> None:
         """Run the waves whose memory is traced."""
         tracemalloc.start(growth.DEPTH)
@@ -237,6 +247,7 @@ class Stress:
         """Return all verdicts, and notes on what could not be judged."""
         stage, crowd, again = self._stage, self._waves[3], self._waves[4]
         verdicts, notes = judge(self._waves[:5], self._confirming, stage.origins, state)
+        verdicts += judge_warnings(stage.requests.warned, crowd)
         crossings = crossed_rows_in(crowd, again)
         tested = False
         if self._source is not None and not any(v.kind in ("differs", "hangs", "fails") for v in verdicts):
@@ -262,9 +273,7 @@ class Stress:
         verdicts = [*hanging(waves), *verdicts]
         return Report(
             agent=f"{type(self._agent).__module__}.{type(self._agent).__qualname__}",
-            batch=self._batch,
-            group=self._group,
-            dp=self._dp,
+            **self._asked,
             width=len(self._jobs),
             rows=len(self._rows),
             rows_used=min(self._prompts, len(self._rows)),

@@ -17,11 +17,12 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import Context, ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FunctionType, ModuleType
 from typing import Any, Literal
 
 from clew.stress.frames import Code
+from clew.stress.requests import plain
 from clew.stress.steps import Episode
 from clew.stress.variables import Sources, Uses
 from clew.stress.verdict import Verdict, grouped, listed
@@ -67,8 +68,7 @@ class Change:
     known: bool
     """True if the new last element of a list had been in it before, or if the list became shorter: perhaps a pool."""
     episode: Episode
-    at: float
-    """time.monotonic() after the step."""
+    at: float = field(default_factory=time.monotonic)
 
     @property
     def place(self) -> tuple[str, str]:
@@ -122,11 +122,11 @@ class State:
             self._before = now
 
     def place_of(self, text: str) -> str:
-        """Return the attribute or global that holds this text, and the line that changes it; empty if there is none."""
+        """Return the attribute or global that holds a plain text, and the line that changes it; empty without one."""
         for name, held in self._held().items():
             entries = held.items() if isinstance(held, dict) else enumerate(held[1]) if isinstance(held, tuple) else ()
             for key, value in entries:
-                if isinstance(value, str) and text in value:
+                if isinstance(value, str) and text in plain(value):
                     holder = self._tops.get(name) or full_name(name, repr(key))
                     lines = self.sources.lines_that_change(_variable(holder))
                     return f"{holder}, changed at {lines[0]}" if lines else holder
@@ -138,17 +138,7 @@ class State:
             shown = repr(value)[:80] if isinstance(value, _PLAIN) else type(value).__qualname__
             top = self._tops.get(name) or full_name(name, key)
             self.changes.append(
-                Change(
-                    name=name,
-                    top=top,
-                    key=key,
-                    kind=kind,
-                    value=shown,
-                    number=number,
-                    known=known,
-                    episode=episode,
-                    at=time.monotonic(),
-                )
+                Change(name=name, top=top, key=key, kind=kind, value=shown, number=number, known=known, episode=episode)
             )
 
         if isinstance(now, dict) and isinstance(before, dict):
@@ -301,14 +291,10 @@ def judge_changes(
             evidence.insert(1, uses.crossed[variable])
         if lines[1:]:
             evidence.append(f"also changed at {', '.join(lines[1:4])}")
-        verdict = Verdict(
-            kind="shared",
-            what=f"{full} is changed by episodes that run at the same time"
-            + (f", {suspicion}" if suspicion else "; each sees the other's"),
-            where=f"{full}, changed at {lines[0]}" if lines else full,
-            evidence=evidence,
-            certain=not suspicion,
-        )
+        what = f"{full} is changed by episodes that run at the same time"
+        what += f", {suspicion}" if suspicion else "; each sees the other's"
+        where = f"{full}, changed at {lines[0]}" if lines else full
+        verdict = Verdict(kind="shared", what=what, where=where, evidence=evidence, certain=not suspicion)
         by_top[made[0].top].append((full, verdict))
     verdicts = []
     for top, entries in by_top.items():

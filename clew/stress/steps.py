@@ -20,7 +20,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-from clew.rollout.agents import extra_kwargs_of
+from clew.rollout.agents import extra_kwargs_of, run_of
 from clew.rollout.rewards import checked
 from clew.stress.frames import Code, stack_of_error
 
@@ -88,7 +88,6 @@ async def run_episode(
     Whatever the agent raises is kept as the episode's error. `timeout_s` is the maximum number of seconds (None: no
     limit), and `stepped` is called after each step.
     """
-    data = copy.deepcopy(episode.data)
     episode.started = time.monotonic()
     limit = asyncio.timeout(timeout_s)
     try:
@@ -96,9 +95,9 @@ async def run_episode(
             offered = {"base_url": base_url, "api_key": api_key, "http_client": http_client}
             given = extra_kwargs_of(agent.run, offered)
             if inspect.iscoroutinefunction(agent.run):
-                returned: Any = agent.run(data, **given)
+                returned: Any = agent.run(copy.deepcopy(episode.data), **given)
             else:
-                returned = await _in_thread(lambda: agent.run(data, **given), episode, stepped, code.is_user)
+                returned = await _in_thread(agent, episode, given, stepped, code.is_user)
             if inspect.iscoroutine(returned):  # also of a plain `run`: a decorator may hide an async one
                 token = current_episode.set(episode)
                 try:
@@ -179,40 +178,22 @@ def task_factory(stepped: Stepped | None, made: Callable[[asyncio.Task], None]) 
 
 
 async def _in_thread(
-    call: Callable[[], Any], episode: Episode, stepped: Stepped | None, user_code: Callable[[str], bool]
+    agent: Any, episode: Episode, given: dict[str, Any], stepped: Stepped | None, user_code: Callable[[str], bool]
 ) -> Any:
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def settle(result: Any, failure: BaseException | None) -> None:
-        if future.done():
-            return  # its time was over
-        if failure is None:
-            future.set_result(result)
-        else:
-            future.set_exception(failure)
-
     def profile(frame: types.FrameType, event: str, argument: Any) -> None:
         if stepped is not None and event in ("return", "c_return") and user_code(frame.f_code.co_filename):
             stepped(episode)
 
-    def work() -> None:
+    def run(data: dict[str, Any], **given: Any) -> list[Any]:
         current_episode.set(episode)
         episode.thread_id = threading.get_ident()
         if stepped is not None:
             sys.setprofile(profile)
-        result, failure = None, None
         try:
-            result = call()
-        except BaseException as raised:
-            # A future refuses a StopIteration.
-            failure = RuntimeError("StopIteration") if isinstance(raised, StopIteration) else raised
-        sys.setprofile(None)
-        episode.code_s = time.thread_time()
-        episode.thread_id = None
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, result, failure)
+            return [agent.run(data, **given)]  # in a list: if it is a coroutine, `run_of` would await it
+        finally:
+            sys.setprofile(None)
+            episode.code_s = time.thread_time()
+            episode.thread_id = None
 
-    context = contextvars.copy_context()
-    threading.Thread(target=context.run, args=(work,), name=f"episode {episode.id}", daemon=True).start()
-    return await future
+    return (await run_of(types.SimpleNamespace(run=run), copy.deepcopy(episode.data), given))[0]

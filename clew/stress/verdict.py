@@ -12,7 +12,7 @@ from clew.printing import counted
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
-Kind = Literal["hangs", "blocks", "serial", "shared", "growth", "differs", "fails"]
+Kind = Literal["hangs", "blocks", "serial", "shared", "growth", "differs", "fails", "rewrites", "sampling", "rewards"]
 """Kinds of finding:
 
 - hangs: episodes that do not end
@@ -22,6 +22,9 @@ Kind = Literal["hangs", "blocks", "serial", "shared", "growth", "differs", "fail
 - growth: something grows with every episode
 - differs: the same seeds give other results
 - fails: episodes that fail
+- rewrites: requests that change the conversation so far
+- sampling: sampling that the agent decides
+- rewards: rewards of episodes that should have failed
 """
 
 

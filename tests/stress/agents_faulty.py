@@ -414,3 +414,123 @@ class HandlesSignals(Agent):
         signal.signal(signal.SIGUSR1, lambda number, frame: None)
         os.umask(0o077)
         return await super().run(data, **given)
+
+
+class Talks(Agent):
+    """Three turns. Each reply goes back as `reword` gives it, and each request has the messages that `chosen` gives."""
+
+    async def run(self, data: dict, base_url: str, api_key: str, http_client: httpx2.AsyncClient) -> float:
+        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client)
+        messages: list[Any] = [_user(data["prompt"])]
+        for _turn in range(3):
+            reply = await client.chat.completions.create(model="policy", messages=self.chosen(messages))
+            messages += [self.reword(reply.choices[0].message.to_dict()), _user("And now?")]
+        return float(len(messages[-2]["content"]))
+
+    def reword(self, message: dict) -> dict:
+        return message
+
+    def chosen(self, messages: list[Any]) -> list[Any]:
+        return messages
+
+
+class SendsFirstParagraph(Talks):
+    def reword(self, message: dict) -> dict:
+        return {**message, "content": message["content"].strip().split("\n")[0]}
+
+
+class SendsNoReasoning(Talks):
+    def reword(self, message: dict) -> dict:
+        return {"role": "assistant", "content": message["content"]}
+
+
+class SlidingWindow(Talks):
+    def chosen(self, messages: list[Any]) -> list[Any]:
+        return messages[-3:]
+
+
+TOOL: Any = {
+    "type": "function",
+    "function": {
+        "name": "search",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "query": {"type": "string"},
+                "limit": {"type": "integer"},
+                "sort": {"enum": ["old", "new"]},
+                "sites": {"type": "array", "items": {"anyOf": [{"type": "boolean"}, {"type": "null"}]}},
+            },
+        },
+    },
+}
+
+
+class ToolAgent:
+    """Up to four turns with a tool. The results that it had before are given to `kept`."""
+
+    choice: Any = "auto"
+
+    async def run(self, data: dict, base_url: str, api_key: str, http_client: httpx2.AsyncClient) -> float:
+        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client)
+        messages: list[Any] = [_user(data["prompt"])]
+        for _turn in range(4):
+            reply = await client.chat.completions.create(
+                model="policy", messages=messages, tools=[TOOL], tool_choice=self.choice
+            )
+            message = reply.choices[0].message
+            messages = [*self.kept(messages), message.to_dict()]
+            if not message.tool_calls:
+                break
+            for call in message.tool_calls:
+                given = json.loads(call.function.arguments)  # type: ignore[union-attr]
+                found = f"{given['query']}, {given['limit'] + 1}, {given['sort']}, {given['sites'][0] is True}"
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": found})
+        return float(len(messages))
+
+    def kept(self, messages: list[Any]) -> list[Any]:
+        return messages
+
+
+class ClearsResults(ToolAgent):
+    def kept(self, messages: list[Any]) -> list[Any]:
+        return [m | {"content": "[cleared]"} if m["role"] == "tool" else m for m in messages]
+
+
+class Greedy(Agent):
+    async def ask(self, prompt: Any, base_url: str, api_key: str, http_client: httpx2.AsyncClient) -> str:
+        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client)
+        messages: Any = [_user(prompt)]
+        reply = await client.chat.completions.create(model="policy", messages=messages, temperature=0, seed=7)
+        return reply.choices[0].message.content or ""
+
+
+class RewardsFaults(Talks):
+    """Whatever fails is worth nothing, as if it were the model's failure."""
+
+    async def run(self, data: dict, **given: Any) -> float:
+        try:
+            return await super().run(data, **given)
+        except Exception:
+            return 0.0
+
+
+class AsksForWhole:
+    """An answer that was cut short does not count."""
+
+    async def run(self, data: dict, base_url: str, api_key: str, http_client: httpx2.AsyncClient) -> float:
+        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client)
+        messages: Any = [_user(data["prompt"])]
+        while True:
+            reply = await client.chat.completions.create(model="policy", messages=messages)
+            if reply.choices[0].finish_reason != "length":
+                return float(len(reply.choices[0].message.content or ""))
+
+
+class LeavesFolders(Agent):
+    folders: ClassVar[list[str]] = []
+
+    async def run(self, data: dict, **given: Any) -> float:
+        self.folders.append(tempfile.mkdtemp())
+        return await super().run(data, **given)

@@ -17,6 +17,8 @@ import httpx2
 import openai
 import requests
 
+from tests.stress import agents_faulty
+
 
 def _said(body: Any) -> str:
     return str(body["choices"][0]["message"]["content"])
@@ -230,3 +232,49 @@ class KeepsAnswers(HttpxAgent):
         reward = await super().run(data, **given)
         self.answers.append(bytes(20_000))
         return reward
+
+
+class Trims(agents_faulty.Talks):
+    """Sends back what the model said without the white space around it, which keeps its tokens."""
+
+    def reword(self, message: dict) -> dict:
+        return {**message, "content": message["content"].strip()}
+
+
+class MustCall(agents_faulty.ToolAgent):
+    """Each turn has to call the tool."""
+
+    choice = "required"
+
+
+class ToolsOfAnthropic:
+    """A tool of Anthropic's interface, whose results go back beside the reasoning; a fault of the server ends it."""
+
+    async def run(self, data: dict, base_url: str, api_key: str, http_client: httpx2.AsyncClient) -> float:
+        client = anthropic.AsyncAnthropic(base_url=base_url, api_key=api_key, http_client=http_client)
+        messages: list[Any] = [{"role": "user", "content": data["prompt"]}]
+        function = agents_faulty.TOOL["function"]
+        tools: Any = [{"name": function["name"], "input_schema": function["parameters"]}]
+        while True:
+            said = await client.messages.create(model="policy", max_tokens=400, messages=messages, tools=tools)
+            messages.append({"role": "assistant", "content": said.content})
+            calls = [block for block in said.content if block.type == "tool_use"]
+            if not calls:
+                return float(len(messages))
+            found: Any = [{"type": "tool_result", "tool_use_id": call.id, "content": "nothing"} for call in calls]
+            messages.append({"role": "user", "content": found})
+
+
+class TriesAgain:
+    """A request that fails is made again until the fault of the server has passed."""
+
+    async def run(self, data: dict, base_url: str, api_key: str, http_client: httpx2.AsyncClient) -> float:
+        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client, max_retries=0)
+        messages: list[Any] = [{"role": "user", "content": data["prompt"]}]
+        while len(messages) < 6:
+            try:
+                reply = await client.chat.completions.create(model="policy", messages=messages)
+                messages += [reply.choices[0].message.to_dict(), {"role": "user", "content": "And now?"}]
+            except openai.InternalServerError:
+                await asyncio.sleep(0.1)
+        return float(len(messages[-2]["content"]))

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 import clew
+from clew.gateway.output_parser import parse_output
 from clew.inference.protocol import Completion, GenerateRequest, SamplingParams
 from clew.stress import growth, repeat, serial, shared, steps, watch
 from clew.stress.busy import sleeps_in_a_call
@@ -36,7 +37,7 @@ from clew.stress.report import Report, parts
 from clew.stress.requests import Request, Requests
 from clew.stress.serial import Crowd, Waits
 from clew.stress.shared import Change
-from clew.stress.standin import StandIn
+from clew.stress.standin import StandIn, byte_tokenizer, offered_tools
 from clew.stress.steps import Episode
 from clew.stress.variables import Sources, Uses
 from clew.stress.verdict import Verdict
@@ -153,6 +154,36 @@ def test_the_stand_in_tells_an_episode_the_same_again_and_no_two_the_same(tokeni
     assert first == second
     assert len({tuple(ids) for ids in first}) == 4
     assert all(ids[-1] == tokenizer.eos_token_id and 20 <= len(ids) <= 40 for ids in first)
+
+
+def test_the_stand_in_writes_like_a_model() -> None:
+    tokenizer = byte_tokenizer()
+    engine = StandIn(tokenizer, latency_s=0)
+    limits = {"enum": [3], "type": "integer"}
+    tool = {"name": "go", "parameters": {"properties": {"to": {"type": "string"}, "limit": limits}}}
+
+    async def answers(prompt: str, limit: int = 512, count: int = 60) -> list[str]:
+        offered_tools.set([{"type": "function", "function": tool}])
+        params = SamplingParams(max_new_tokens=limit)
+        ids: Any = tokenizer(prompt)["input_ids"]
+        said = [await engine.generate(GenerateRequest(ids, params, id=f"e{number}.i0")) for number in range(count)]
+        assert all(each.finish_reason == "stop" for each in said)
+        return [str(tokenizer.decode(each.output_ids, skip_special_tokens=True)) for each in said]
+
+    said = asyncio.run(answers("hello"))
+    parsed = [parse_output(tokenizer, text, text, "", [tool]) for text in said]
+    assert all(each.reasoning and not each.unparsed and not each.left_out for each in parsed)
+    assert any(each.content != each.content.strip() for each in parsed if not each.calls)
+    assert any("\n\n" in each.content.strip() for each in parsed)
+    assert max(len(text) for text in said) > 400
+    calls = [each.calls for each in parsed if each.calls]
+    assert 20 < len(calls) < 50
+    assert all(name == "go" and arguments["limit"] == 3 and arguments["to"] for ((name, arguments),) in calls)
+    for text in asyncio.run(answers("hello", limit=64)):
+        assert text.count("<tool_call>") == text.count("</tool_call>"), "it fits, or there is none"
+    begin = '<tool_call>\n{"name": "'
+    [forced] = asyncio.run(answers(f"hello{begin}", count=1))
+    assert parse_output(tokenizer, begin + forced, begin + forced, "", [tool]).calls
 
 
 def test_recorded_texts_latency_and_notes(tokenizer: Any) -> None:

@@ -65,6 +65,13 @@ FAULTS = {
     agents_faulty.LeaksBuffers: ("growth", ""),
     agents_faulty.Random: ("differs", ""),
     agents_faulty.FailsInCompany: ("fails", "FailsInCompany.run"),
+    agents_faulty.SendsFirstParagraph: ("rewrites", "Talks.run"),
+    agents_faulty.SlidingWindow: ("rewrites", "Talks.run"),
+    agents_faulty.ClearsResults: ("rewrites", "ToolAgent.run"),
+    agents_faulty.Greedy: ("sampling", "Greedy.ask"),
+    agents_faulty.RewardsFaults: ("rewards", "Talks.run"),
+    agents_faulty.AsksForWhole: ("rewards", "AsksForWhole.run"),
+    agents_faulty.LeavesFolders: ("growth", "LeavesFolders.run"),
 }
 SOUND = [
     agents_sound.OpenAIAgent,
@@ -78,6 +85,10 @@ SOUND = [
     agents_sound.PlainTurns,
     agents_sound.KeepsBuffers,
     agents_sound.KeepsAnswers,
+    agents_sound.Trims,
+    agents_sound.MustCall,
+    agents_sound.ToolsOfAnthropic,
+    agents_sound.TriesAgain,
 ]
 
 
@@ -89,13 +100,19 @@ def closing() -> Iterator[None]:
     agents_faulty.LeaksThreads.end.set()
     for each in agents_faulty.LeaksFiles.open:
         each.close()
+    for folder in agents_faulty.LeavesFolders.folders:
+        Path(folder).rmdir()
+    agents_faulty.LeavesFolders.folders.clear()
 
 
 QUICK = (
     agents_faulty.Sleeps,
     agents_faulty.GlobalLock,
     agents_faulty.FailsInCompany,
+    agents_faulty.ClearsResults,
+    agents_faulty.RewardsFaults,
     agents_sound.PlainAgent,
+    agents_sound.ToolsOfAnthropic,
 )
 """Agents for every change; the others belong to `make slow`."""
 
@@ -134,6 +151,14 @@ def test_a_sound_agent_gets_no_verdict(agent: type) -> None:
     assert latency["episode"].p50 >= latency["model"].p50 >= 0.9 * LATENCY_S
 
 
+@pytest.mark.slow
+def test_reasoning_that_is_not_sent_back_is_suspected() -> None:
+    report = stressed(agents_faulty.SendsNoReasoning)
+    [perhaps] = report.verdicts
+    assert (perhaps.kind, perhaps.certain) == ("rewrites", False)
+    assert "the client sends no reasoning back" in perhaps.evidence[0]
+
+
 def test_the_report_in_its_three_forms() -> None:
     report = stressed(agents_faulty.Markup)
     assert report.width == 8
@@ -144,7 +169,6 @@ def test_the_report_in_its_three_forms() -> None:
     html = page(report)
     assert "<script>" not in html
     assert "&lt;script&gt;" in html
-    assert "data:image/png;base64," in html
     console = Console(record=True, width=160, file=io.StringIO())
     console.print(rendered(report))
     shown = console.export_text()
@@ -165,7 +189,6 @@ def test_a_loop_that_stands_still_for_good_is_interrupted_and_explained() -> Non
         ("it was stopped: the event loop had stood still", 2)
     ]
     assert not agents_faulty.HoldsLock.lock.locked() and signal.getsignal(signal.SIGUSR2) is before
-    assert "data:image/png;base64," in page(report)
     console = Console(record=True, width=160, file=io.StringIO())
     console.print(rendered(report))
     assert "not fit for training" in console.export_text()
