@@ -97,7 +97,7 @@ def agent_stress(
         float,
         typer.Option(min=0, help="Minimum seconds that an answer of the stand-in takes; at most half as long again."),
     ] = 1.0,
-    tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens of a synthetic answer.")] = 64,
+    tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens of most synthetic answers.")] = 64,
     recorded: Annotated[
         Path | None,
         typer.Option(metavar="RUN", help="Let the stand-in answer with what a model said in this recorded run."),

@@ -155,7 +155,8 @@ class RemoteEngine:
         Raises:
             EngineUnreachable: It says so.
         """
-        said = {span["version"] for span in completion.sampled_by or []} - {None, label}
+        labels = [span["version"] for span in completion.sampled_by or []]
+        said = {each for each in labels if each is not None} - {label}
         if label is not None and said and self._backend.labels:
             self.failure = (
                 f"{self._backend.kind} at {self._backend.address} serves weights that it calls {min(said)!r}, and was "
