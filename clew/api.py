@@ -209,7 +209,11 @@ def rollout_batch(
         from clew.rollout.setup import side_by_side
 
         def load() -> Any:
-            return HTTPEngine(server) if server is not None else load_engine(config, max_running=side_by_side(config))
+            if server is None:
+                return load_engine(config, max_running=side_by_side(config))
+            engine = HTTPEngine(server)
+            engine.needs_version = False  # it may be SGLang, and nothing is trained here
+            return engine
 
         temperature = config.sampling.temperature
         made = asyncio.run(

@@ -208,7 +208,7 @@ def other_prompts(runs: Pair, steps: range, names: tuple[str, str]) -> list[str]
     lines = _other_columns(*sides)
     counts = [(len({*side.values()}), len(side)) for side in sides]
     (fewest, which), (most, _) = sorted((a / max(1, b), name) for name, (a, b) in zip(names, counts, strict=True))
-    if most > MORE_DIFFERENT * fewest:
+    if fewest > 0 and most > MORE_DIFFERENT * fewest:
         of_runs = (f"{name} has {a} different in {b} groups" for name, (a, b) in zip(names, counts, strict=True))
         lines.append(f"{which} repeats prompts more often: {', '.join(of_runs)}")
     return lines

@@ -418,7 +418,8 @@ class _Administration:
                 raise
             return _json({"success": False, "message": str(error), "num_paused_requests": 0}, 400)
         message = f"version {version} is loaded"
-        return _json({"success": True, "message": message, "num_paused_requests": 0, "clew": seconds})
+        serves = {"weight_version": str(self._engine.core.version), "clew": seconds}
+        return _json({"success": True, "message": message, "num_paused_requests": 0, **serves})
 
     async def flush_cache(self, request: Request) -> Response:
         """Do nothing: the embedded engine keeps nothing to flush, and vLLM and SGLang are flushed at each load."""

@@ -28,6 +28,7 @@ class Launch:
 class Backend(HTTPEngine):
     """Client of one vLLM or SGLang server, for `clew.inference.remote`."""
 
+    needs_version = False  # `clew.inference.remote` knows it
     idle_s = 2.0  # both servers close an idle connection after 5 s
     takes_images = False
     """True if it takes images beside token IDs; known after `prepare`, as `context` is."""

@@ -60,6 +60,8 @@ class HTTPEngine:
 
     kind = ""
     """Name of the engine, for messages and for the record; "" for a `clew serve`."""
+    needs_version = True
+    """True if an answer that does not say which version made its tokens is refused."""
     idle_s = 600.0
     """Seconds for which an idle connection is kept. It must be less than the server's own limit: the server may
     otherwise close the connection just as the next request is sent."""
@@ -217,7 +219,7 @@ class HTTPEngine:
         meta = event["meta_info"]
         if status := (meta["finish_reason"] or {}).get("status_code"):  # SGLang's refusal, once a stream has begun
             self._refuse(address, "/generate", status, orjson.dumps(meta["finish_reason"]))
-        part = completion_of(event, self.name_of(address), labelled=not self.kind)
+        part = completion_of(event, self.name_of(address), labelled=self.needs_version)
         if not before and meta["finish_reason"]:
             return part
         # An event has only the new tokens, or all so far, but always says how many there are by now.
@@ -257,7 +259,7 @@ class HTTPEngine:
                 f"inference server {self.address} is no `clew serve`, so nothing checks that it loaded version "
                 f"{ref.version}. If it is vLLM or SGLang, set inference.backend to that."
             )
-        if (serves := await self.version()) != ref.version:
+        if (serves := loaded.get("weight_version")) != str(ref.version):
             raise EngineError(
                 f"inference server {self.address} answered that it loaded version {ref.version}, and serves version "
                 f"{serves}. Look into its log, and at what stands between it and the trainer."

@@ -70,7 +70,9 @@ async def generate_through_aborts(engine: Engine, request: GenerateRequest, *, r
                 raise FaultyAnswer(error.address, f"{error.reason} The request was tried {TRIES} times.") from error
             await asyncio.sleep(RETRY_S * 2**faults)
             continue
-        faults = 0
+        faults, has_tokens = 0, bool(part.output_ids)
+        if has_tokens:
+            empty, version = 0, None
         if restart and part.finish_reason == "abort":
             part = nothing
         whole = whole.followed_by(part)
@@ -82,11 +84,10 @@ async def generate_through_aborts(engine: Engine, request: GenerateRequest, *, r
         if params.json_schema is not None and whole.output_ids:
             reason = "the server cut short what it held to a JSON schema, and cannot continue there"
             raise EngineUnreachable("", f"Cannot finish this completion: {reason}. Send the request again.")
-        if not part.output_ids:  # the engine is about to load, which takes a moment, or it never gives this any tokens
-            before = version
+        if not has_tokens:  # the engine is about to load, which takes a moment, or it never gives this any tokens
             with suppress(EngineUnreachable, FaultyAnswer):
-                version = await engine.version()
-            empty = empty + 1 if version == before else 0
+                before, version = version, await engine.version()
+                empty = empty + 1 if version == before else 0
             if empty == EMPTY:
                 raise FaultyAnswer("", ALWAYS_EMPTY)
             await asyncio.sleep(min(RETRY_S * 2**empty, 2.0))

@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from clew.config import SERVERS_ALIAS, SERVERS_VARIABLE, TOKEN_VARIABLE, Config, server_addresses
+from clew.config import SERVERS_ALIAS, SERVERS_VARIABLE, TOKEN_VARIABLE, Config, server_addresses, server_token
 from clew.devices import gpus, server_names, shared_out
 from clew.errors import ConfigError, Interrupted, LaunchError, RecordError
 from clew.launch.no_progress import SUPERVISED_VARIABLE, Hang, Watch
@@ -163,14 +163,17 @@ def _children(config: Config, arguments: list[str], run: RunDirectory) -> dict[s
                 "which devices train, such as launch.devices=d1.",
                 SERVERS_VARIABLE,
             )
-        for name in (SERVERS_VARIABLE, SERVERS_ALIAS, *([] if fronts else [TOKEN_VARIABLE])):  # a front needs the key
+        for name in (SERVERS_VARIABLE, SERVERS_ALIAS, TOKEN_VARIABLE):
             inherited.pop(name, None)
+    key = {TOKEN_VARIABLE: server_token()} if fronts else {}  # only what stands before a server needs its key
     return {
         role: Child(
             role,
             [sys.executable, "-P", "-m", "clew", *command],
             run,
-            inherited | ({"CUDA_VISIBLE_DEVICES": given[role]} if role in given else {}),
+            inherited
+            | ({"CUDA_VISIBLE_DEVICES": given[role]} if role in given else {})
+            | (key if role.startswith("server") else {}),
         )
         for role, command in commands.items()
     }

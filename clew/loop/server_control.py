@@ -14,7 +14,7 @@ from clew.errors import EngineError
 from clew.inference.client import FROZEN_S, EngineUnreachable, HTTPEngine
 from clew.inference.protocol import Timings
 from clew.record.broadcast import Broadcast
-from clew.record.run import RunDirectory, Server, attached_servers
+from clew.record.run import RunDirectory, Server
 from clew.record.weights import WeightRef
 from clew.waits import waiting
 
@@ -68,8 +68,7 @@ class ServerControl:
         self._loop = asyncio.new_event_loop()
         self._engines: dict[tuple[str, str], HTTPEngine] = {}
         self._looks_again = 0.0
-        for server in attached_servers():  # an earlier process may have taken it out
-            run.remove_server(server.name)
+        run.readmit_attached()
 
     def load(self, ref: WeightRef, servers: list[Server] | None = None) -> Timings:
         """Have the servers load and serve these weights. Return the timings of the one that paused longest.
@@ -83,8 +82,9 @@ class ServerControl:
         async def load(engine: HTTPEngine) -> None:
             taken.append(await engine.load_weights(ref))
 
+        servers = self.ready() if servers is None else servers
         self._ask(f"load version {ref.version}", load, servers)
-        served = {server.name for server in servers or []}
+        served = {server.name for server in servers}
         for server in self._run.servers():  # those that died meanwhile are not listed any more
             if server.wants_weights and server.name in served:
                 self._run.register_server(replace(server, wants_weights=False))
@@ -113,17 +113,17 @@ class ServerControl:
     def _bring_back(self, taken_out: list[Server]) -> None:
         """Have attached servers load the newest weights: they do not know this run, and cannot look for them."""
         newest = self._run.newest_weights()
-        for server in taken_out:
-            if newest is None or server.given_up or not self._loop.run_until_complete(self._answers(server)):
-                continue
-            log.info("%s answers again, and is to load version %d", server, newest.version)
+        if newest is None:
+            return
+        for server in self._loop.run_until_complete(self._answering([s for s in taken_out if not s.given_up])):
             asking = replace(server, ready=True, wants_weights=True)
             self._run.register_server(asking)
             if not newest.was_broadcast():
                 self.load(newest, [asking])
 
-    async def _answers(self, server: Server) -> bool:
-        return await self._engine(server).answers(WANTED_S / 2)
+    async def _answering(self, servers: list[Server]) -> list[Server]:
+        answers = await asyncio.gather(*(self._engine(server).answers(WANTED_S / 2) for server in servers))
+        return [server for server, answer in zip(servers, answers, strict=True) if answer]
 
     @contextmanager
     def receiving(self, sent: dict[Server, Broadcast]) -> Iterator[Outcome]:
@@ -246,7 +246,8 @@ class ServerControl:
             asking.cancel()
             freezing.cancel()
             await asyncio.gather(asking, freezing, return_exceptions=True)
-        log.warning(TAKEN_OUT, server, what, reason)
+        if not (server.attached and server.wants_weights):  # such a one is asked again each second
+            log.warning(TAKEN_OUT, server, what, reason)
         return False
 
     def _engine(self, server: Server) -> HTTPEngine:

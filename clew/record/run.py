@@ -365,6 +365,11 @@ class RunDirectory:
         states = {server.name: server for server in registered}
         return [replace(states.get(server.name, server), token=server.token) for server in attached]
 
+    def readmit_attached(self) -> None:
+        """Put the servers in CLEW_LLM_SERVER_ADDRS back into use that an earlier trainer has taken out."""
+        for server in attached_servers():
+            self.remove_server(server.name)
+
     def _change_servers(self, change: Any) -> None:
         with (self.status / "servers.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # held for microseconds

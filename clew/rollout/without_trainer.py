@@ -46,6 +46,7 @@ def roll_out(config: Config, steps: int, out: Path) -> None:
 
 async def _roll_out(config: Config, steps: int, writer: Writer, reporter: Reporter) -> None:
     inbox, served = writer.run.inbox, RunDirectory(config.run_path)
+    served.readmit_attached()
     inbox.remove(writer.run.steps.consumed())  # groups of a batch that was committed just before a kill
     inbox.publish(writer.run.steps.count())
     with ended_by_signals():

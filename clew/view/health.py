@@ -421,7 +421,7 @@ def negative_rewards(history: History, highest: float) -> Concern | None:
         highest: The highest reward of an episode of the newest step; NaN if it is unknown.
     """
     rewards = history.metrics["reward"]
-    if not (highest <= 0 and np.nanmax(rewards) <= 0 and np.nanmin(rewards) < 0):
+    if not (history.known("reward") and highest <= 0 and np.nanmax(rewards) <= 0 and np.nanmin(rewards) < 0):
         return None
     return Concern(
         cause="negative rewards",
