@@ -70,11 +70,11 @@ LINES = {
     "diagnose": 2790,  # 2640 before clew diff counted rows of data by column and found constant factors
     "gateway": 4820,
     "hang": 6400,  # reading memory; pipes, programs; flight recorder, RAS, Ray; HTTP engines; files; 100,000 ranks
-    "inference": 5760,  # 3700 before vLLM and SGLang in training: clients, checks of updates, adapters, broadcasts
+    "inference": 5790,  # 3700 before vLLM and SGLang in training: clients, checks of updates, adapters, broadcasts
     "launch": 660,  # no_progress.py, also without clew train; several servers, and their devices
     "loop": 2650,  # sender.py: weights that are broadcast; servers that froze or refused are taken out in mid-update
     "models": 700,  # a hub name that no hub knows; prompts with placeholders of images, for engines that expand them
-    "record": 3030,
+    "record": 3045,
     "rollout": 2040,
     "stress": 4400,  # 4280 before answers with reasoning and tool calls, and a server that fails
     "training": 5050,
