@@ -476,7 +476,9 @@ def _in_field(step: int, where: str, then: Any, now: Any) -> Difference | None:
 def _in_column(step: int, name: str, column: str, a: Sequence, b: Sequence, tolerance: Tolerance) -> Difference | None:
     then, now = getattr(a, column), getattr(b, column)
     length = min(len(then), len(now))
-    same = then[:length] == now[:length] if tolerance.exact else tolerance.agree(then[:length], now[:length])
+    ours, theirs = then[:length], now[:length]
+    both_nan = (ours != ours) & (theirs != theirs)
+    same = (ours == theirs) | both_nan if tolerance.exact else tolerance.agree(ours, theirs)
     differs = np.flatnonzero(~same)
     if not len(differs) and len(then) == len(now):
         return None

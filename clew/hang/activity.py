@@ -474,7 +474,7 @@ def _native(base: Activity, place: Place) -> Activity:
                 return replace(base, kind=kind, op=name, target=name.rpartition(".")[0])
     # `with lock:` acquires in C, without a Python frame. It shows as a `with` at the line and a futex in the kernel.
     entered = entered_at(text, user.line)
-    if entered and not thread.active and process.waits_in.startswith("futex"):
+    if entered and not thread.active and (not main or process.waits_in.startswith("futex")):
         return replace(base, kind="lock", op="with", target=entered)
     if kernel:
         return replace(base, kind=kernel, op=process.waits_in)

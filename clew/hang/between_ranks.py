@@ -244,15 +244,12 @@ def _other_works(ranks: list[Actor]) -> Verdict | None:
 
 
 def _drifted(ranks: list[Actor]) -> tuple[str, list[Actor], str] | None:
-    """Return a loop counter that differs between ranks, the ranks without its most common value, and all values."""
+    """Return a loop counter that differs between ranks, the ranks that deviate in it, and all values in words."""
     shared = set.intersection(*(set(a.activity.counters) for a in ranks)) if ranks else set()
     for name in sorted(shared):
-        values = Counter(a.activity.counters[name] for a in ranks)
-        if LOOP_COUNTER.search(name) and len(values) > 1:
-            value, count = values.most_common(1)[0]
-            odd = [a for a in ranks if a.activity.counters[name] != value] if count > 1 else ranks
-            said = ", ".join(f"{a.activity.counters[name]} on rank {a.rank}" for a in ranks[:6])
-            return name.rpartition(".")[2], odd, said
+        values = {a.pid: a.activity.counters[name] for a in ranks}
+        if LOOP_COUNTER.search(name) and len({*values.values()}) > 1:
+            return name.rpartition(".")[2], *deviating(ranks, values)
     return None
 
 

@@ -233,7 +233,8 @@ def in_stage(
             continue
         tokens += int(differs.sum())
         names.append(name)
-        by = np.abs(np.subtract(then, now, dtype=np.float64))[differs]
+        with np.errstate(invalid="ignore"):  # infinity less infinity
+            by = np.abs(np.subtract(then, now, dtype=np.float64))[differs]
         largest = max(largest, float(np.where(np.isnan(by), np.inf, by).max()))  # max() ignores a NaN
         if first is None:
             at = int(differs.argmax())

@@ -199,7 +199,7 @@ class Sampler:
 
     def _thread(self, thread: threading.Thread) -> str:
         place = self._code.place(stack_of_thread(thread.ident or 0))
-        return f"{re.sub(r'[0-9]+', '#', thread.name)}, at {place}"
+        return re.sub(r"[0-9]+", "#", thread.name) + (f", at {place}" if place else "")
 
     def _opened_at(self, name: str) -> str:
         """Return the user's line that opened a file; for a file without a name, the line that opened its folder."""

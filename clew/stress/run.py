@@ -25,7 +25,7 @@ import gc
 import random
 import tracemalloc
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Any
 
 from clew.rollout.agents import SharedClient
@@ -216,10 +216,14 @@ class Stress:
         for number, (episode, _) in enumerate(jobs):
             failing = range(number % 4 % 3, number % 4 % 3 + FAILS)
             requests.troubles |= {(episode, each): "fault" for each in failing} if number % 4 else {(episode, 0): "cut"}
-        with suppress(StoodStill):
+        try:
             troubled = await self._stage.wave("troubled", jobs, WATCHED)
             add_warnings(troubled, self._waves[3], requests.warn)
-        requests.troubles.clear()
+        except StoodStill:  # an agent may wait for ever after a failure; the loop may not
+            if self._stage.stuck.verdict is not None:
+                raise
+        finally:
+            requests.troubles.clear()
 
     async def _trace_memory(self) -> None:
         """Run the waves whose memory is traced."""

@@ -233,7 +233,7 @@ def _defaults(name: str, attributes: Mapping[str, Any]) -> Iterator[tuple[str, d
     for function in list(attributes.values()):
         function = function.__func__ if isinstance(function, (classmethod, staticmethod)) else function
         if isinstance(function, FunctionType):
-            arguments = inspect.signature(function).parameters.values()
+            arguments = inspect.signature(function, follow_wrapped=False).parameters.values()
             defaults = {each.name: each.default for each in arguments if each.default is not each.empty}
             held = {key: value for key, value in defaults.items() if not isinstance(value, _PLAIN)}
             if held:
@@ -307,9 +307,10 @@ def judge_changes(
 
 
 def _overlap(first: Change, second: Change) -> str:
-    did = "changed it" if second.kind == "changed" else f"put {second.value} in its place"
-    left = f"{first.episode.id} left {first.value} there"
-    return f"{left}, and {second.episode.id} {did} while {first.episode.id} still ran"
+    one, other = first.episode.id, second.episode.id
+    if first.kind == second.kind == "set":
+        return f"{one} left {first.value} there, and {other} put {second.value} in its place while {one} still ran"
+    return f"{one} changed it, and {other} did so while {one} still ran"
 
 
 def _replace(made: Sequence[Change]) -> bool:

@@ -167,9 +167,9 @@ def rejected_of(sequences: Iterable[Sequence], rejected: dict[str, np.ndarray]) 
     Args:
         rejected: Reason for each token, by sequence ID, see `clew.algorithms.rejection`.
     """
-    why = np.concatenate(
-        [np.zeros(0), *(rejected[each.id][each.loss_mask] for each in sequences if each.id in rejected)]
-    )
+    recorded = [(each, rejected[each.id]) for each in sequences if each.id in rejected]
+    known = [why_T[each.loss_mask] for each, why_T in recorded if len(why_T) == len(each.loss_mask)]  # else altered
+    why = np.concatenate([np.zeros(0), *known])
     count = int((why > 0).sum())
     if not count:
         return MISSING

@@ -92,6 +92,7 @@ def show_tokens(
     """
     texts = token_texts(sequence.input_ids.tolist(), tokenizer)
     generated = sequence.loss_mask.tolist()
+    stages = {name: values_T for name, values_T in stages.items() if len(values_T) == len(texts)}  # else altered
     advantages = np.nan_to_num(stages.get("advantages", [0.0] * len(texts)))
     largest = np.abs(advantages).max(initial=0.0)
     styles = [

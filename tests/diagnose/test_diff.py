@@ -455,6 +455,16 @@ def test_what_a_sequence_says_besides_its_tokens(
     assert re.search(rf"FIRST DIFFERENCE  step 1, data: {batch[2].id}, {column}: first {said}", shown)
 
 
+def test_nan_on_both_sides_is_no_difference(
+    run: RunDirectory, other: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for each in (run, other):
+        batch = each.steps.read_data(1)
+        batch[2] = dataclasses.replace(batch[2], logprobs=np.full_like(batch[2].logprobs, np.nan))
+        each.steps.write_data(1, rows.to_table(batch))
+    assert "every stage of every step agrees" in told(capsys, run.path, other.path), "only the files were altered"
+
+
 def test_what_an_interaction_says_but_for_its_times(
     run: RunDirectory, other: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -168,6 +168,17 @@ def test_ranks_in_different_steps_of_one_collective_have_drifted_apart() -> None
     assert verdict.pattern == "collective mismatch"
 
 
+def test_ranks_that_are_half_a_step_ahead_and_half_behind_are_all_named() -> None:
+    ranks = []
+    for number, step in enumerate("5566"):
+        one = rank(number, 5, "all_reduce", world=4)
+        frames = (one.threads[0].frames[0], replace(one.threads[0].frames[1], locals={"step": step}))
+        looks = tuple(replace(look, threads=(replace(look.threads[0], frames=frames),)) for look in one.looks)
+        ranks.append(replace(one, looks=looks))
+    verdict = judged(*ranks)
+    assert (verdict.pattern, verdict.ranks) == ("collective mismatch", (0, 1, 2, 3))
+
+
 def test_one_collective_with_other_sizes_is_a_shape_mismatch() -> None:
     sizes = ("[4]", "[4]", "[5]")
     ranks = [rank(n, 5, "all_reduce", world=3, **{"shape(tensor)": size}) for n, size in enumerate(sizes)]

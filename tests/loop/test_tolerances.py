@@ -16,3 +16,9 @@ def test_a_value_that_is_no_number_is_not_taken_for_rounding(tolerance: Toleranc
     found = [*(np.array([0, broken, 0], np.float32) for _ in ids[:2]), recorded[2]]
     difference = in_stage(3, "loss", ids, recorded, found, tolerance)
     assert difference is not None and difference.suggests.startswith("exactly the sequences of the group g0 differ")
+
+
+def test_equal_infinities_beside_a_difference_are_no_warning() -> None:
+    then, now = np.array([-np.inf, 0], np.float32), np.array([-np.inf, 1], np.float32)
+    difference = in_stage(3, "logprobs", ["g0.e0"], [then], [now], EXACT)
+    assert difference is not None and difference.position == 1

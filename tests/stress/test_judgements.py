@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib
 import json
 import math
@@ -293,6 +294,22 @@ def changes_of(agent: Any, steps: list[tuple[Episode, Any]]) -> list[Change]:
         change(agent)
         state.stepped(episode)
     return state.changes
+
+
+def test_a_function_that_wraps_a_builtin_without_a_signature_is_no_obstacle() -> None:
+    @functools.wraps(time.time)
+    def wrapped(of: list[int] = []) -> float:  # noqa: B006
+        return time.time()
+
+    assert [name for name, _ in shared._defaults("tools", {"clock": wrapped})] == ["tools.time's default"]
+
+
+def test_a_set_that_two_episodes_change_is_not_said_to_hold_one_in_place_of_the_other() -> None:
+    holder: Any = Holder()
+    holder.seen = set()
+    steps = [(episode, lambda agent, id=episode.id: agent.seen.add(id)) for episode in episodes()]
+    first, second = changes_of(holder, steps)
+    assert shared._overlap(first, second) == "a changed it, and b did so while a still ran"
 
 
 def test_an_agent_in_a_module_named_agent_keeps_its_own_attributes(

@@ -465,6 +465,10 @@ def test_what_was_rejected(run: RunDirectory) -> None:
     tokens = shown(run, "g000030.e0", tokens=True)
     assert line(tokens, "3")[-2] == "reject+veto" and len(line(tokens, "4")) == len(line(tokens, "3")) - 1
     assert line(shown(run, "g000031.e1", tokens=True), "4")[-2] == "reject"
+    run.steps.write_stages(3, 0, digest_rows(batch), {"rejected": [value[:2] for value in values]})
+    for what in ("3", "g000030"):
+        assert "reject," not in shown(run, what), "an altered file is named elsewhere"
+    assert "reject+veto" not in shown(run, "g000030.e0", tokens=True)
 
 
 def test_a_group_elsewhere(run: RunDirectory) -> None:
