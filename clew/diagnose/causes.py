@@ -32,10 +32,10 @@ STEPS_OF_DATA = 50
 """Maximum number of steps whose rows of data are compared, when the first difference is in the data."""
 
 MORE_DIFFERENT = 1.1
-"""Ratio of the shares of different prompts from which one run repeats prompts more often than the other."""
+"""Minimum ratio of the runs' shares of distinct prompts at which one run counts as repeating more of them."""
 
 SAME_FACTOR = 1e-3
-"""Largest relative distance from their median of ratios that count as one factor."""
+"""Maximum relative distance from their median at which ratios count as one factor."""
 
 
 def differing(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
@@ -252,9 +252,9 @@ def _decoded(content: Any) -> dict[str, Any]:
 
 
 def factor_between(runs: Pair, found: Difference, names: tuple[str, str]) -> str:
-    """Return whether all rewards, or all numbers of the stage that differs, differ by one factor or their sign.
+    """Return a line if one factor or flipped signs explain how the rewards, or the numbers of a stage, differ.
 
-    Empty if they do not.
+    Return "" if they do not.
     """
     step, of_rewards = found.step, found.where.endswith((", reward", ", rewards"))
     if not all(run.steps.has_data(step) for run in runs) or (found.stage == "data" and not of_rewards):

@@ -381,7 +381,7 @@ def _in_order(tensors: dict[str, Any], names: list[str], wanted: list[str]) -> d
         return tensors
 
     def ordered(digests: str) -> str:
-        if len(digests) != 16 * len(names):  # such as before a critic was dropped
+        if len(digests) != 16 * len(names):  # other parameters, such as before a critic was dropped
             return digests
         by_name = dict(zip(names, from_hex(digests), strict=True))
         return to_hex(by_name[name] for name in wanted)

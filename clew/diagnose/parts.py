@@ -1,4 +1,4 @@
-"""Each sequence's part in a step: found by training the step again, or from the record alone as far as it goes."""
+"""Each sequence's part in a step: found by training the step again, or estimated from the record alone."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Parts:
     """Contributions of all sequences of a step."""
 
     parts: list[Part]
-    """One entry per sequence; if the step ended at an update, only the sequences of the updates up to that one."""
+    """One entry per sequence. If the step stopped at a refused update, the sequences of later updates have none."""
     count: int
     """Number of sequences in the step."""
     decode: Callable[[int], str]
@@ -114,7 +114,11 @@ def _trained(run: RunDirectory, step: int) -> Parts:
 def _trained_part(
     engine: TrainEngine, prepared: Prepared, row: Sequence, part: Contribution, critic: CriticContribution | None
 ) -> Part:
-    """Return the part of a sequence. critic: its part in the critic's update; None if nothing of it is trained on."""
+    """Return the part of a sequence.
+
+    Args:
+        critic: Its part in the critic's update; None without a critic, or if none of its tokens is trained on.
+    """
     where_N, proximal_S, reference_S = part.where_N, prepared.proximal_S, prepared.reference_S
     known = {
         **_of_data(row, engine.version),
@@ -151,7 +155,7 @@ def _trained_part(
 
 
 def _recorded(run: RunDirectory, step: int, why: str) -> Parts:
-    """Return the parts as far as they follow from data and stages.
+    """Return the parts, as far as the recorded data and stages determine them.
 
     The pull is that of the plain policy gradient: |advantage x current / behaviour probability| x (1 - current
     probability), divided by the number of trained tokens.

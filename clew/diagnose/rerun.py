@@ -31,7 +31,11 @@ REWARDS_SHOWN = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of `clew replay`. At most one of `stages`, `stop`, `reward` and `overrides` chooses the way to replay."""
+    """Options of `clew replay`.
+
+    `stages`, `stop`, `reward` and `overrides` are different ways to replay, so at most one of them may be set. Only in
+    the record of another trainer may `overrides` go with `stages`, see `says_how`.
+    """
 
     steps: str | None = None
     """Steps to replay; None: all of a run, or the one of a bundle."""

@@ -82,9 +82,9 @@ frame wins, so special cases come before general ones: a multiprocessing queue a
 JOBS = {"_worker": "concurrent/futures/thread.py", "_run_function": "torch/distributed/rpc/internal.py"}
 """Functions that run what another thread or rank has asked for, and their files."""
 DISTRIBUTED = ("collective", "send", "recv", "init", "new_group", "destroy", "store")
-"""Kinds in which a rank waits for other ranks."""
+"""Kinds of activity in which a rank waits for other ranks."""
 IDLE = ("thread", "condition", "barrier", "signal", "queue", "select", "process", "future", "sleep", "pool")
-"""Kinds in which a main thread may only be waiting for another thread, which does the work."""
+"""Kinds of activity in which a main thread may only be waiting for another thread, which does the work."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +116,7 @@ class Activity:
     in_loop: bool = False
     """True if an event loop runs this code: it blocks everything else on that loop."""
     idle_loop: bool = False
-    """True if the event loop waits for its coroutines, which cannot be seen from outside."""
+    """True if the event loop is idle: it waits for an event that wakes up one of its coroutines."""
     target: str = ""
     """Receiver of the blocked call, such as `results` of results.get()."""
     counters: dict[str, int] = field(default_factory=dict)
@@ -142,9 +142,9 @@ class Activity:
 
 
 WORKS = re.compile(r"\.len\([^)]*(pending|work|handle|future|req|flight|outstanding)", re.I)
-"""Matches the entries of `Activity.counters` that are lengths of lists of unfinished asynchronous operations."""
+"""Matches names in `Activity.counters` that are lengths of lists of unfinished asynchronous operations."""
 LOOP_COUNTER = re.compile(r"\.(self\.)?(\w*step\w*|it|iter\w*|i|n|epoch|batch\w*|micro\w*|idx|index)$")
-"""Matches the entries of `Activity.counters` that count the rounds of a loop."""
+"""Matches names in `Activity.counters` that count the rounds of a loop."""
 
 
 def counters_of(frames: tuple[Frame, ...]) -> dict[str, int]:
@@ -185,13 +185,13 @@ class Place:
         return self.sources.get(self.user.file, "")
 
     def members_of(self, group: str) -> tuple[int, ...] | None:
-        """Return the ranks of the group with this name, if any source says them."""
+        """Return the ranks of the group with this name; None if no source file says them."""
         every = (new_group_members(text, group, self.names) for text in self.sources.values())
         return next((members for members in every if members is not None), None)
 
 
 def activity_of(process: Process, thread: Thread, sources: Mapping[str, str], world: int | None) -> Activity:
-    """Return what a thread of a process is doing."""
+    """Return what a thread of a process is doing. `sources` has source texts by path, `world` the number of ranks."""
     frames = thread.frames
     if not frames:
         return Activity(kind="unknown", thread=thread.name)
@@ -286,7 +286,7 @@ def line_of(text: str, line: int) -> str:
 
 
 def names_for(process: Process, frames: tuple[Frame, ...], text: str, world: int | None) -> dict[str, Any]:
-    """Return the integers that expressions of the user's code may use: constants, locals, the rank."""
+    """Return the integers that the user's expressions may use, by name: constants, locals, the rank and `world`."""
     names: dict[str, Any] = source.constants(text)
     if process.rank is not None:
         names["rank"] = process.rank
@@ -392,7 +392,7 @@ def group_of(frame: Frame, place: Place) -> tuple[str, tuple[int, ...] | None]:
 
 
 def new_group_members(text: str, name: str, names: dict[str, Any]) -> tuple[int, ...] | None:
-    """Return the ranks of `name = new_group(RANKS)` if the source says them for this rank."""
+    """Return the ranks of `name = new_group(RANKS)`; None if the source and `names` do not say them for this rank."""
     known = {**source.constants(text), **names}
     for value in source.assignments(text, name):
         if isinstance(value, ast.Call) and source.dotted(value.func).rpartition(".")[2] == "new_group":
@@ -536,7 +536,7 @@ def _messages_of(call: ast.Call, place: Place) -> list[ast.Call]:
 
 
 def _calls_that_made(name: str, waiting: ast.Call, text: str) -> list[ast.Call]:
-    """Return the calls of torch.distributed whose result may have this name, where `waiting` waits for it.
+    """Return the calls of torch.distributed whose result may have this name. `waiting` is the call that waits for it.
 
     Names are followed back through assignments: w.wait() leads to w = works[-1], and this to
     works.append(dist.isend(...)).

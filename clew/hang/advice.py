@@ -35,7 +35,7 @@ RESTART = {
 }
 """Sentence for each pattern that says whether the job would hang again after a restart."""
 BY_CHANCE = ("lock", "threads")
-"""Causes of which the order of threads decides."""
+"""Causes that depend on the order in which threads run."""
 STANDS = (
     "missing rank", "lock or I/O", "data loading", "cpu", "external wait", "rollout blocked", "event loop blocked",
 )  # fmt: skip
@@ -50,7 +50,7 @@ AGAINST = {
     "stopped": "lock or I/O: the kernel reports the process as stopped (state T or t), so it does not run at all",
     "initialisation": "same collective everywhere (network or device): not every rank has called it",
 }
-"""The next likely pattern, and what speaks against it."""
+"""Next likely pattern and what speaks against it, for each pattern."""
 
 
 def with_advice(verdict: Verdict, actors: Sequence[Actor]) -> Verdict:

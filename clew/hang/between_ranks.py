@@ -67,7 +67,7 @@ def deviating(ranks: list[Actor], values: Mapping[int, object]) -> tuple[list[Ac
 def _other_groups(ranks: list[Actor]) -> Verdict | None:
     """Judge ranks in new_group whose groups have different names or ranks: torch counts the calls of each rank."""
     named: dict[int, object] = {a.pid: _new_name(a) for a in ranks}
-    if len(set(named.values())) < 2:  # the same name, for other ranks
+    if len(set(named.values())) < 2:  # one name for all, so compare the ranks of the groups
         named = {a.pid: _new_ranks(a) for a in ranks}
     if not all(named.values()) or len(set(named.values())) < 2:
         return None

@@ -26,7 +26,7 @@ POLLING = {"x86_64": (7, 271), "aarch64": (73,)}
 """Numbers of the system calls poll and ppoll, whose arguments are an array of `struct pollfd` and its length. Python
 calls them for sockets with a timeout, `multiprocessing.connection.wait` and `subprocess.communicate`."""
 POLLED = 16
-"""Maximum number of descriptors that are polled at once and looked up."""
+"""Maximum number of descriptors in a poll. A call that polls more is not looked at."""
 WAITING = {"x86_64": 61, "aarch64": 260}
 """Number of the system call wait4, whose first argument is the child; -1 means any."""
 UNKNOWN = ""
@@ -123,7 +123,7 @@ def ends_of(pid: int, wanted: set[str]) -> tuple[str, ...]:
 
 
 def peers_of_sockets(machine: Mapping[str, tuple[str, int, int]]) -> dict[str, str]:
-    """Return the other end of each connected socket of this machine, as far as it is here and the kernel says it."""
+    """Return the other end of each connected socket, if it is on this machine and the kernel reports it."""
     ports = {(local, remote): inode for inode, (state, local, remote) in machine.items() if state == ESTABLISHED}
     found = {
         f"socket:[{inode}]": f"socket:[{ports[remote, local]}]"

@@ -19,11 +19,11 @@ WATCH_S = 10.0
 """Longest time in seconds for which processes are watched before they are judged."""
 SHORTEST_S = 2.0
 FEWEST_LOOKS = 3
-"""Minimum number of looks before that time: on a busy machine a single one can take seconds, and shows no progress."""
+"""Minimum number of looks to end early: on a busy machine a single look can take seconds, and shows no progress."""
 
 
 def enough(processes: Sequence[Process], seconds: float) -> bool:
-    """Return whether more looks would not change the verdict: nothing outside can end the wait, or everything moves."""
+    """Return whether to stop looking: the time is up, nothing outside can end the wait, or everything moves."""
     looks = max((len(each.looks) for each in processes), default=0)
     if (seconds >= WATCH_S and looks > 1) or all(each.last.state == "X" for each in processes):
         return True
@@ -31,13 +31,13 @@ def enough(processes: Sequence[Process], seconds: float) -> bool:
         return False
     if all(each.last.error.startswith(UNREADABLE) for each in processes):
         return True  # no later look can read more
-    # The final verdict also uses the kernel function in which a process sleeps. Without it, the two could differ.
+    # The final verdict also uses the kernel function in which a process sleeps. Without it, this one could differ.
     processes = [replace(each, waits_in=proc.blocked_in(each.pid)) for each in processes]
     unseen, sources = unseen_ranks(processes), sources_of(processes)
     seen = Snapshot(processes=tuple(processes), seconds=seconds, unseen=unseen, sources=sources)
     verdict = judge(seen)
     # A healthy job is watched for half of WATCH_S, and must then look healthy in the newest looks alone: what moved two
-    # seconds ago may stand still now. It must not look like a complete hang in the last two.
+    # seconds ago may stand still now. It must not look like a complete hang in the last two looks.
     if verdict.pattern not in SOUND or seconds <= WATCH_S / 2:
         return verdict.structural
     return judge(_newest(seen, 4)).pattern in SOUND and not judge(_newest(seen, 2)).structural
@@ -53,7 +53,7 @@ def examine(pids: Sequence[int], named: dict[int, Process] | None = None, *, onc
 
     Args:
         pids: Ranks, launchers or other processes. Their descendants, peers and local servers are found.
-        named: What is known about some processes from Clew's status files, by pid.
+        named: Processes from the status files of a Clew run, by pid; see `processes_of_run`.
         once: Take one look, which is enough to print stacks, instead of watching until a verdict is certain.
     """
     every = [pid for pid in jobs.with_peers(pids) if pid != os.getpid()]
@@ -79,7 +79,7 @@ def examine(pids: Sequence[int], named: dict[int, Process] | None = None, *, onc
 
 
 def run_of(pids: Sequence[int]) -> Path | None:
-    """Return the Clew run directory that one of these processes or their descendants belongs to."""
+    """Return the Clew run directory that one of these processes or their descendants belongs to; None without one."""
     opened = (Path(link) for pid in proc.below(list(pids)) for link in proc.descriptors_of(pid))
     locks = (path for path in opened if path.suffix == ".lock" and path.parent.name == "status")
     return next((path.parent.parent for path in locks if path.with_suffix(".json").exists()), None)

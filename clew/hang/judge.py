@@ -23,7 +23,7 @@ from clew.hang.waits_for import application_edges, collective_edges, key_of
 SUPERVISING = ("process", "thread", "pool", "future", "tasks", "ray")
 """Kinds of waits of a main process that only waits for its children to end."""
 REAPED_S = 1.0
-"""Seconds that a parent may take to notice that its program has ended."""
+"""Seconds that a parent may take to notice that its child has ended."""
 
 
 def judge(snapshot: Snapshot) -> Verdict:
@@ -136,7 +136,7 @@ def _only_serves(actor: Actor, sources: Mapping[str, str]) -> bool:
 
 
 def _unasked(live: list[Actor], sources: Mapping[str, str]) -> Verdict | None:
-    """Judge servers that nobody is connected to: that their threads and children wait for work is no fault."""
+    """Judge servers that nobody is connected to. Their threads and children may wait for work: that is no fault."""
     quiet = [a for a in live if a.process.listens and not a.process.peers and a.threads]
     quiet = [a for a in quiet if a.activity.op != "acquire"]  # it waits for a semaphore, so it has work
     servers = [a for a in quiet if a.threads[0].idle_loop or _only_serves(a, sources)]

@@ -637,10 +637,10 @@ def _beside(sink: Sink) -> str:
 
 
 def lock_holders(actor: Actor, sink: Sink) -> dict[str, str]:
-    """Return sentences about threads of a process that are inside `with` of the lock for which the culprit waits.
+    """Return the threads of a process that are inside `with` of the lock for which the culprit waits.
 
     Returns:
-        The call site of the thread by its sentence; "" if the waiting thread itself has locked it.
+        The call site of each thread, by a sentence about it; "" if the waiting thread itself has locked it.
     """
     found: dict[str, str] = {}
     for thread in actor.process.threads:

@@ -65,7 +65,7 @@ def _mains_of(process: Process) -> list[Thread]:
 
 
 def moved_counters(process: Process, sources: Mapping[str, str]) -> dict[str, tuple[int, int]]:
-    """Return the counters that advanced between the first and the last look, without those of polling loops."""
+    """Return the first and the last value of each counter that advanced, by name, without those of polling loops."""
     looks = [look for look in recent(process).looks if any(frame.locals for t in look.threads for frame in t.frames)]
     if len(looks) < 2:
         return {}
@@ -131,7 +131,7 @@ def deadlines(text: str, line: int) -> set[str]:
 
 
 def hidden(name: str, skipped: set[str]) -> bool:
-    """Return whether a counter belongs to a polling loop, also as an attribute or as the length of a list."""
+    """Return whether a counter is one of the skipped names, or an attribute of `self` with such a name."""
     return name in skipped or name.removeprefix("self.") in skipped
 
 
@@ -192,8 +192,8 @@ LONG_WAIT_S = 10.0
 def moves(process: Process, sources: Mapping[str, str], world: int | None) -> bool:
     """Return whether the main thread makes progress.
 
-    A main thread that is blocked in a collective makes progress if it was woken up. Any other one does if a counter
-    advances, or if it passes lines that are not those of one polling loop.
+    It does if a counter advances, if it goes through several collectives, or if it passes lines that are not those of
+    one polling loop. Being woken up is enough only in a few kinds of waits.
     """
     newest = recent(process)
     if len(newest.looks) < 2 or newest.last.state in "TtZX" or _signals_pile_up(process, sources, world):
@@ -427,7 +427,7 @@ def _passes_lines(process: Process, sources: Mapping[str, str]) -> bool:
 
 
 def busy(process: Process) -> bool:
-    """Return whether a process only computes: it was always ready to run, however little processor time it got."""
+    """Return whether a process computes: it used much of a core, or was nearly always ready to run."""
     looks = process.looks
     if not looks:
         return False
@@ -477,7 +477,7 @@ KEPT = re.compile(r"(^|[_\W])(accept(ed)?|kept|emitted|passed)([_\W]|$)")
 MANY = 10
 """Number of rounds without anything kept from which a filter is taken to reject everything."""
 BARREN = 100
-"""Number of rounds since a `while` began, also unwatched ones, without anything kept, from which it never ends."""
+"""Number of rounds without anything kept, counted from the beginning of a `while`, from which it seems endless."""
 
 
 def refusing(process: Process, sources: Mapping[str, str]) -> str:
@@ -491,7 +491,7 @@ def refusing(process: Process, sources: Mapping[str, str]) -> str:
 
 
 def _keeps_none(process: Process, sources: Mapping[str, str], moved: Mapping[str, tuple[int, int]]) -> str:
-    """Return a counter that grew by `MANY` or more while one of kept items in the same frame stood still; else ""."""
+    """Return a counter that grew by at least `MANY` while one of kept items in the same frame stood still; else ""."""
     every = [_counters(look, process, sources) for look in process.looks if look.threads]
     for name in every[-1] if every else ():
         frame, short = _frame_and_name(name)
@@ -528,6 +528,6 @@ def _frame_and_name(counter: str) -> tuple[str, str]:
 def accepts(process: Process, sources: Mapping[str, str]) -> bool:
     """Return whether a counter of finished work grows."""
     names = [name.rpartition(":")[2].partition(".")[2] for name in moved_counters(process, sources)]
-    # Of an attribute such as `batcher.rejected`, the last name counts. The length of any list does.
+    # An attribute such as `batcher.rejected` is judged by its last name. The length of any list counts.
     names = [name if name.startswith("len(") else name.rpartition(".")[2] for name in names]
     return any(ACCEPTED.search(name) for name in names if not name.startswith(DEADLINE))

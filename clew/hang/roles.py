@@ -74,7 +74,10 @@ def waits_for_work(process: Process) -> bool:
 
 
 def role_of(process: Process, parent: Process | None, *, distributed: bool) -> tuple[str, int | None]:
-    """Return the role and rank of one process."""
+    """Return the role and rank of one process.
+
+    `distributed` is True if a source file mentions "distributed": only then may a local variable name the rank.
+    """
     command = " ".join(process.command)
     files = [frame.file for thread in process.threads for frame in thread.frames]
     if any(word in command for word in HELPERS) or waits_for_work(process):

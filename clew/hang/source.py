@@ -70,7 +70,7 @@ def _spans(node: ast.AST, line: int) -> bool:
 
 
 def dotted(node: ast.AST) -> str:
-    """Return the name of what is called, such as dist.all_reduce; () stands for a call within it."""
+    """Return an expression as a dotted name, such as dist.all_reduce; () stands for a call, [] for a subscript."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):
@@ -216,7 +216,7 @@ def counted(loop: ast.AST) -> set[str]:
 
 
 def goes_on_for_ever(loop: ast.AST) -> bool:
-    """Return whether a loop is `while True` without a break, return or raise: it does not wait for anything."""
+    """Return whether a loop is `while True` without a break, return or raise: it is not meant to end."""
     endless = isinstance(loop, ast.While) and isinstance(loop.test, ast.Constant) and bool(loop.test.value)
     return endless and not any(isinstance(node, (ast.Break, ast.Return, ast.Raise)) for node in ast.walk(loop))
 
@@ -258,7 +258,14 @@ def calls_of(loop: ast.AST) -> list[str]:
 
 
 def polls(loop: ast.AST, text: str, depth: int = 2, also: re.Pattern[str] | None = None) -> bool:
-    """Return whether a loop, or a function that it calls, only waits and asks again, or does what `also` names."""
+    """Return whether a loop only waits and asks again.
+
+    Args:
+        loop: A loop, or a function that a loop calls.
+        text: Source of its file, in which the functions that it calls are looked up.
+        depth: Number of levels of calls that are followed.
+        also: Matches further calls that may be in such a loop.
+    """
     names = calls_of(loop)
     if isinstance(loop, ast.For):
         names = [name for name in names if name != "range"]
@@ -306,7 +313,7 @@ def dispatches(text: str, line: int) -> bool:
 
 
 def keyword(call: ast.Call, name: str, place: int | None = None) -> ast.expr | None:
-    """Return an argument of a call, by its name or by its place."""
+    """Return an argument of a call, by its name or by its place; None if it was not passed."""
     named = next((each.value for each in call.keywords if each.arg == name), None)
     if named is None and place is not None and place < len(call.args):
         return call.args[place]
@@ -314,7 +321,7 @@ def keyword(call: ast.Call, name: str, place: int | None = None) -> ast.expr | N
 
 
 def assignments(text: str, name: str) -> Iterator[ast.expr]:
-    """Yield the values that are assigned to a name or attribute, or appended to it, anywhere in a file."""
+    """Yield the values that a file assigns or appends to a name or attribute, and the iterables of loops over it."""
     tree = parse(text)
     last = name.rpartition(".")[2]
     for node in ast.walk(tree) if tree else ():
@@ -358,7 +365,11 @@ class Unknown(Exception):
 
 
 def evaluate(node: ast.AST, names: Mapping[str, Any]) -> Any:
-    """Return the value of an expression of integers, lists and ranges. Raises Unknown for anything else."""
+    """Return the value of an expression of integers, lists and ranges.
+
+    Raises:
+        Unknown: It is anything else, or uses a name that is not in `names`.
+    """
     if isinstance(node, ast.Constant) and type(node.value) in (int, bool):
         return node.value
     if isinstance(node, (ast.Name, ast.Attribute)) and dotted(node) in names:

@@ -97,7 +97,7 @@ class Actor:
     role: str = "other"
     """rank, launcher, loader (a DataLoader's worker), idle (helpers, unoccupied workers, native programs) or other."""
     work: str = ""
-    """Words about the native program that it waits for, if that works."""
+    """Words about the native program that it waits for, if that program makes progress."""
 
     @property
     def pid(self) -> int:
@@ -147,6 +147,7 @@ def verdict_about(pattern: str, culprits: Sequence[Actor], why: str, others: Seq
     """Return a verdict that blames some processes, with what they and the others do as evidence.
 
     The call site is that of the culprits. If they have none, because they have ended, it is that of a waiting process.
+    `others` are processes whose state is evidence, too; `more` has further fields of the verdict.
     """
     sites = {a.activity.site for a in culprits if a.activity.site and not a.activity.site.startswith("<")}
     if culprits and not sites:  # one that waits for a process to end is less telling than others

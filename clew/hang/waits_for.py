@@ -162,7 +162,7 @@ def surely_awaits(actor: Actor, live: Sequence[Actor]) -> bool:
 
 
 def _awaited(actor: Actor) -> list[tuple[str, str]]:
-    """Return both ends of the pipe or socket that the thread which decides reads or writes; empty if not seen."""
+    """Return both ends of the pipes and sockets that the thread of `actor.activity` uses; empty if not seen."""
     threads = {each.os_id for each in actor.process.threads if each.name == actor.activity.thread and not each.task}
     return [(own, other) for thread, own, other in actor.process.awaits if thread in threads]
 

@@ -57,9 +57,12 @@ class Application:
         beside: ASGI | None = None,
         weights_below: Iterable[Path] = (),
     ) -> None:
-        """Create the application; `beside` answers everything that is not part of SGLang's interface.
+        """Create the application.
 
-        Weights are loaded only from the folders `weights_below`, and from folders in them.
+        Args:
+            model_path: Folder or hub name of the model that the engine serves.
+            beside: Application that answers everything that is not part of SGLang's interface.
+            weights_below: Folders that weights may be loaded from; folders inside them are allowed, too.
         """
         self.engine = engine
         self._weights_below = [folder.resolve() for folder in weights_below]
@@ -207,8 +210,8 @@ class Application:
                 output.append(token)
                 logprobs.append(logprob)
                 # The token that ends the completion is sent only in the last event. If it came earlier and the last
-                # event were lost, a client would submit the request again, and continue after its end. Whether it
-                # ends a stop string shows only when the next one comes.
+                # event were lost, a client would submit the request again, and continue after its end. Whether a
+                # token completes a stop string is known only when the next token comes.
                 ready = len(output) - bool(request.params.stop)
                 if token in ends or not ready:
                     return

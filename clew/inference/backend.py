@@ -1,4 +1,4 @@
-"""Common part of the clients of vLLM and SGLang, and of how their servers are started. No torch."""
+"""Interface that the clients of vLLM and SGLang share, and helpers to start their servers. Imports no torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Launch:
 class Backend(HTTPEngine):
     """Client of one vLLM or SGLang server, for `clew.inference.remote`."""
 
-    needs_version = False  # `clew.inference.remote` knows it
+    needs_version = False  # `clew.inference.remote` keeps track of the version
     idle_s = 2.0  # both servers close an idle connection after 5 s
     takes_images = False
     """True if it takes images beside token IDs; known after `prepare`, as `context` is."""

@@ -1,4 +1,4 @@
-"""Client that implements `protocol.Engine` over HTTP, for `clew serve` and SGLang, whose native shapes they share."""
+"""Client that implements `protocol.Engine` over HTTP, for `clew serve` and SGLang, which use the same JSON fields."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class HTTPEngine:
         return ""
 
     def name_of(self, address: str) -> str:
-        """Return the name on record of the server at an address."""
+        """Return the name under which the record lists the server at an address."""
         return f"{self.kind} {address}".strip()
 
     def _check_prompt(self, answer: dict[str, Any], request: GenerateRequest) -> None:
@@ -202,7 +202,11 @@ class HTTPEngine:
         return whole
 
     def _check(self, new: Completion, total: int, request: GenerateRequest, address: str) -> None:
-        """Raise FaultyAnswer if the new tokens of a completion, which has `total` tokens by now, cannot be right."""
+        """Raise FaultyAnswer if the new tokens of a completion cannot be right.
+
+        Args:
+            total: Number of tokens that the completion has by now, including the new ones.
+        """
         wrong = wrong_numbers(new, self.vocab)
         if total > request.params.max_new_tokens:
             wrong = f"it returned {total} tokens, and was asked for at most {request.params.max_new_tokens}"
@@ -269,7 +273,7 @@ class HTTPEngine:
     async def receive_weights(self, sent: Broadcast) -> Timings:
         """Have the server take part in a broadcast; `load_weights` then has it checked.
 
-        With vLLM or SGLang behind it, it aborts all requests first; the embedded engine keeps serving meanwhile.
+        A server with vLLM or SGLang behind it aborts all requests first; one with the embedded engine keeps serving.
         """
         received = await self._post("/receive_weights", asdict(sent))
         return received.get("clew", {})
@@ -360,7 +364,8 @@ class HTTPEngine:
     async def _events(self, path: str, body: dict[str, Any], take: Take) -> AsyncIterator[Any]:
         """Yield what `take` makes of the data of each server-sent event, and of the server's address.
 
-        It raises what `_answered` raises, also for an error that is sent as an event.
+        Raises:
+            EngineError: As for `_answered`; also for an error that is sent as an event.
         """
         line, ended, content = b"", False, b""
         async with self._answered("POST", path, orjson.dumps(body)) as response:
@@ -447,7 +452,6 @@ def wrong_numbers(completion: Completion, vocab: int | None) -> str:
     """Return why the tokens and logprobs of a completion cannot be right; "" if they can.
 
     Args:
-        completion: The completion.
         vocab: Number of token IDs; None: not known.
     """
     ids, logprobs = completion.output_ids, completion.logprobs
@@ -492,7 +496,6 @@ def completion_of(answer: dict[str, Any], server: str, *, labelled: bool = False
     """Return the completion in a response of `/generate`; an event in the middle of a stream counts as aborted.
 
     Args:
-        answer: The response.
         server: Name for the record, unless the answer itself has one: a `clew serve` names the server behind it.
         labelled: True if the answer must say which version made its tokens. Otherwise, another label counts as 0.
 

@@ -37,13 +37,13 @@ class LocalEngine:
     """Engine in this process. Use it from one event loop; `close` ends its thread, if there is one."""
 
     def __init__(self, core: Core, *, threaded: bool = False, gather_s: float = 0.0, waits: bool = False) -> None:
-        """Create it.
+        """Create the engine around `core`, which has the model.
 
         Args:
             threaded: True if the engine runs in a thread of its own.
             gather_s: Seconds without a further request after which an idle engine begins. A burst of requests is then
                 computed side by side from its first token on.
-            waits: True if new weights are loaded only once what is being generated has ended.
+            waits: True to load new weights only after all running generations have ended.
         """
         self.core = core
         self.threaded = threaded
@@ -55,7 +55,7 @@ class LocalEngine:
         """Reason why this process serves nothing any more, such as a failed step: every call raises EngineError."""
         self._futures: dict[GenerateRequest, asyncio.Future[Completion]] = {}
         self.released = False
-        """True from `release_memory` until `resume_memory`, the end of its lease, or that of a pause. Requests wait."""
+        """True from `release_memory` until `resume_memory`, or until its lease or a pause ends. Requests wait."""
         self._lease: asyncio.TimerHandle | None = None
         self._release_lease: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
@@ -125,7 +125,7 @@ class LocalEngine:
         return clock.seconds
 
     async def receive_weights(self, sent: Broadcast) -> Timings:
-        """Take part in the trainer's broadcast, and keep what comes for `load_weights`. It keeps serving meanwhile."""
+        """Receive the trainer's broadcast, and keep it for `load_weights`. The engine keeps serving meanwhile."""
         clock = Parts()
 
         def receive() -> dict[str, torch.Tensor]:
@@ -287,7 +287,7 @@ class LocalEngine:
         return self.core.has_work and not (self.paused or self.released) and self.failure is None
 
     def _attempt(self, what: str, call: Callable[[], list[Finished]]) -> None:
-        """Deliver what `call` returns; `what` names it."""
+        """Deliver the outcomes that `call` returns. If it raises, stop the engine with an error that names `what`."""
         try:
             finished = call()
         except Exception as error:
@@ -348,7 +348,10 @@ def load_engine(config: Config, *, gather_s: float = 0.0, max_running: int | Non
     """Load the embedded engine (or the slow reference, for models that need it) with the configuration's model.
 
     On CUDA it has a thread of its own, so that the loop can talk to clients meanwhile, except if launch.mode is inline.
-    `max_running` replaces inference.max_running.
+
+    Args:
+        gather_s: See `LocalEngine`.
+        max_running: Used in place of inference.max_running; None: use that.
     """
     torch.set_num_threads(config.threads)
     device = pick_device(config.model.device)

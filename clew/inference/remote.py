@@ -102,7 +102,14 @@ class RemoteEngine:
         frozen_s: float = FROZEN_S,
         options_file: Path | None = None,
     ) -> None:
-        """Start the server, unless it runs already (no `launch`); `start` waits for it."""
+        """Start the server process; `start` waits until it is up.
+
+        Args:
+            launch: Command that starts the server; None: `backend` is the client of one that runs already.
+            log_file: File that the server's output goes to.
+            frozen_s: Seconds without an answer after which the server counts as frozen.
+            options_file: File to write the options to that the server runs with; None: do not write them.
+        """
         self.core = core
         self._frozen_s = frozen_s
         self._options_file = options_file
@@ -170,7 +177,7 @@ class RemoteEngine:
         return self.core.version == ref.version and not (attached and self._loaded is None)
 
     def _unless_over(self, request: GenerateRequest, completion: Completion) -> Completion:
-        """Return an aborted completion as one that has ended, if its last token ends it. Else it would be continued.
+        """Return an aborted completion, marked as stopped if its last token ends it, so that nobody continues it.
 
         SGLang reports "abort" for a request that reaches its end in the very step in which it is aborted.
         """
@@ -446,7 +453,7 @@ class RemoteEngine:
         return True
 
     async def _lives(self) -> bool:
-        """Return whether the engine answers. During an update, it has no time: then its HTTP side must answer."""
+        """Return whether the server is alive: its engine must answer or, during an update, at least its HTTP side."""
         return await (self._backend.answers() if self._changing.locked() else self._answers())
 
     async def _keep_watch(self) -> None:
@@ -471,7 +478,7 @@ class RemoteEngine:
                 elif looked - answered > self._frozen_s:
                     more = f"; its {stopped} is stopped" if stopped else ""
                     await self._give_up(f"it has not answered for {self._frozen_s:.0f} s{more}")
-        await self._backend.close()  # fails the requests that an attached server, which nobody ends, will not answer
+        await self._backend.close()  # fails the requests at an attached server, which is not ended and may never answer
 
     async def _give_up(self, reason: str) -> None:
         """Set `failure`, and end the server."""

@@ -84,7 +84,7 @@ async def generate_through_aborts(engine: Engine, request: GenerateRequest, *, r
         if params.json_schema is not None and whole.output_ids:
             reason = "the server cut short what it held to a JSON schema, and cannot continue there"
             raise EngineUnreachable("", f"Cannot finish this completion: {reason}. Send the request again.")
-        if not has_tokens:  # the engine is about to load, which takes a moment, or it never gives this any tokens
+        if not has_tokens:  # the engine is about to load weights, or it never returns a token for this request
             with suppress(EngineUnreachable, FaultyAnswer):
                 before, version = version, await engine.version()
                 empty = empty + 1 if version == before else 0

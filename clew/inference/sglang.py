@@ -241,7 +241,7 @@ class SGLangEngine(Backend):
         return ""
 
     async def pause(self, lease_s: float = 60.0) -> None:
-        """Abort all requests, return their tokens so far, and start none until `resume`. SGLang knows no lease."""
+        """Abort all requests, return their tokens so far, and start none until `resume`: SGLang has no leases."""
         await self.abort()
         for _ in range(LOOKS):
             if not self._running:

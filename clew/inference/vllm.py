@@ -352,8 +352,7 @@ class VLLMEngine(Backend):
         """Return why the logprobs of a request with these parameters are not what training needs; "" if they are.
 
         Args:
-            params: The parameters.
-            masked: True if the server said which tokens were left.
+            masked: True if the answer says which tokens top_p, top_k and min_p had left.
         """
         reports = f"vLLM at {self.address} reports logprobs"
         if 0 < params.temperature < COLDEST:

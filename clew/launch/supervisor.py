@@ -53,8 +53,10 @@ class Child:
     """Size of the log, in bytes, when the process was started."""
 
     def start(self) -> None:
-        """Start the process in its own session, so that Ctrl-C reaches only the supervisor. Output goes to
-        logs/<role>.log."""
+        """Start the process. Its output goes to logs/<role>.log.
+
+        It gets a session of its own, so that Ctrl-C reaches only the supervisor.
+        """
         (self.run.status / f"{self.role}.json").unlink(missing_ok=True)  # it is about the process before this one
         with (self.run.logs / f"{self.role}.log").open("ab") as log:
             self.given_up, self.log_begin = False, log.tell()

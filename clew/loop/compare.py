@@ -72,7 +72,7 @@ def how_to_compare(recorded: dict[str, Any], engine: TrainEngine) -> tuple[Toler
 
 
 def compare(then: RecordedStep, result: StepResult, engine: TrainEngine, tolerance: Tolerance) -> list[Difference]:
-    """Return where a retrained step differs from its record: one difference for each stage that does, in their order.
+    """Return where a retrained step differs from its record: one difference per stage, in the order of the stages.
 
     Args:
         engine: The engine, as the step left it.

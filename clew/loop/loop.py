@@ -92,8 +92,12 @@ def train(
 
 
 def train_again(config: Config, run: RunDirectory, engine: TrainEngine, around: Surroundings) -> None:
-    """Train the committed steps after the engine's checkpoint again. Nothing is published meanwhile. Raises
-    TrainingError if one differs from its record."""
+    """Train the committed steps after the engine's checkpoint again. Nothing is published meanwhile.
+
+    Raises:
+        TrainingError: A step differs from its record.
+        Interrupted: This process was asked to end.
+    """
     if engine.version >= run.steps.count():
         return
     because = ""

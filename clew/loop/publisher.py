@@ -30,7 +30,7 @@ class Inference(Protocol):
         ...
 
     def pause(self) -> None:
-        """Let a little time pass, in which rollout goes on."""
+        """Give rollout some time, while the trainer waits for a batch or an evaluation."""
         ...
 
 

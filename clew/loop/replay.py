@@ -148,7 +148,10 @@ def replay(run: RunDirectory, engine: TrainEngine, last: int, *, verify: bool = 
 
     Args:
         engine: The engine, at a checkpoint of the run.
-        verify: Whether to compare, and to raise DifferenceFound when a batch is not what was trained on.
+        verify: True to compare each step with its record.
+
+    Raises:
+        DifferenceFound: A batch is not what was trained on; only checked with `verify`.
     """
     drifted = ""
     for step in range(engine.version, last + 1):

@@ -74,8 +74,7 @@ class ServerControl:
         """Have the servers load and serve these weights. Return the timings of the one that paused longest.
 
         Args:
-            ref: The weights.
-            servers: Those that have received them in a broadcast; None: all that are ready.
+            servers: Those that have received the weights in a broadcast; None: all that are ready.
         """
         taken: list[Timings] = [{}]
 
@@ -102,7 +101,8 @@ class ServerControl:
     def wanted(self) -> bool:
         """Return whether a server waits for a broadcast of the newest weights. It looks at most once a second.
 
-        Attached servers that were taken out and answer again load weights that were not broadcast here and now.
+        This also brings back attached servers that were taken out and answer again. Weights that were not broadcast are
+        loaded into them at once.
         """
         if time.monotonic() < self._looks_again:
             return False

@@ -36,7 +36,7 @@ PROGRESS_S = 2.0
 
 
 def sft(config: Config) -> None:
-    """Train `config.model` for `training.steps` steps of `training.batch_size` demonstrations each.
+    """Train `config.model` for `training.steps` steps of `training.batch_size` demonstrations or pairs each.
 
     Raises:
         ClewError: A row of the data, the model, the run directory or a checkpoint cannot be used, or a step failed.
@@ -64,7 +64,11 @@ def read_data(config: Config) -> tuple[Demonstrations, Tokens | None]:
 
 
 def check_first_row(config: Config) -> None:
-    """Tokenize only the first row of the data, in a process that starts ranks: each rank will read all rows."""
+    """Check that the first row of the data can be used, before ranks are started, each of which reads all rows.
+
+    Raises:
+        ClewError: The row or the tokenizer cannot be used.
+    """
     first = config.model_copy(update={"data": config.data.model_copy(update={"limit": 1})})
     Demonstrations(first, load_tokenizer(config.model.path), context=context_of(config.model.path))
 

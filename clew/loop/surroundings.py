@@ -44,8 +44,10 @@ class WeightsWanted(Exception):
 
 
 class Surroundings:
-    """Everything outside the trainer that a step needs, in a `with` block. Ranks other than 0 only wait for what rank 0
-    decides."""
+    """Everything outside the trainer that a step needs. Use it in a `with` block.
+
+    Ranks other than 0 only wait for what rank 0 decides.
+    """
 
     supervised = False
     """True if the run trains on demonstrations or preferences, as `clew sft` does."""
@@ -61,8 +63,12 @@ class Surroundings:
         reporter: Reporter,
         interrupts: Interrupts,
     ) -> None:
-        """Connect a trainer to what is around it. Without inference nothing is published or evaluated, and the batches
-        are those of `batches`, or else those in debug.path."""
+        """Connect a trainer to what is around it.
+
+        Args:
+            inference: Engines that the run samples from; None: nothing is published or evaluated.
+            batches: Source of the batches without `inference`; None: the batches in debug.path.
+        """
         self.config = config
         self.run = run
         self.ranks = ranks
@@ -109,7 +115,7 @@ class Surroundings:
         self.ranks.agree("whether to go on", self._interrupts.check)
 
     def before_first_step(self, engine: TrainEngine) -> None:
-        """Do what has to be done once, when the recorded steps are trained again. `clew sft` needs this."""
+        """Do what is to be done once, after recorded steps were trained again. Only `clew sft` overrides this."""
 
     def evaluate_here(self, engine: TrainEngine) -> None:
         """Evaluate the engine's version on every rank. `clew sft` does this; otherwise rollout evaluates."""

@@ -80,7 +80,8 @@ TOLERANCES = {
 """Tolerances wherever equality bit for bit is not promised.
 
 - by model.dtype: a step that was trained in another environment; logprobs, losses and the norm of the gradient
-- recomputed: the loss, from recorded inputs: another processor may round the last bit of an exponential differently
+- recomputed: the loss, and advantages that need a critic, from recorded inputs: another processor may round the last
+  bit of an exponential differently, and values may be recorded in fewer bits than the critic's
 - another trainer: advantages and loss in the record of another trainer, which rounds differently throughout, and adds
   another epsilon to a deviation
 """
@@ -281,7 +282,11 @@ ORIGIN = "group, episode, turns, finish reason, rewards by name, data or interac
 def _in_digests(
     step: int, recorded: Mapping[str, int], found: Mapping[str, int], *, what: str = ""
 ) -> Difference | None:
-    """Return the first sequence whose digest differs, or that only one side has. what: text that follows its ID."""
+    """Return the first sequence whose digest differs, or that only one side has.
+
+    Args:
+        what: Text that follows the sequence's ID in the message.
+    """
     differing = [name for name in {**recorded, **found} if recorded.get(name) != found.get(name)]
     if not differing:
         return None

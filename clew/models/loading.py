@@ -88,7 +88,15 @@ def load_value_model(
 def _load(
     kind: Any, path: str, dtype: str, device: torch.device, field: str, *, new: str | None = None, **options: Any
 ) -> PreTrainedModel:
-    """Load a model of the class `kind`. new: a parameter that the folder may lack; it is then all zeros."""
+    """Load a model of the class `kind`.
+
+    Args:
+        field: Configuration field that holds the path, for messages.
+        new: Parameter that the folder may lack, and that is then all zeros; None: it must lack none.
+
+    Raises:
+        ModelError: The model cannot be loaded, or its weights lack a parameter.
+    """
     import torch
 
     path = expanded(path)
@@ -169,8 +177,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
     """Raise ModelError if the tokenizer produces token ids for which the model has no embedding.
 
-    Special tokens beyond the embedding are ignored if no text, template or end of a sequence needs them. Some published
-    models have such tokens (Gemma 3 without images, a pad token that was added).
+    Special tokens without an embedding are ignored unless they begin or end a text, or the chat template has them. Some
+    published models have such tokens (Gemma 3 without images, a pad token that was added).
     """
     embeddings: Any = model.get_input_embeddings()
     embedded = embeddings.weight.shape[0]
@@ -223,7 +231,7 @@ _SAVE_TOKENIZER = "Save the model's tokenizer there with save_pretrained, or poi
 
 
 def _is_all_in_its_file(path: str) -> bool:
-    """Return whether tokenizer.json is the whole tokenizer: the folder names no architecture's own tokenizer class."""
+    """Return whether tokenizer.json is the whole tokenizer: the folder names a class that fits any architecture."""
     folder = Path(path)
     if not (folder / "tokenizer.json").is_file():
         return False

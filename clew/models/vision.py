@@ -133,7 +133,11 @@ class Vision:
             )
 
     def inputs(self, input_ids_BT: Tensor, images: Sequence[Sequence[bytes]], dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return what a forward pass takes besides the tokens. `images`: those of each row; without any, return {}."""
+        """Return what a forward pass takes besides the tokens; {} if no row has images.
+
+        Args:
+            images: Contents of the image files of each row.
+        """
         import torch
 
         if not any(images):

@@ -66,8 +66,8 @@ def write_bundle(run: RunDirectory, step: int, *, stages_only: bool, to: Path | 
     Args:
         stages_only: Bundle only the step's own files, without weights. Otherwise the bundle also holds the nearest
             checkpoint before the step, the first checkpoint (the reference of the KL term) and the steps in between.
-        to: Path of the bundle, whose folder is created, or a folder that is there. By default the current folder; in a
-            folder, the bundle is named after the run and the step.
+        to: Path of the bundle, whose folder is created if necessary; or an existing folder, in which the bundle is
+            named after the run and the step. None: the current folder.
 
     Raises:
         RecordError: There is no such step, no checkpoint at or before it, a file is missing, or the disk is full.
@@ -118,8 +118,11 @@ def _versions(run: RunDirectory, step: int) -> list[int]:
 
 
 def _files(run: RunDirectory, steps: range, versions: list[int]) -> list[Path]:
-    """Return the files of these steps, with their images, and of these checkpoints. Raises RecordError for an image
-    whose content does not fit its name."""
+    """Return the files of these steps, with their images, and of these checkpoints.
+
+    Raises:
+        RecordError: An image's content does not match its name.
+    """
     files = [run.run_json]
     if run.config_path.exists() or "trainer" not in run.facts():  # another trainer may have none
         files.append(run.config_path)
@@ -158,13 +161,18 @@ def _check_files(run: RunDirectory, step: int, files: list[Path]) -> None:
 
 @contextmanager
 def opened(path: Path, trust: Iterable[str] = ()) -> Iterator[tuple[RunDirectory, dict[str, Any] | None]]:
-    """Open a run directory, or unpack a bundle for as long as the block runs. Raises RecordError if `path` is neither.
+    """Open a run directory, or unpack a bundle for as long as the block runs.
 
-    Yields the run directory and the content of bundle.json (None for a run directory). Errors raised by the block name
-    the bundle, not the folder it is unpacked to.
+    Errors raised by the block name the bundle, not the folder it is unpacked to.
 
     Args:
         trust: Modules whose code the block may load although someone else's record names it.
+
+    Yields:
+        The run directory, and the content of bundle.json (None for a run directory).
+
+    Raises:
+        RecordError: `path` is neither a run directory nor a bundle.
     """
     if path.is_dir():
         run = open_run(path)

@@ -147,8 +147,10 @@ def breaks(
 
 
 def unlooked(run: RunDirectory, steps: Iterable[int]) -> str:
-    """Return a sentence that says what could not be checked in these steps because an older Clew recorded them without
-    digests; empty if all of them have digests."""
+    """Return a sentence about what cannot be checked in these steps; empty if everything can.
+
+    An older Clew recorded steps without digests of their files.
+    """
     older = [step for step in steps if not _parsed(run.steps.json_path(step)).get("chain")]
     if not older:
         return ""
@@ -374,8 +376,6 @@ def _evaluation(run: RunDirectory, step: int, reported: set[str]) -> Iterator[Br
     """Yield a break if the evaluation in a step's JSON differs from the evaluation's own file.
 
     Args:
-        run: The run directory.
-        step: The step.
         reported: Files that have already been reported; they are skipped.
     """
     named = _parsed(run.steps.json_path(step)).get("evaluation")

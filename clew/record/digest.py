@@ -34,8 +34,11 @@ def digest_rows(batch: SequenceABC[Sequence]) -> dict[str, RowDigest]:
 
 
 def _digest_of_origin(row: Sequence) -> int:
-    """Return the digest of where a row comes from, taken over JSON as Python's own library writes it: the way in which
-    other libraries write some numbers changes from one version to the next."""
+    """Return the digest of where a row comes from.
+
+    It is the digest of JSON that Python's own library writes: other libraries may write some numbers differently from
+    one version to the next.
+    """
     interactions = list(map(timeless, row.interactions))
     origin = (row.group_id, row.episode_id, row.finish_reason, row.rewards, row.data, interactions)
     content = ENCODER.encode(origin).encode() + row.turn_ids.tobytes()

@@ -1,8 +1,8 @@
 """A sequence is one row of training tokens; a Parquet table holds many of them.
 
 In aligned columns, entry i belongs to token i, given the tokens before it. Nested values are JSON text, so that
-pandas, DuckDB and `datasets` can read the file as it is. The same table is used in steps/, in rejected/ and, in a
-faster format (`clew.record.inbox`), in the inbox.
+pandas, DuckDB and `datasets` can read the file as it is. The same table is used in steps/, rejected/ and evals/,
+and in a faster format (`clew.record.inbox`) in the inbox.
 """
 
 from __future__ import annotations
@@ -386,7 +386,11 @@ def _strange_column(table: pa.Table) -> str:
 
 
 def unreadable(path: Path, why: str, size: int, remedy: str) -> RecordError:
-    """Return the RecordError for a file that cannot be read as it was written. size: in bytes."""
+    """Return the RecordError for a file that cannot be read as it was written.
+
+    Args:
+        size: Size of the file in bytes.
+    """
     return RecordError(
         f"{path} cannot be read ({why}); it has {size} bytes. It was truncated or altered after it was written: "
         f"{remedy}."

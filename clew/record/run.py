@@ -116,10 +116,13 @@ class RunDirectory:
     """Paths and files of one run."""
 
     def __init__(self, path: Path, *, make: bool = True) -> None:
-        """Open a run directory. Raises RecordError if it is of a newer format, or cannot be made.
+        """Open a run directory.
 
         Args:
             make: Create the folders that are missing. To only read, use `open_run`, which changes nothing.
+
+        Raises:
+            RecordError: The run is of a newer format, or its folders cannot be made.
         """
         self.path = path
         self.run_json = path / "run.json"
@@ -150,7 +153,6 @@ class RunDirectory:
         """Take the lock of `role` ("trainer", "rollout", "server", "server-1") of this run until the process ends.
 
         Args:
-            role: The role.
             patience_s: Seconds to wait for a process that is ending.
 
         Raises:
@@ -357,7 +359,8 @@ class RunDirectory:
     def inference_servers(self) -> list[Server]:
         """Return the servers that this run samples from: those in CLEW_LLM_SERVER_ADDRS, or else the registered ones.
 
-        A server in the variable does not register itself. If it is registered, the trainer has taken it out.
+        A server in the variable does not register itself. If it is registered, the trainer did that, to take it out
+        or to bring it back.
         """
         registered = self.servers()
         if not (attached := attached_servers()):
@@ -403,11 +406,9 @@ def warn_of_changes(log: logging.Logger, config: Config, run: RunDirectory, step
     """Log what changed in the configuration since the run was last trained.
 
     Args:
-        log: Where to log.
         config: The present configuration.
-        run: The run directory.
         step: The next step.
-        until: The number of steps after which the run ends.
+        until: Number of steps after which the run ends.
     """
     if not (changed := run.changes(config)):
         return

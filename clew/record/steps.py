@@ -209,7 +209,7 @@ class Steps:
 
     @cached_property
     def by_clew(self) -> bool:
-        """Return whether Clew trained these steps: run.json names no other trainer."""
+        """True if Clew trained these steps: run.json names no other trainer."""
         run_json = self.folder.parent / "run.json"
         return not run_json.exists() or read_json(run_json, dict[str, Any]).get("trainer") is None
 
@@ -282,11 +282,15 @@ class Steps:
             step = int(path.stem.removeprefix("step-"))
             if step < before:
                 shutil.rmtree(self.stage_path(step, 0).parent, ignore_errors=True)
-                path.unlink(missing_ok=True)  # last: by this file, a step that a kill left is found again
+                path.unlink(missing_ok=True)  # last: after a kill, this file is how the step is found again
 
 
 def _check_stages(path: Path, table: pa.Table, first: pa.Table) -> None:
-    """Raise RecordError if a file of stages is not as `Steps.write_stages` writes it. first: the first file's table."""
+    """Raise RecordError if a file of stages is not as `Steps.write_stages` writes it.
+
+    Args:
+        first: Table in the step's first file; all files must have the same columns.
+    """
     there = dict(zip(table.column_names, table.schema.types, strict=False))
     wrong = [name for name, kind in there.items() if kind != OF_ROWS.get(name, pa.list_(pa.float32()))]
     wrong += sorted(OF_ROWS.keys() - {*there}) + sorted({*first.column_names} ^ {*there})

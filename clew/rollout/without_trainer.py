@@ -25,9 +25,9 @@ PATIENCE_S = 3.0
 def roll_out(config: Config, steps: int, out: Path) -> None:
     """Make batches until `out` has `steps` of them, on the servers of the run that the configuration names.
 
-    Nothing is trained: the weights stay as they are. rollout.max_lag only limits how many groups are made at once. It
-    is needed because each group's time limit runs from its start. Called again after a kill, it continues where it
-    stopped.
+    Nothing is trained: the weights stay as they are. rollout.max_lag only limits how many groups are made at once:
+    each group's time limit runs from its start, and too many groups at once would exceed theirs. Called again after a
+    kill, this function continues where it stopped.
     """
     config = config.model_copy(
         update={

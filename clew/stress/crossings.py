@@ -23,7 +23,7 @@ MARK = 48
 """Number of characters by which a text is recognized; a shorter text is recognized as a whole."""
 
 LEAST_OF_ANSWER = 24
-"""Minimum length of an answer that is recognized. Shorter ones (a name, a figure) may be in another's data too."""
+"""Minimum length of an answer that is recognized. Shorter ones (a name, a number) may be in another episode's data."""
 
 LEAST_OF_ROW = 8
 """Minimum number of characters by which a row's text is recognized; shorter text may appear anywhere."""

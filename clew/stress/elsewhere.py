@@ -57,9 +57,13 @@ class Elsewhere:
 
 
 async def run_some_elsewhere(source: Source, stage: Stage, crowd: Wave, first: Sequence[str]) -> Elsewhere:
-    """Run a few episodes of the crowd, preferably those of the IDs in `first`, in two other processes.
+    """Run a few episodes of the crowd in two other processes. Each runs different rows, unless there is only one.
 
-    Each process runs different rows, unless there is only one.
+    Args:
+        source: Recipe to create the agent there.
+        stage: Stage on which the crowd ran: its gateway and time limit are used.
+        crowd: Wave to choose from. Episodes that failed are not run.
+        first: IDs of the episodes to prefer.
     """
     sound = {episode.id: episode for episode in crowd.episodes if episode.error is None}
     wanted = [*(sound[id] for id in first if id in sound), *sound.values()]
@@ -71,7 +75,7 @@ async def run_some_elsewhere(source: Source, stage: Stage, crowd: Wave, first: S
         if not episodes:
             continue
         stage.requests.take()
-        # The child cannot tell the model's time, so each episode may also take as long as the slowest one did here.
+        # The child cannot subtract the model's time, so each episode may also take as long as the slowest one did here.
         timeout_s = stage.timeout_s + max(episode.seconds for episode in half)
         elsewhere.why_not = await _run_child(source, episodes, stage.open_episode, timeout_s=timeout_s, hash_seed=seed)
         if elsewhere.why_not:

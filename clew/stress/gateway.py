@@ -32,7 +32,7 @@ RECORDED = 4096
 """Maximum number of answers taken from a run."""
 
 FAULT = "a fault that the stress made"
-"""Error of a request that has trouble. See `Requests.troubles`."""
+"""Error of a request that the stress makes fail. See `Requests.troubles`."""
 
 
 class Noted:
@@ -78,7 +78,7 @@ class Noted:
 
 
 class OfferingEngine(EpisodeEngine):
-    """Engine of an episode that tells the stand-in of the tools that a request offers."""
+    """Engine of an episode that tells the stand-in which tools a request offers."""
 
     async def generate(self, input_ids: list[int], **given: Any) -> Interaction:
         offered_tools.set((given.get("details") or {}).get("tools", ()))
@@ -142,7 +142,7 @@ def answerer(
     Args:
         base_url: A server that takes token IDs, or a provider. None: a stand-in answers.
         latency_s: Minimum seconds that an answer of the stand-in takes.
-        tokens: Maximum length of a synthetic answer of the stand-in.
+        tokens: Maximum number of tokens of most synthetic answers; see `StandIn`.
         recorded: A run from whose completions the stand-in chooses its answers. None: the answers are synthetic.
         model: The model whose tokenizer and image processing the stand-in uses. None: one token per byte.
 

@@ -116,7 +116,7 @@ def line_that_leaks(samples: Sequence[Sample], quantity: str) -> tuple[str, list
 
 
 def judge_growth(samples: Sequence[Sample]) -> list[Verdict]:
-    """Return a verdict for each quantity that grows. If `memory` grows, `resident` is left out: that explains it."""
+    """Return a verdict for each quantity that grows, without `resident` if `memory` grows, which explains it."""
     verdicts: list[Verdict] = []
     for quantity, (_, _, format) in QUANTITIES.items():
         slope, where = grows(samples, quantity), samples[-1].examples.get(quantity, "")
@@ -139,7 +139,7 @@ class Sampler:
     """Takes samples in the event loop in which it was created. Anything that existed before is not counted."""
 
     def __init__(self, code: Code, origins: Origins, sessions: Callable[[], int] | None = None) -> None:
-        """Remember what exists now, so that samples can leave it out. `sessions` counts those of the gateway."""
+        """Remember what exists now, so that samples can leave it out. `sessions` counts the gateway's open sessions."""
         self._code = code
         self._origins = origins
         self._sessions = sessions

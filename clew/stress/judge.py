@@ -36,9 +36,9 @@ WARNINGS: dict[str, tuple[Kind, bool, str]] = {
     "an error": ("rewards", False, "give a reward although the server had failed at once; let its error out"),
     "a second try": ("rewards", True, "ask again when an answer was cut short, and are rewarded for both alike"),
 }
-"""Beginnings of kinds of warnings that are findings. Each has the finding's kind, its certainty, and what episodes do.
+"""Findings by the beginning of a warning's kind: the finding's kind, whether it is certain, and what episodes do.
 
-The first one counts.
+If several beginnings match, the first one counts. Other warnings are no findings.
 """
 
 
@@ -225,7 +225,7 @@ def judge_warnings(warned: Mapping[str, Mapping[str, str]], crowd: Wave) -> list
         if start == "own words" and any(each.startswith("a branch") for each in by_start):
             continue
         texts = [text for warnings in several for text in warnings.values()]
-        certain = certain or len(set(texts)) < len(texts)  # each names its request, except that of one seed for all
+        certain = certain or len(set(texts)) < len(texts)  # a text repeats only if episodes set one seed
         certain = certain and (kind == "rewards" or len(episodes) > FAILED_SHARE * len(crowd.episodes))
         where, evidence = crowd.asked_at(min(episodes)), [next(iter(warnings.values())) for warnings in several[:4]]
         what = f"{len(episodes)} of {len(crowd.episodes)} episodes {what}"

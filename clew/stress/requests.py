@@ -26,7 +26,7 @@ class Request:
     """The whole prompt."""
     answered: str
     came: float
-    """time.monotonic()"""
+    """Time of arrival, from time.monotonic()."""
     done: float
     id: str = ""
     """ID of the answer, by which an agent may name it in its rewards."""
@@ -92,11 +92,11 @@ class Requests:
         return {episode: union(intervals) for episode, intervals in by_episode.items()}
 
     def now_asking(self) -> set[str]:
-        """Return the episodes that have a request with the model now."""
+        """Return the IDs of the episodes that have a request with the model now."""
         return {episode for episode, _ in list(self._open.values())}
 
     def given_up(self) -> dict[str, float]:
-        """Return the seconds after which each episode gave up a request, or for which it still waits for one."""
+        """Return the seconds after which each episode gave up a request, or for which it has waited so far, by ID."""
         now = time.monotonic()
         return {episode: now - came for episode, came in list(self._open.values())} | self._given_up
 

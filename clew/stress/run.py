@@ -77,17 +77,18 @@ def stressed(
     source: Source | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Report:
-    """Run the agent as one rollout process of `dp` would: batch / dp prompts at once, each `group` times.
+    """Run the agent as one of `dp` rollout processes would: batch / dp prompts at once, each `group` times.
 
     Call this in the main thread, which runs the agent's event loop. The gateway is stopped at the end.
 
     Args:
+        agent: Instance of the agent's class. It serves all episodes.
         rows: Rows of the data set.
         gateway: The gateway in front of the model that answers.
         batch: Number of prompts per training step.
         group: Number of episodes per prompt.
         dp: Number of rollout processes that share the batch.
-        timeout_s: Maximum seconds of an episode, not counting the model and a busy processor.
+        timeout_s: Maximum seconds of an episode, not counting time with the model or with a busy processor.
         stuck_s: Maximum seconds for which the event loop may stand still, or nothing may move in a wave.
         source: Recipe to create the agent in another process. None: no other process is tried.
         say: Called with lines of progress.
@@ -135,7 +136,7 @@ class Stress:
         self._sampler = growth.Sampler(stage.code, stage.origins, sessions)
         self._leftovers = growth.Complaints(stage.code)
         self._waves: list[Wave] = []
-        """Waves in the order of the module's docstring, without `confirm`."""
+        """Waves in the order of the module's docstring, without `confirm`, `troubled` and `elsewhere`."""
         self._confirming: list[Wave] = []
         self._samples: list[growth.Sample] = []
 

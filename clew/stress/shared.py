@@ -31,7 +31,7 @@ DEPTH = 3
 """Maximum depth to which objects within objects are examined."""
 
 WIDTH = 256
-"""Maximum number of entries of each object whose own contents are examined. The entries themselves are all compared."""
+"""Maximum number of entries per object whose contents are examined, too. All entries themselves are compared."""
 
 MANY = 4096
 """Maximum number of entries in a dictionary; a larger one is a table, and is left alone."""
@@ -45,7 +45,7 @@ Kind = Literal["set", "added", "removed", "changed"]
 """Kinds of change:
 
 - set: a value replaced another
-- added, removed: a key, an attribute, or an element of a set
+- added, removed: a key or an attribute; any change of a set counts as added
 - changed: a list
 """
 
@@ -273,7 +273,7 @@ def judge_changes(
         changes: Changes that episodes made.
         matters: True if episodes were seen to depend on one another.
         sources: Names the lines that change an object.
-        uses: Reads and writes of the suspects. None: nobody has looked.
+        uses: Reads and writes of the suspects. None: they were not traced.
     """
     several_rows = _several_rows(changes)
     by_top: dict[str, list[tuple[str, Verdict]]] = defaultdict(list)
@@ -323,7 +323,7 @@ def _several_rows(changes: Sequence[Change]) -> bool:
 
 
 def _overlapping(made: Sequence[Change]) -> tuple[Change, Change] | None:
-    """Return two successive changes by different episodes of which the second came while the first one ran."""
+    """Return two successive changes by different episodes, the second made while the first episode still ran."""
     for a, b in itertools.pairwise(made):
         if a.episode is not b.episode and b.at < a.episode.finished:
             return a, b

@@ -23,7 +23,7 @@ SEED = 0
 """Seed of the answers and their latencies."""
 
 SPREAD = 0.5
-"""Maximum additional latency, as a share of `latency_s`. It differs per answer, to find reliance on their order."""
+"""Maximum additional latency, as a share of `latency_s`. It differs per answer, to find agents that need an order."""
 
 BREAKS = (" ", " ", " ", ", ", "\n", "\n\n", "\n- ", "  ", " \n", ".\n", ": ")
 """Texts between two words. Agents that trim, reflow or cut what the model said change one of them."""
@@ -101,7 +101,8 @@ class StandIn:
         Args:
             latency_s: Minimum seconds before the first token; SPREAD sets how much longer it may take.
             token_s: Seconds per token of a streamed answer.
-            tokens: Maximum length of most synthetic answers without reasoning and calls; the minimum is half of it.
+            tokens: Maximum number of tokens of most synthetic answers, not counting reasoning and calls. The minimum is
+                half of it; a few answers are longer (see LONG).
             texts: Recorded answers to choose from; if empty, answers are synthetic.
         """
         self._tokenizer = tokenizer

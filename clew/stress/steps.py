@@ -38,7 +38,7 @@ class Episode:
     id: str
     data: dict[str, Any]
     started: float = 0.0
-    """time.monotonic()"""
+    """Start of the episode, from time.monotonic()."""
     finished: float = 0.0
     code_s: float = 0.0
     """Seconds of its steps, calls that block included; for a plain `run`, processor seconds of its thread."""
@@ -85,8 +85,15 @@ async def run_episode(
 ) -> None:
     """Run the agent on its own copy of the row, and set the episode's results.
 
-    Whatever the agent raises is kept as the episode's error. `timeout_s` is the maximum number of seconds (None: no
-    limit), and `stepped` is called after each step.
+    Whatever the agent raises is kept as the episode's error.
+
+    Args:
+        agent: The agent.
+        episode: The episode, with its ID and data.
+        open_episode: Opens the episode's session of the gateway.
+        timeout_s: Maximum seconds; None: no limit.
+        stepped: Called after each step; None: steps are not reported.
+        code: Tells the user's code from that of libraries.
     """
     episode.started = time.monotonic()
     limit = asyncio.timeout(timeout_s)

@@ -43,8 +43,9 @@ algorithm.bootstrap_truncated, and may be left out."""
 
 
 def advantages_function(algorithm: Algorithm) -> Compute:
-    """Return the function that computes each token's advantage as algorithm.advantages says. That function
-    first subtracts the overlong penalty and the KL term from the reward, if they are set.
+    """Return the function that computes each token's advantage as algorithm.advantages says.
+
+    That function first subtracts the overlong penalty and the KL term from the reward, if they are set.
 
     Raises:
         ConfigError: A dotted path names no function that can be called this way.
@@ -114,8 +115,13 @@ def _aligned(sequence: Sequence, numbers_N: np.ndarray, dtype: np.dtype) -> np.n
 def shaped_rewards(
     sequences: SequenceABC[Sequence], algorithm: Algorithm, reference: SequenceABC[np.ndarray] | None
 ) -> SequenceABC[Sequence]:
-    """Return the sequences with shaped rewards: minus the overlong penalty and, with kl_in=reward, minus kl_coef times
-    the KL divergence from the reference model, whose logprobs are `reference`."""
+    """Return the sequences with the overlong penalty and the KL term subtracted from their rewards, if they are set.
+
+    With algorithm.kl_in=reward, the KL term is kl_coef times the sequence's KL divergence from the reference model.
+
+    Args:
+        reference: Logprobs of the reference model, [T] for each sequence; None if there is no KL term.
+    """
     sequences = without_overlong(sequences, algorithm)
     if algorithm.kl_in != "reward" or algorithm.kl_coef <= 0:
         return sequences

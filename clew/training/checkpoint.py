@@ -215,8 +215,10 @@ def latest_version(checkpoints: Path) -> int:
 
 
 def prune(run: RunDirectory, wanted: Checkpoint) -> None:
-    """Remove all checkpoints but the first, the last `keep`, and the one with the best evaluation (`keep_best`), to
-    which checkpoints/best points."""
+    """Remove all checkpoints but the first, the last `keep` and, with `keep_best`, the one with the best evaluation.
+
+    The link checkpoints/best points to the best one.
+    """
     versions = run.checkpointed()
     kept = {*versions[:1], *versions[-wanted.keep :]}  # the first is the reference of a KL term
     if wanted.keep_best and (best := run.best_eval(versions)) is not None:
@@ -228,8 +230,10 @@ def prune(run: RunDirectory, wanted: Checkpoint) -> None:
 
 
 def point(name: str, folder: Path) -> None:
-    """Make the link `name` ("latest", "best") beside this checkpoint point to it, atomically. The link is only for
-    people and for model.path, so a file system without links causes no more than a warning."""
+    """Make the link `name` ("latest", "best") beside this checkpoint point to it, atomically.
+
+    The link is only for people and for model.path, so a file system without links causes no more than a warning.
+    """
     link = folder.with_name(f".{name}.{os.getpid()}")
     try:
         link.unlink(missing_ok=True)

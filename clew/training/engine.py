@@ -114,9 +114,10 @@ class TrainEngine:
     ) -> None:
         """Load the policy, and the reference model and the critic if the algorithm needs them.
 
+        `model_path`, `ranks` and `media` are those of `Policy`.
+
         Args:
-            supervised: Whether `train_step` trains on demonstrations or preferences, as training.objective says. The
-                other arguments are those of `Policy`.
+            supervised: True if `train_step` trains on demonstrations or preferences, as training.objective says.
 
         Raises:
             ModelError: A model cannot be loaded or trained.
@@ -382,8 +383,11 @@ class TrainEngine:
     def _backward(
         self, tokens: Tokens, minibatch: list[list[int]], loss_of: TokenLoss
     ) -> Iterator[tuple[MicroBatch, Scores, PolicyLoss]]:
-        """Accumulate this rank's part of the gradient of the mean loss over all trained tokens of a mini-batch. Yield
-        each of its micro-batches with its scores and loss."""
+        """Accumulate this rank's part of the gradient of the mean loss over all trained tokens of a mini-batch.
+
+        Yields:
+            Each of this rank's micro-batches, with its scores and loss.
+        """
         trained = sum(tokens.trained_in(rows) for rows in minibatch)
         for micro in self.policy.own(tokens, minibatch):
             if micro is None:  # other ranks have rows, and gather parameters together with this one
@@ -422,8 +426,11 @@ class TrainEngine:
         log.warning("%s %s.", refused, where)
 
     def _fit_critic(self, step: Prepared, done: _PolicyUpdates) -> dict[str, float]:
-        """Train the critic, if there is one, on the step's returns. Return its metrics, and add its gradients to
-        `done`."""
+        """Train the critic, if there is one, on the step's returns. Add the digests of its gradients to `done`.
+
+        Returns:
+            The critic's metrics; {} if there is no critic.
+        """
         if self.critic is None or step.values_S is None or step.returns_S is None:
             return {}
         with self._timed("critic"):

@@ -54,8 +54,13 @@ def loss_problem(
 def norm_problem(
     norm: float, optimizer: Optimizer, recent_norms: deque[float], spike_factor: float | None, ranks: Ranks
 ) -> str | None:
-    """Return why an update with a gradient of this norm (before clipping) is not made; None if nothing is wrong.
-    recent_norms are those of the last updates that were made."""
+    """Return why an update with a gradient of this norm is not made; None if nothing is wrong.
+
+    Args:
+        norm: Norm before clipping.
+        recent_norms: Norms of the last updates that were made.
+        spike_factor: Multiple of their median above which the norm is a spike; None: none is.
+    """
     if not math.isfinite(norm):
         names = not_finite(optimizer.gradients().items(), ranks)
         where = names[0] if names else "the sum"

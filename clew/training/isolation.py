@@ -1,5 +1,7 @@
-"""Checks that a model is causal and keeps packed rows apart. Both are tried out, since they depend on all of an
-architecture's code."""
+"""Checks that a model is causal and keeps packed rows apart.
+
+Both are tried out, since they depend on all of an architecture's code.
+"""
 
 from __future__ import annotations
 
@@ -107,8 +109,11 @@ def _tokens(model: Any, length: int, number: int) -> Tensor:
 
 
 def _predictions(model: Any, ids_T: Tensor, lengths: list[int]) -> Tensor:
-    """Return the logprob of each token but the first of each packed row. For a value model, whose head may be zero,
-    it is the hidden state from which the value is computed, normalized to length 1."""
+    """Return what the model predicts for each token but the first of each packed row: the token's logprob.
+
+    A value model's head may be zero. So its prediction is the hidden state from which the value is computed, normalized
+    to length 1.
+    """
     rows_N = torch.cat([torch.full((length - 1,), row) for row, length in enumerate(lengths)]).to(ids_T.device)
     columns_N = torch.cat([torch.arange(1, length) for length in lengths]).to(ids_T.device)
     packed = Packed.of(lengths, ids_T.device) if len(lengths) > 1 else None

@@ -1,5 +1,6 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) through peft: h = W x + lora_alpha / lora_rank B A x; only A and B are
-trained.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) through peft.
+
+h = W x + lora_alpha / lora_rank B A x, and only A and B are trained.
 
 The model keeps its class, and the base its weights. A checkpoint's model files hold the merged weights, as after full
 training, and beside them the adapters in peft's own form. Inference gets the merged weights, too, or the adapters alone
@@ -92,8 +93,13 @@ class Adapters:
 
     @torch.no_grad()
     def merged(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the model's state (see `clew.training.sharding.state_of`) as if it had no adapters: their products are
-        added to the weights. A weight whose product is zero keeps its bits."""
+        """Return the model's state as if it had no adapters: their products are added to the weights.
+
+        A weight whose product is zero keeps its bits.
+
+        Args:
+            state: The model's state with adapters, see `clew.training.sharding.state_of`.
+        """
         merged = {name.replace(".base_layer.", "."): tensor for name, tensor in state.items() if ".lora_" not in name}
         for name, layer in self._layers() if state else ():
             a, b = (state[f"{name}.lora_{each}.{NAME}.weight"] for each in "AB")
@@ -112,7 +118,11 @@ class Adapters:
                 del layer.forward
 
     def save(self, folder: Path, state: Mapping[str, Tensor]) -> None:
-        """Write files that PeftModel.from_pretrained(base model, folder) reads. state: the model's, as for `merged`."""
+        """Write files that PeftModel.from_pretrained(base model, folder) reads.
+
+        Args:
+            state: The model's state, as for `merged`.
+        """
         folder.mkdir(parents=True)
         self._write(folder, self._config, _named(state), {"format": "pt"})
 

@@ -22,8 +22,9 @@ from clew.training.custom import UserFunction
 
 
 def loss_function(algorithm: Algorithm) -> Callable[..., PolicyLoss]:
-    """Return the function that algorithm.loss names, with a loss of 0 for rejected tokens. Call it with the named
-    tensors of `TrainedTokens`.
+    """Return the function that algorithm.loss names, with a loss of 0 for rejected tokens.
+
+    Call it with the fields of `TrainedTokens` by name.
 
     Raises:
         ConfigError: A dotted path names no function that can be called this way.

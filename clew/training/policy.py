@@ -42,17 +42,21 @@ class Policy:
     Every rank calls the same methods in the same order, with the same rows, and gets the same results.
 
     The model stays in eval mode: no dropout, so that logprobs here and in inference mean the same distribution, and
-    so that a step repeats bit for bit (on CPU, with the same number of ranks and threads).
+    so that a step repeats bit for bit (with the same number of ranks and threads, on the CPU or with
+    training.deterministic on CUDA).
     """
 
     def __init__(self, config: Config, *, model_path: str | None, ranks: Ranks, media: Media | None) -> None:
-        """Load the model. Raises ModelError if it cannot be loaded or trained.
+        """Load the model.
 
         Args:
             config: The sections model and training are used, and the seed for adapters.
             model_path: Initial weights; None: config.model.path, which the reference always has. Ignored with adapters:
                 they are added to config.model.path.
             media: Storage of the sequences' images.
+
+        Raises:
+            ModelError: The model cannot be loaded or trained.
         """
         self.config = config
         self.ranks = ranks = ranks.grouped(config.training.tp)
@@ -120,7 +124,7 @@ class Policy:
         return load_model(path, self.config.model.dtype, device)
 
     def published_state(self) -> dict[str, Tensor]:
-        """Return the policy's parameters and persistent buffers for readers of weights, with adapters merged into them.
+        """Return the policy's parameters and persistent buffers, with adapters merged into them.
 
         Only rank 0 gets them: see `clew.training.sharding.collect`.
         """
@@ -196,8 +200,10 @@ class Policy:
     # Micro-batches ---------------------------------------------------------------------------------------------------
 
     def packs_rows(self, tokens: Tokens) -> bool:
-        """Return whether these rows are packed. Rows with images are not, because models number their positions
-        differently."""
+        """Return whether these rows are packed.
+
+        Rows with images are not, because models number their positions differently.
+        """
         return self.packs and tokens.images is None
 
     def deal_arguments(self, tokens: Tokens) -> dict[str, Any]:
@@ -214,8 +220,11 @@ class Policy:
         return [deal(tokens.lengths.tolist(), range(len(tokens.ids)), **self.deal_arguments(tokens))]
 
     def own(self, tokens: Tokens, minibatch: list[list[int]]) -> Iterator[MicroBatch | None]:
-        """Yield this rank's micro-batches. None stands for one in which only other ranks have something to compute:
-        this rank must compute something all the same, since all ranks gather parameters together."""
+        """Yield this rank's micro-batches.
+
+        None stands for one in which only other ranks have something to compute. This rank must compute something all
+        the same, since all ranks gather parameters together.
+        """
         for rows in minibatch[self.ranks.dp_rank :: self.ranks.dp_size]:
             if tokens.trained_in(rows):
                 yield self.micro_batch(tokens, rows)

@@ -26,13 +26,13 @@ PROBE_ROOM = 8
 
 
 def write_weights(engine: TrainEngine, folder: Path, version: int, *, sent: Digests | None = None) -> WeightRef:
-    """Write the policy's weights in the type that inference computes with. Only one of several tied tensors is written.
+    """Write the policy's weights in the type that inference computes with.
+
+    Every rank calls this at once; rank 0 writes. Only one of several tied tensors is written. If only adapters are sent
+    (`Config.sends_adapters`), only they are written, in peft's form.
 
     For Clew's own engine, tensors keep their names in memory, because its model has the same class as the policy. For
-    vLLM and SGLang they get the names of published models, which differ for mixtures of experts, for example. Every
-    rank calls this at once; rank 0 writes.
-
-    If only adapters are sent (`Config.sends_adapters`), only they are written, in peft's form.
+    vLLM and SGLang they get the names of published models, which differ for mixtures of experts, for example.
 
     Args:
         folder: Folder to write. It appears all at once, by a rename; an existing one is replaced.
@@ -108,8 +108,7 @@ def _probe(engine: TrainEngine) -> list[int]:
 
 @torch.no_grad()
 def _probe_logprob(engine: TrainEngine, probe_ids: Sequence[int]) -> float:
-    """Return the logprob of the last token given those before it, at temperature 1, under the weights that are
-    published."""
+    """Return the logprob of the probe's last token under the published weights, at temperature 1."""
     ids_BT = torch.tensor([probe_ids], device=engine.policy.device)
     row_N, column_N = torch.tensor([[0], [len(probe_ids) - 1]], device=engine.policy.device)
     ones_N = torch.ones(1, device=engine.policy.device)

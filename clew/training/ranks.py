@@ -148,10 +148,10 @@ class Ranks:
         return cast(list[T], everyone)
 
     def agree(self, what: str, decide: Callable[[], T]) -> T:
-        """Return on every rank what `decide` returns on rank 0: JSON data. If it raises Interrupted, every rank does.
+        """Return on every rank what `decide` returns on rank 0, which must be JSON data.
 
-        Any other error is raised on rank 0 alone, and the others wait until they are ended. Rank 0 may take any amount
-        of time; the others report meanwhile that they wait for `what`.
+        If `decide` raises Interrupted, every rank does. Any other error is raised on rank 0 alone, and the others wait
+        until they are ended. Rank 0 may take any amount of time; the others report meanwhile that they wait for `what`.
         """
         if self.size == 1:
             return decide()

@@ -1,5 +1,7 @@
-"""Logprobs of given tokens, and the hidden states at them. This is the only module where predictions are shifted by one
-against the tokens that they predict."""
+"""Logprobs of given tokens, and the hidden states at them.
+
+This is the only module where predictions are shifted by one against the tokens that they predict.
+"""
 
 from __future__ import annotations
 

@@ -88,8 +88,10 @@ class CriticContribution:
 
 
 def critic_contributions(engine: TrainEngine, step: Prepared) -> Iterator[CriticContribution]:
-    """Yield the contribution of each sequence to each update of the critic, and apply the updates. Yield nothing
-    without a critic."""
+    """Yield the contribution of each sequence to each update of the critic, and apply the updates.
+
+    Without a critic, nothing is yielded.
+    """
     if engine.critic is None or step.values_S is None or step.returns_S is None:
         return
     critic, old_S, returns_S, done = engine.critic, step.values_S, step.returns_S, Updates()
@@ -113,9 +115,15 @@ def _backward(
     trained: int,
     before: Callable[[MicroBatch, Tensor, Tensor], None] | None = None,
 ) -> tuple[MicroBatch, Tensor, PolicyLoss]:
-    """Add the gradient of these rows to the optimizer's. Return the micro-batch, and the logprobs and the loss of its
-    trained tokens. `before` is called before the backward pass, with the micro-batch, the logprobs and each token's
-    loss."""
+    """Add the gradient of these rows to the optimizer's.
+
+    Args:
+        trained: Number of trained tokens that the loss is divided by.
+        before: Called before the backward pass with the micro-batch, the logprobs and each token's loss.
+
+    Returns:
+        The micro-batch, and the logprobs and the loss of its trained tokens.
+    """
     micro = engine.policy.micro_batch(step.tokens, rows)
     if not len(micro.where_N):
         return micro, torch.zeros(0), PolicyLoss(per_token_N=torch.zeros(0), sums={})

@@ -42,8 +42,11 @@ from clew.training.tensor_parallel import split
 def spread(
     model: Any, training: Training, ranks: Ranks, device: torch.device, *, root: torch.nn.Module | None = None
 ) -> None:
-    """Prepare a newly loaded transformers model for training as `training` asks, and `shard` it over all ranks. Raises
-    ModelError if it cannot be trained at all."""
+    """Prepare a newly loaded transformers model for training as `training` asks, and `shard` it over all ranks.
+
+    Raises:
+        ModelError: The model cannot be trained at all.
+    """
     check_causal(model)
     quicken(model)
     prepare_for_packing(model)

@@ -1,5 +1,7 @@
-"""Tensor parallelism (arXiv 1909.08053): the ranks of a group compute the same tokens, each with its share of the
-attention's heads and of the MLP's width, and sum their results.
+"""Tensor parallelism (arXiv 1909.08053): the ranks of a group split the model's blocks among them.
+
+They compute the same tokens, each with its share of the attention's heads and of the MLP's width, and sum their
+results.
 
 transformers' plan for an architecture (`tp_plan`) says what is split and how; torch's DTensor does it. Embeddings and
 output head lie outside the blocks and are not split: FSDP2 shards them over all ranks.
@@ -80,8 +82,10 @@ def split(
 
 @cache
 def _mesh(device_type: str, dp: int, tp: int) -> DeviceMesh:
-    """Return the mesh of ranks: "fsdp" for groups, "tp" for shares of a block. All models use this one, because each
-    mesh opens connections."""
+    """Return the mesh of ranks: "fsdp" for groups, "tp" for shares of a block.
+
+    All models use this one, because each mesh opens connections.
+    """
     mesh = init_device_mesh(device_type, (dp, tp), mesh_dim_names=("fsdp", "tp"))
     mesh._flatten()  # so that the gradients' norm is summed over both at once
     return mesh

@@ -113,8 +113,11 @@ class MicroBatch:
 
     @classmethod
     def of(cls, tokens: Tokens, rows: list[int], device: torch.device, *, pack: bool = False) -> MicroBatch:
-        """Lay out these rows for the model. With `pack`, rows of different lengths are packed; rows of equal length are
-        always one below the other, as they need no padding."""
+        """Lay out these rows for the model.
+
+        Args:
+            pack: Pack rows of different lengths. Rows of equal length need no padding, and are never packed.
+        """
         lengths = tokens.lengths[rows]
         where = np.concatenate([np.arange(tokens.starts[row], tokens.starts[row + 1]) for row in rows])
         real_BT = np.arange(lengths.max()) < lengths[:, None]

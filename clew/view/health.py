@@ -23,9 +23,9 @@ from clew.record.rejected import Rejected
 from clew.record.warned import Warned, in_words
 
 OFTEN = 0.1
-"""Share of all steps from which an observation is a habit; below it, it is an accident and no concern."""
+"""Share of all steps from which an observation counts as a habit. A rarer one is an accident, and no concern."""
 NEWEST, OF_NEWEST = 10, 0.5
-"""Number of newest steps, and the share of them from which it is a habit as well, whatever was before."""
+"""Number of newest steps, and the share of them from which it is a habit, too, whatever the older steps show."""
 EQUAL_GROUPS = 0.5
 """Share of groups with equal rewards: beyond it, most of the rollout teaches nothing."""
 TRUNCATED = 0.1
@@ -66,7 +66,8 @@ BY_CHANCE = 7.0
 """Number of standard errors by which the newest window may be below the best one by chance."""
 AT_ONCE, LASTING = 0.5, 3.0
 """Minimum fall of the reward from the steps before to a single step, as a share of what it was; and the number of
-standard errors that takes the place of `BY_CHANCE` if no later step, of at least as many, comes back."""
+standard errors that replaces `BY_CHANCE` if the reward stays down in all later steps, of which there must be at least
+as many."""
 
 WATCHED = {
     "reward": "rewards",

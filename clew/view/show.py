@@ -56,7 +56,7 @@ def show(
     off_policy: bool = False,
     console: Console,
 ) -> None:
-    """Print what the record has. Raises RecordError if there is no such thing on record, or it cannot be read.
+    """Print what the record has.
 
     Args:
         path: A run directory, a bundle or, without `what`, a folder of runs.
@@ -65,6 +65,9 @@ def show(
         tokens: Show the tokens of an episode or a sequence.
         prompt: Show one prompt over time: the number of a row in the data file, or a text that the prompt holds.
         off_policy: Show the most off-policy sequences of the run, or of `steps`.
+
+    Raises:
+        RecordError: There is no such thing on record, it cannot be read, or options do not go together.
     """
     if tokens and (what is None or what.isdecimal()):
         raise RecordError("--tokens shows an episode or a sequence. Name one of them, such as g000123.e0.")
@@ -210,7 +213,13 @@ def _show_facts(
     reasons: list[str],
     seconds: dict[str, float],
 ) -> None:
-    """Print what the run is and how far it came. reasons: why groups and episodes were rejected."""
+    """Print what the run is and how far it came.
+
+    Args:
+        bundle: Content of bundle.json; None for a run directory.
+        reasons: Lines that say why groups and episodes were rejected.
+        seconds: Sums of the steps' timings by name.
+    """
     config, facts, supervised, count = settings_of(run), run.facts(), run.supervised, run.steps.count()
     model = [as_text(config.get(f"model.{name}", "")) for name in ("path", "dtype", "device")]
     groups = f"{len(run.inbox.names())} waiting in the inbox, {len(run.rejected_groups())} rejected"

@@ -141,7 +141,11 @@ def times(count: int) -> str:
 
 
 def _style(generated: bool, strength: float) -> str:
-    """Return the style of a token. strength: its advantage, divided by the largest of the sequence."""
+    """Return the style of a token.
+
+    Args:
+        strength: Its advantage, divided by the largest absolute advantage of the sequence.
+    """
     if not generated:
         return "dim"
     if not strength:
