@@ -134,9 +134,9 @@ def note_configuration(runs: Pair, steps: range, names: tuple[str, str], ignore:
     step, last = next((step for step, (then, now) in sides if then != now), steps[-1]), steps[-1]
     changed = configuration_changes(runs, step)
     fields = [line for name, line in changed.items() if not is_ignored(name, ignore)]
-    print_list(f"and yet the configuration of step {step} differs", fields, names)
-    files = other_files(*(code_at(run, last) for run in runs), which="its file is another", ignore=ignore)
-    print_list(f"and yet the code of step {last} differs", files, names)
+    print_list(f"but the configuration of step {step} differs", fields, names)
+    files = other_files(*(code_at(run, last) for run in runs), which="another file", ignore=ignore)
+    print_list(f"but the code of step {last} differs", files, names)
 
 
 def code_changed_later(runs: Pair, steps: range) -> list[str]:
@@ -154,7 +154,7 @@ def code_changed_later(runs: Pair, steps: range) -> list[str]:
             ]
             once = changed[0] ^ changed[1]  # a change in both runs explains nothing
             sides = ({name: side[name] for name in once if name in side} for side in now)
-            lines += other_files(*sides, which=f"its file is another from step {step} on")
+            lines += other_files(*sides, which=f"another file from step {step} on")
         before = now
     return lines
 
@@ -165,7 +165,7 @@ def print_explanation(runs: Pair, found: Difference, names: tuple[str, str], env
     facts = (flat({key: run.facts().get(key) for key in FACTS}) for run in runs)
     lines = [
         *differing(*facts).values(),
-        *other_files(*(code_at(run, found.step) for run in runs), which="its file is another"),
+        *other_files(*(code_at(run, found.step) for run in runs), which="another file"),
         *other_files(*map(_files, before), which="of the checkpoint before this step"),
     ]
     if not environments or not before[0].get("version"):  # otherwise it is rounding

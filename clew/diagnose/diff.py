@@ -74,7 +74,7 @@ def diff(a: Path, b: Path, *, ignore: list[str], plot: Path | None) -> bool:
         if found is None:
             print("what is compared agrees." if lacking else "every stage of every step agrees.")
             for line in besides:
-                print(f"DIFFERENT ALL THE SAME  {line}")
+                print(f"STILL DIFFERENT  {line}")
             causes.note_configuration(runs, steps, names, ignore)
             plans = "" if tolerance.exact else ", plans of micro-batches"
             print(f"not looked at: what the files of checkpoints and images hold{plans} (`clew replay` does that).")

@@ -14,7 +14,7 @@ from clew.hang.collective_calls import behind, other_numbers, parting
 from clew.hang.inside import installed
 from clew.hang.observed import Frame
 from clew.hang.source import WITHOUT_RAISE, follows, outermost_loop
-from clew.hang.verdict import MESSAGES, Actor, Verdict, names, verdict_about
+from clew.hang.verdict import MESSAGES, Actor, Verdict, names, subject, verdict_about
 from clew.hang.waits_for import key_of
 
 
@@ -120,8 +120,8 @@ def initialisation(ranks: list[Actor]) -> Verdict | None:
             if kind == "new_group" and all(made):  # blame only members of the new group
                 outside = [a for a in outside if a.rank in {rank for ranks in made for rank in ranks}] or outside
             why = (
-                f"Ranks {names(inside)} are in {words}, which every rank has to call. Rank {names(outside)} is "
-                f"elsewhere: {outside[0].says}."
+                f"{subject(inside, 'is', 'are')} in {words}, which every rank has to call. "
+                f"{subject(outside, 'is', 'are')} elsewhere: {outside[0].says}."
             )
             return verdict_about(
                 "initialisation", outside, why, inside, structural=outside[0].activity.kind in DISTRIBUTED
@@ -152,18 +152,16 @@ def same_everywhere(ranks: list[Actor]) -> Verdict:
         if late and late[0] == odd and all(a.activity.cleanup in ("finally", "except", WITHOUT_RAISE) for a in ranks):
             shown = "" if odd[0].activity.cleanup == WITHOUT_RAISE else "; it is shown only after the cleanup ends"
             why = (
-                f"{came} {told} Rank {names(odd)} came to its cleanup early. An exception probably brought it "
-                f"there{shown}."
+                f"{came} {told} {subject(odd, 'came to its', 'came to their')} cleanup early. An exception was "
+                f"probably the reason{shown}."
             )
             return verdict_about("cleanup deadlock", odd, why, ranks)
         return verdict_about("collective mismatch", odd, f"{came} {told}", ranks, confidence="medium")
     drift = _drifted(ranks)
     if drift is not None:
         name, odd, values = drift
-        why = (
-            f"{_together(ranks)}, but not in the same call of it: {name} is {values}. "
-            f"Rank {names(odd)} made a different number of calls."
-        )
+        rest = "" if odd == ranks else f" {subject(odd, 'has', 'have')} made another number of calls than the others."
+        why = f"{_together(ranks)}, but not in the same call of it: {name} is {values}.{rest}"
         return verdict_about("collective mismatch", odd, why, ranks, structural=True, confidence="medium")
     if found := _other_works(ranks):
         return found
@@ -265,8 +263,8 @@ def cycle(culprits: list[Actor], waiters: list[Actor], sources: Mapping[str, str
         if all(a.activity.cleanup == WITHOUT_RAISE for a in cleaning):
             hidden = "An exception brought it there, and is not raised again: only the log may show it."
         why = (
-            f"Rank {names(cleaning)} is cleaning up (in {cleaning[0].activity.cleanup}) while the others still train. "
-            f"{hidden} {told}"
+            f"{subject(cleaning, 'is', 'are')} cleaning up (in {cleaning[0].activity.cleanup}) while the others still "
+            f"train. {hidden} {told}"
         )
         return verdict_about("cleanup deadlock", cleaning, why, waiters + culprits, structural=True)
     inside = [a for a in culprits if a.activity.kind in DISTRIBUTED]
@@ -361,7 +359,9 @@ def _left_a_loop(ranks: Sequence[Actor], sources: Mapping[str, str]) -> tuple[li
         within = [a for a, loop in zip(ranks, loops, strict=True) if around is not None and loop is around]
         if around is not None and past and within and len(past) + len(within) == len(ranks):
             place = f"{PurePath(level[0].file).name}:{around.lineno}"
-            told = f"Rank {names(past)} has left the loop at {place} in which rank {names(within)} still is."
+            told = (
+                f"{subject(past, 'has', 'have')} left the loop at {place}. {subject(within, 'is', 'are')} still in it."
+            )
             return (past if len(past) <= len(within) else within), told
         if len({(frame.function, frame.line) for frame in level}) > 1:
             return None

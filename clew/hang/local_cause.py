@@ -25,7 +25,7 @@ from clew.hang.progress import (
 )
 from clew.hang.roles import WAITS_INSIDE, waits_for_work
 from clew.hang.source import calls_at, dotted, enclosing, loop_at, origin
-from clew.hang.verdict import LOCAL, MESSAGES, Actor, Verdict, names, verdict_about, words_of
+from clew.hang.verdict import LOCAL, MESSAGES, Actor, Verdict, names, subject, verdict_about, words_of
 from clew.hang.waits_for import THROUGH_PIPES, TO_OTHERS, surely_awaits
 
 FILE_CALLS = re.compile(r"exists|is_file|isfile|is_dir|isdir|glob|stat\(|listdir|scandir|iterdir|getmtime")
@@ -414,8 +414,8 @@ def _cleaned_up(sink: Sink) -> Verdict | None:
     if not cleaning or sink.one.rank is None or sink.one.moving or not outside:
         return None
     why = (
-        f"Rank {names(cleaning)} is in destroy_process_group, which waits for operations that have not ended, while "
-        f"{sink.one.says}."
+        f"{subject(cleaning, 'is', 'are')} in destroy_process_group, which waits for operations that have not ended, "
+        f"while {sink.one.says}."
     )
     return verdict_about("cleanup deadlock", cleaning, why, [*sink.culprits, *sink.waiters], confidence="medium")
 
@@ -565,8 +565,7 @@ def _lost_task(sink: Sink) -> Verdict | None:
 
 def _waiting(sink: Sink) -> str:
     ranked = sink.blocked_ranks
-    who = f"Rank {names(ranked)} waits" if len(ranked) == 1 else f"Ranks {names(ranked)} wait"
-    return f" {who} for it in {ranked[0].activity.op}." if ranked else ""
+    return f" {subject(ranked, 'waits', 'wait')} for it in {ranked[0].activity.op}." if ranked else ""
 
 
 def _blocked(sink: Sink) -> Verdict | None:

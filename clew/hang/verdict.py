@@ -167,3 +167,8 @@ def verdict_about(pattern: str, culprits: Sequence[Actor], why: str, others: Seq
 def names(actors: Sequence[Actor]) -> str:
     """Return the ranks of some processes as ranges, such as 0-3, 7."""
     return ranges([a.rank for a in actors if a.rank is not None])
+
+
+def subject(actors: Sequence[Actor], one: str, several: str) -> str:
+    """Return the beginning of a sentence about ranks, such as "Rank 3 is" or "Ranks 0-2 are"."""
+    return f"Rank {names(actors)} {one}" if len(actors) == 1 else f"Ranks {names(actors)} {several}"

@@ -164,7 +164,7 @@ def judge_elsewhere(
     if used:
         advice = [
             f"sets and hash() are used at {', '.join(used[:4])}",
-            "sort a set before its order matters; take hashlib in the place of hash()",
+            "sort a set before its order matters; use hashlib instead of hash()",
         ]
     what = f"{len(differences)} of {count} episodes differ in another process, with another PYTHONHASHSEED"
     where = next(iter(used + drawn), crowd.asked_at(differences[0][0]))

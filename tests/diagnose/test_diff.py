@@ -65,8 +65,8 @@ def test_plans_and_checkpoints_are_compared_too(
     facts.write_text(json.dumps(json.loads(facts.read_text()) | {"updates": 99}))
     seal(other)
     shown = told(capsys, run.path, other.path)
-    assert "DIFFERENT ALL THE SAME  step 2: the plan of micro-batches" in shown
-    assert f"DIFFERENT ALL THE SAME  checkpoints/step-{version:06d}: updates" in shown
+    assert "STILL DIFFERENT  step 2: the plan of micro-batches" in shown
+    assert f"STILL DIFFERENT  checkpoints/step-{version:06d}: updates" in shown
 
 
 def test_evaluations_and_code_that_changes_after_the_first_difference(
@@ -84,7 +84,7 @@ def test_evaluations_and_code_that_changes_after_the_first_difference(
     shown = told(capsys, run.path, other.path)
     assert "FIRST DIFFERENCE  step 0, advantages" in shown
     [changed] = re.findall(r"changed later .*:\n(.*)\n", shown)
-    assert changed.startswith("  rollout.reward: its file is another from step 3 on, ")
+    assert changed.startswith("  rollout.reward: another file from step 3 on, ")
     cells = [line.split() for line in shown.partition("evaluation of version")[2].splitlines()]
     assert cells == [["pass@1", "reward"], ["0", "0.25", "0.25"], ["2", "0.5", "→", "0.375", "0.5", "→", "0.375"]]
 
@@ -135,7 +135,7 @@ def test_a_reward_whose_file_was_changed_is_named(
         )
     experiment = run.path.parent.name
     shown = told(capsys, tmp_path / experiment / "before", tmp_path / experiment / "after")
-    assert re.search(r"rollout\.reward: its file is another, [0-9a-f]{16} → [0-9a-f]{16}\n", shown)
+    assert re.search(r"rollout\.reward: another file, [0-9a-f]{16} → [0-9a-f]{16}\n", shown)
     assert "the same: what differs was altered" not in shown
 
 
@@ -165,7 +165,7 @@ def test_prompts_that_are_repeated_and_answers_that_are_others(
     assert f"evaluations (first → second):\n  {line}\n" in told(capsys, run.path, other.path)
     shutil.rmtree(other.steps.folder)
     shutil.copytree(run.steps.folder, other.steps.folder)
-    assert f"DIFFERENT ALL THE SAME  {line}\n" in told(capsys, run.path, other.path)
+    assert f"STILL DIFFERENT  {line}\n" in told(capsys, run.path, other.path)
 
 
 def test_a_loss_times_a_factor_and_rewards_of_the_other_sign(
@@ -199,9 +199,9 @@ def test_one_file_of_several_functions_is_listed_once(
         own = dict.fromkeys(("algorithm.preset", "algorithm.advantages", "algorithm.loss"), digest)
         path.write_text(json.dumps(said | {"code": {**said["code"], **own}}))
         seal(each)
-    line = "algorithm.advantages, algorithm.loss, algorithm.preset: its file is another, "
+    line = "algorithm.advantages, algorithm.loss, algorithm.preset: another file, "
     shown = told(capsys, run.path, other.path)
-    assert f"  {line}{'a' * 16} → {'b' * 16}\n" in shown and shown.count("its file is another, ") == 1
+    assert f"  {line}{'a' * 16} → {'b' * 16}\n" in shown and shown.count("another file, ") == 1
 
 
 @pytest.mark.parametrize("what", ["prompt", "longer prompt", "length"])
@@ -256,7 +256,7 @@ def test_another_first_model_and_other_code_are_named(
     path.write_text(json.dumps(said | {"code": {**said["code"], "rollout.reward": "f" * 16}}))
     seal(other)
     assert diff(run.path, other.path, ignore=[], plot=None)
-    assert re.search(r"and yet the code of step 5 differs .*:\n  rollout.reward: .* → f{16}\n", capsys.readouterr().out)
+    assert re.search(r"but the code of step 5 differs .*:\n  rollout.reward: .* → f{16}\n", capsys.readouterr().out)
     change_stage(other, 1, "advantages", 0, generated_at(other, 1, 0), 0.5)
     path = other.checkpoints / "step-000000" / "checkpoint.json"
     said = json.loads(path.read_text())
@@ -539,7 +539,7 @@ def test_a_configuration_that_changed_nothing_is_noted(
     seal(other)
     assert diff(run.path, other.path, ignore=[], plot=None)
     shown = capsys.readouterr().out
-    assert "every stage of every step agrees.\nand yet the configuration of step 3 differs (first → second):\n" in shown
+    assert "every stage of every step agrees.\nbut the configuration of step 3 differs (first → second):\n" in shown
     assert "  training.lr: 0.001 → 0.002\n" in shown
     assert diff(run.path, other.path, ignore=["lr"], plot=None)
     assert "and yet" not in capsys.readouterr().out

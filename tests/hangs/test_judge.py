@@ -106,7 +106,7 @@ def test_ranks_that_all_receive_in_different_loops_expect_different_numbers_of_m
     assert apart.pattern == "send/receive cycle"  # no rank has left a loop: each is in its own branch
     verdict = judge(Snapshot(processes=(receiving(0, 4, 1), receiving(1, 2, 0)), sources={"train.py": source}))
     assert (verdict.pattern, verdict.ranks) == ("pipeline micro-batch mismatch", (0, 1))
-    assert "Rank 0 has left the loop at train.py:1 in which rank 1 still is" in verdict.explanation
+    assert "Rank 0 has left the loop at train.py:1. Rank 1 is still in it." in verdict.explanation
 
 
 def test_a_job_that_has_ended_does_not_hang() -> None:
