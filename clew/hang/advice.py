@@ -13,7 +13,7 @@ from clew.hang.verdict import SOUND, Actor, Verdict
 
 AGAIN = "A restart will hang again at the same place, unless the data or random numbers lead elsewhere."
 UNLESS = "A restart will hang again unless what it waits for is there by then."
-CHANCE = "A restart goes on if it was chance who came first, and hangs again if the same steps lead here."
+CHANCE = "A restart goes on if only chance led to this order, and hangs again if the same steps lead here."
 RESTART = {
     "missing rank": AGAIN,
     "collective mismatch": AGAIN,
