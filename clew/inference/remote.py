@@ -173,8 +173,11 @@ class RemoteEngine:
 
     def holds(self, ref: WeightRef) -> bool:
         """Return whether it serves these weights. A server that ran already may hold any until it has loaded some."""
-        attached = isinstance(self.process, AttachedServer)
-        return self.core.version == ref.version and not (attached and self._loaded is None)
+        return self.core.version == ref.version and not (self._attached and self._loaded is None)
+
+    @property
+    def _attached(self) -> bool:
+        return isinstance(self.process, AttachedServer)
 
     def _unless_over(self, request: GenerateRequest, completion: Completion) -> Completion:
         """Return an aborted completion, marked as stopped if its last token ends it, so that nobody continues it.
@@ -363,20 +366,20 @@ class RemoteEngine:
         reporter.set(engine=kind, engine_command=[] if self._launch is None else self._launch.command)
         loop = asyncio.get_running_loop()
         began = loop.time()
-        silence, attached, warned, resumed = "", isinstance(self.process, AttachedServer), False, False
+        silence, warned, resumed = "", False, False
         with waiting(
             f"{kind} at {backend.address} to start",
             unblocks=kind,
             numbers=lambda: f"{silence}; its log: {self.process.log}",
         ):
-            while silence := await self._silence(refuse=attached):
+            while silence := await self._silence(refuse=self._attached):
                 if ended := self.process.ended():
                     raise EngineError(f"{kind} did not start: it {ended}")
-                if attached and not resumed and await self._answers():
+                if self._attached and not resumed and await self._answers():
                     resumed = True
                     log.warning("%s at %s answers, and generates nothing: it is resumed", kind, backend.address)
                     await self._resumed()
-                elif attached and not warned:
+                elif self._attached and not warned:
                     warned = True
                     log.warning(
                         "nothing serves at %s yet (%s): waiting. Is this the host:port of %s, and is it running?",
@@ -386,7 +389,7 @@ class RemoteEngine:
                     )
                 reporter.set(doing=f"waiting for {kind} at {backend.address} to start ({loop.time() - began:.0f} s)")
                 await asyncio.sleep(POLL_S)
-        if attached:
+        if self._attached:
             await self._resumed()
         for lack in await backend.prepare():
             log.warning("%s at %s: %s", kind, backend.address, lack)
