@@ -145,7 +145,7 @@ class Sampling(Section):
     )
     stop: list[str] = Field(default_factory=list, description="Strings that end a response.")
     stop_token_ids: list[int] | None = Field(
-        default=None, description="Token IDs that end a response; null: the tokenizer's end and pad tokens."
+        default=None, description="Token IDs that end a response; null: the end tokens of tokenizer and model."
     )
 
     @model_validator(mode="after")

@@ -114,10 +114,15 @@ def _contradiction(params: SamplingParams) -> str | None:
 
 
 def default_stop_ids(generation_config: Any, tokenizer: Any, vocab: int) -> tuple[int, ...]:
-    """Return the tokenizer's end and pad tokens, and the generation config's end tokens, if the model can draw them."""
+    """Return the end tokens of the tokenizer and of the generation config, if the model can draw them.
+
+    Its pad token ends a sequence only if the tokenizer has no end token, as in `clew.training.demonstrations`: vLLM,
+    SGLang and transformers go on behind a pad token.
+    """
     ids: set[int] = set()
     if tokenizer is not None:
-        ids |= {token for token in (tokenizer.eos_token_id, tokenizer.pad_token_id) if token is not None}
+        end = tokenizer.pad_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+        ids |= set() if end is None else {end}
     named = generation_config.eos_token_id
     ids |= set(named if isinstance(named, list) else [] if named is None else [named])
     return tuple(sorted(token for token in ids if 0 <= token < vocab))

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
+from transformers import GenerationConfig
 
 from clew.errors import EngineError
 from clew.inference import attention
@@ -26,11 +27,11 @@ from clew.inference.engine_core import Core
 from clew.inference.local import LocalEngine
 from clew.inference.protocol import Completion, GenerateRequest, SamplingParams
 from clew.inference.reference import ReferenceEngine
-from clew.inference.request_checks import matched_stop
+from clew.inference.request_checks import default_stop_ids, matched_stop
 from clew.inference.resubmit import generate_through_aborts
 from clew.models.loading import load_model, load_tokenizer
 from clew.record.weights import DIGEST_KEY, WeightRef
-from tests.models import ATTENTION_FAMILIES, tiny_model, tiny_tokenizer
+from tests.models import ATTENTION_FAMILIES, VOCAB, tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")
 Asked = list[tuple[list[int], SamplingParams]]
@@ -287,8 +288,16 @@ def test_end_tokens_that_the_model_lacks_are_left_out(tmp_path: Path) -> None:
     model = load_model(str(path), "float32", CPU)
     model.generation_config.eos_token_id = [1, 5000]
     engine = build_engine(model, load_tokenizer(str(path)))
-    assert engine.default_stop_ids == (0, 1)
+    assert engine.default_stop_ids == (1,)
     assert len(run(engine, [([7, 8], SamplingParams(max_new_tokens=9, min_new_tokens=9))])[0].output_ids) == 9
+
+
+def test_a_pad_token_ends_a_sequence_only_if_there_is_no_end_token(tmp_path: Path) -> None:
+    path = folder_with(tmp_path)
+    generation_config, tokenizer = GenerationConfig(eos_token_id=None), load_tokenizer(str(path))
+    assert default_stop_ids(generation_config, tokenizer, VOCAB) == (tokenizer.eos_token_id,)
+    tokenizer.eos_token = None
+    assert default_stop_ids(generation_config, tokenizer, VOCAB) == (tokenizer.pad_token_id,)
 
 
 @pytest.mark.parametrize("threaded", [False, True])
