@@ -503,16 +503,17 @@ def _keeps_none(process: Process, sources: Mapping[str, str], moved: Mapping[str
 
 
 def keeps_nothing(process: Process, sources: Mapping[str, str]) -> str:
-    """Return the counter of rounds of a `while` that ends when enough is kept and has kept nothing so far; else ""."""
+    """Return the counter of rounds of a loop that ends when enough is kept and has kept nothing so far; else ""."""
     for frame in process.main.frames if process.main else ():
         text = sources.get(frame.file, "")
-        loop = source.outermost_loop(text, frame.line)
-        if not isinstance(loop, ast.While) or loop is not source.loop_at(text, frame.line):
-            continue  # a loop within another one may count its rounds for several batches
+        loop, outer = source.loop_at(text, frame.line), source.outermost_loop(text, frame.line)
+        if loop is None or outer is None:
+            continue
         every = [f.locals for t in _mains_of(process) for f in t.frames if f.function == frame.function]
-        tested = (name for name in frame.locals if KEPT.search(name) and name in ast.unparse(loop.test))
-        kept = next((name for name in tested if {each.get(name) for each in every} == {"0"}), "")
-        for name in source.counted(loop) if kept else ():
+        tested = ast.unparse(loop.test) if isinstance(loop, ast.While) else ""
+        goals = {name for name in frame.locals if KEPT.search(name) and name in tested} | source.collected(loop)
+        kept = next((name for name in sorted(goals) if {each.get(name) for each in every} == {"0"}), "")
+        for name in source.rounds(loop, outer) if kept else ():
             values = [int(each[name]) for each in every if each.get(name, "").isdigit()]
             if values and values[0] < values[-1] >= BARREN:
                 return f"{frame.name}.{name} (beside {kept})"

@@ -33,6 +33,8 @@ REPORTS = re.compile(r"\.(write|writelines|write_text|dump|dumps|send|sendto|log
 """Calls by which a heartbeat tells others that its process is alive."""
 UNLIMITED = re.compile(r"\.(get|wait|acquire|read)$")
 """Calls that do not poll unless they have an argument, such as a timeout."""
+GROWS = ("append", "extend", "add", "update", "appendleft")
+"""Methods by which a collection grows."""
 Loop = ast.While | ast.For | ast.AsyncFor
 MOST_MEMBERS = 100_000
 """Largest integer that is evaluated: a larger range would only cost memory."""
@@ -213,6 +215,40 @@ def counted(loop: ast.AST) -> set[str]:
     """Return the names and attributes that a loop counts up or down, such as `tries` in `tries += 1`."""
     targets = (node.target for node in ast.walk(loop) if isinstance(node, ast.AugAssign))
     return {dotted(each).rpartition(".")[2] for each in targets if isinstance(each, (ast.Name, ast.Attribute))}
+
+
+def collected(loop: Loop) -> set[str]:
+    """Return the numbers that a loop compares to know that it has enough, and makes grow: len(batch), or accepted.
+
+    A loop that sleeps, or passes over an exception, has none: its rounds may be attempts that brought nothing.
+    """
+    tests = [loop.test] if isinstance(loop, ast.While) else []
+    grown = counted(loop)
+    for node in ast.walk(loop):
+        if isinstance(node, ast.If) and isinstance(node.body[-1], (ast.Break, ast.Return)):
+            tests.append(node.test)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in GROWS:
+            grown.add(dotted(node.func.value).rpartition(".")[2])
+        elif isinstance(node, ast.ExceptHandler) and not isinstance(node.body[-1], ast.Raise):
+            return set()
+    if any(name.endswith("sleep") for name in calls_of(loop)):
+        return set()
+    sides = (
+        s for test in tests for c in ast.walk(test) if isinstance(c, ast.Compare) for s in (c.left, *c.comparators)
+    )
+    return {t for t in map(ast.unparse, sides) if t.removeprefix("len(").rstrip(")").rpartition(".")[2] in grown}
+
+
+def rounds(loop: Loop, outer: Loop) -> set[str]:
+    """Return the names that count the rounds of a loop, and begin anew each time that the outer one enters it."""
+    if isinstance(loop, ast.While):
+        names = counted(loop)
+        before = [node for node in outer.body if isinstance(node, ast.Assign) and node.lineno < loop.lineno]
+        stored = {each.id for node in before for each in ast.walk(node) if isinstance(each, ast.Name)}
+        return names if loop is outer else names & stored
+    counts = isinstance(loop.iter, ast.Call) and re.search(r"(range|enumerate|count)$", dotted(loop.iter.func))
+    target = loop.target.elts[0] if isinstance(loop.target, ast.Tuple) else loop.target
+    return {target.id} if counts and isinstance(target, ast.Name) else set()
 
 
 def goes_on_for_ever(loop: ast.AST) -> bool:

@@ -263,13 +263,35 @@ def test_a_launcher_whose_ranks_were_not_there_yet_is_no_job_without_stacks() ->
     assert "Only the launcher was seen" in verdict.explanation
 
 
-@pytest.mark.parametrize("last, kept, pattern", [(140, 0, "rollout blocked"), (140, 1, "healthy"), (40, 0, "healthy")])
-def test_a_loop_that_keeps_nothing_in_many_rounds_never_fills_its_batch(last: int, kept: int, pattern: str) -> None:
-    text = "def fill(n):\n    while len(kept) < n:\n        num_gen_batches += 1\n        generate()\n"
+FILLS = (
+    "def fill(n):\n    while len(rows) < n:\n        num_gen += 1\n        one = generate()\n        rows.append(one)\n",
+    "def fill(n):\n    for num_gen in count():\n        if len(rows) >= n: break\n        one = generate()\n"
+    "        if one: rows.append(one)\n",
+    "def fill(n):\n  while True:\n    rows, num_gen = [], 0\n    while len(rows) < n:\n      num_gen += generate()\n"
+    "      rows += []\n",
+)
+WAITS = (
+    "def fill(n):\n    while len(rows) < n:\n        num_gen += 1\n        generate()\n        done = 0\n",
+    "def fill(n):\n    while len(rows) < n:\n        num_gen += 1\n        rows.extend(poll())\n        time.sleep(1)\n",
+)
+
+
+@pytest.mark.parametrize(
+    "text, last, kept, pattern",
+    [
+        *((text, 140, 0, "rollout blocked") for text in FILLS),
+        *((text, 140, 1, "healthy") for text in FILLS),
+        *((text, 40, 0, "healthy") for text in FILLS),
+        *((text, 140, 0, "healthy") for text in WAITS),
+    ],
+)
+def test_a_loop_that_keeps_nothing_in_many_rounds_never_fills_its_batch(
+    text: str, last: int, kept: int, pattern: str
+) -> None:
     looks = []
     for n in range(6):
-        values = {"len(kept)": str(kept), "num_gen_batches": str(last - 5 + n), "n": "4"}
-        frame = Frame(function="fill", file="train.py", line=4, locals=values)
+        values = {"len(rows)": str(kept), "num_gen": str(last - 5 + n), "n": "4"}
+        frame = Frame(function="fill", file="train.py", line=5, locals=values)
         thread = Thread(name="MainThread", os_id=100, frames=(frame,))
         looks.append(Look(at=0.5 * n, state="S", switches=7 + n, threads=(thread,)))
     filling = replace(rank(0, 8), rank=None, world=None, looks=tuple(looks))
