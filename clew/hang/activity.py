@@ -100,6 +100,8 @@ class Activity:
     """Ranks of the group; None for the default group, or if they are not known."""
     peers: tuple[int, ...] = ()
     """Ranks that a send or recv waits for."""
+    tag: str = ""
+    """Tag of a send or recv."""
     shape: tuple[int, ...] = ()
     """Sizes of the tensor that a collective or message was called with."""
     root: str = ""
@@ -319,7 +321,8 @@ def _distributed(base: Activity, place: Place) -> Activity | None:
             peer = outer.locals.get("src" if way == "recv" else "dst", "")
             if not peer.isdigit():
                 peer = outer.locals.get("group_src" if way == "recv" else "group_dst", "")
-            return replace(found, kind=way, peers=(int(peer),) if peer.isdigit() else ())
+            peers = (int(peer),) if peer.isdigit() else ()
+            return replace(found, kind=way, peers=peers, tag=outer.locals.get("tag", ""))
         roots = (outer.locals.get(name, "") for name in ("src", "dst", "group_src", "group_dst"))
         return replace(found, kind="collective", root=next((each for each in roots if each.isdigit()), ""))
     if any("p2p" in frame.name and "/distributed/pipelining/" in frame.file for frame in inside):

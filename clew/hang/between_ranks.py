@@ -251,10 +251,15 @@ def _drifted(ranks: list[Actor]) -> tuple[str, list[Actor], str] | None:
     return None
 
 
+def _sentences(actors: list[Actor]) -> str:
+    """Return what the first four of some processes do, a sentence about each."""
+    return " ".join(f"{a.says[:1].upper()}{a.says[1:]}." for a in actors[:4])
+
+
 def cycle(culprits: list[Actor], waiters: list[Actor], sources: Mapping[str, str]) -> Verdict:
     """Judge ranks that wait for one another: cleanup, messages, crossed groups, or different collectives."""
     kinds = {a.activity.kind for a in culprits}
-    told = " ".join(f"{a.says}." for a in culprits[:4])
+    told = _sentences(culprits)
     cleaning = [a for a in culprits if a.activity.cleanup or a.activity.kind == "destroy"]
     # A `finally` or `__exit__` may hide an exception, because a collective in it waits for ranks that still train.
     if cleaning and len(cleaning) < len(culprits):
@@ -270,10 +275,7 @@ def cycle(culprits: list[Actor], waiters: list[Actor], sources: Mapping[str, str
     inside = [a for a in culprits if a.activity.kind in DISTRIBUTED]
     if apart := [a for a in culprits if a not in inside]:
         who = f"ranks {names(inside)}, which wait" if len(inside) > 1 else f"rank {names(inside)}, which waits"
-        why = (
-            f"{' '.join(f'{a.says}.' for a in apart[:4])} That can only be ended by {who} for rank {names(apart)} in "
-            f"{inside[0].activity.op}."
-        )
+        why = f"{_sentences(apart)} That can only be ended by {who} for rank {names(apart)} in {inside[0].activity.op}."
         return verdict_about("missing rank", apart, why, [*inside, *waiters], structural=True)
     # Sender and receiver have met, but expect different sizes.
     if len(kinds) == 2 and kinds == set(MESSAGES) and len(culprits) == 2 and (found := _other_shapes(culprits)):
@@ -287,7 +289,9 @@ def cycle(culprits: list[Actor], waiters: list[Actor], sources: Mapping[str, str
             why = f"Every one of ranks {names(culprits)} receives, and none sends to it. {parted[1]} {told}"
         else:
             pattern = "send/receive cycle"
-            why = f"Ranks {names(culprits)} wait for one another in send and recv, so none of them proceeds. {told}"
+            tags = {a.activity.tag for a in culprits if a.activity.tag.isdigit()}
+            apart = f" Their tags differ: {' and '.join(sorted(tags))}." if len(kinds) == 2 and len(tags) == 2 else ""
+            why = f"Ranks {names(culprits)} wait for one another in send and recv, so none proceeds.{apart} {told}"
         found = verdict_about(pattern, culprits, why, waiters, structural=True)
         return found.at(*(_site(frame) for frame in callers.values()))
     # A stage of a pipeline has gone on to a collective while its neighbour still exchanges micro-batches.

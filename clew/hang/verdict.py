@@ -132,8 +132,10 @@ class Actor:
             return f"{self.process.label} has ended {self.process.exit}".rstrip()
         if self.stopped:
             return f"{self.process.label} is stopped"
+        way = "to" if one.kind == "send" else "from"
+        peer = f" {way} rank {ranges(one.peers)}" if one.peers else ""
         what = (
-            f"is in {one.op} of group {one.group}"
+            f"is in {one.op}{peer} of group {one.group}"
             if one.kind in ("collective", *MESSAGES)
             else (f"is in {one.op}" if one.kind in DISTRIBUTED else words_of(one))
         )
@@ -158,7 +160,7 @@ def verdict_about(pattern: str, culprits: Sequence[Actor], why: str, others: Seq
         ranks=tuple(sorted({a.rank for a in culprits if a.rank is not None})),
         pids=tuple(sorted(a.pid for a in culprits)),
         sites=tuple(sorted(sites)),
-        explanation=why,
+        explanation=why[:1].upper() + why[1:],
         evidence=tuple(a.says for a in [*culprits, *(o for o in others if o not in culprits)])[:12],
         **more,
     )
