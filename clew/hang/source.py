@@ -26,7 +26,7 @@ POLLS = re.compile(
     r"(^|\.)(sleep|time|monotonic|perf_counter|get|get_nowait|exists|is_file|isfile|isdir|is_dir|empty|qsize|is_set|"
     r"wait|print|info|warning|debug|error|urlopen|read|read_text|open|json|load|loads|poll|is_alive|len|acquire|glob|stat|"
     r"getsize|getmtime|listdir|scandir|iterdir|flush|check|test|join|int|str|float|max|min|any|all|list|sorted|append|"
-    r"done|locked|strip|split|endswith|startswith|format|round|getpid)$"
+    r"done|locked|strip|split|endswith|startswith|format|round|getpid|execute|fetchone|fetchall)$"
 )
 """Calls of a loop that only asks again and again."""
 REPORTS = re.compile(r"\.(write|writelines|write_text|dump|dumps|send|sendto|log|set|touch)$")
@@ -334,9 +334,12 @@ def retries(loop: ast.AST) -> bool:
 
 
 def heartbeat(text: str, line: int) -> bool:
-    """Return whether a line is in a `while True` that never ends and only sleeps and reports."""
+    """Return whether a line is in a loop that only sleeps and reports, for ever or until an event is set."""
     loop = loop_at(text, line)
-    if not isinstance(loop, ast.While) or not isinstance(loop.test, ast.Constant):
+    if not isinstance(loop, ast.While):
+        return False
+    until = next((dotted(node.func) for node in ast.walk(loop.test) if isinstance(node, ast.Call)), "")
+    if not isinstance(loop.test, ast.Constant) and not until.endswith((".wait", ".is_set")):
         return False
     leaves = any(isinstance(node, (ast.Break, ast.Return, ast.Raise)) for node in ast.walk(loop))
     return not leaves and polls(loop, text, also=REPORTS)

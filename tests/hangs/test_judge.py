@@ -299,6 +299,29 @@ def test_a_loop_that_keeps_nothing_in_many_rounds_never_fills_its_batch(
     assert verdict.pattern == pattern
 
 
+@pytest.mark.parametrize("call, pattern", [("db.execute(LATEST).fetchone()", "external wait"), ("work()", "healthy")])
+def test_a_loop_that_asks_a_database_polls_beside_a_heartbeat_that_writes(call: str, pattern: str) -> None:
+    text = (
+        f"def latest():\n    return {call}\nwhile latest() < want:\n    time.sleep(0.2)\n"
+        "def beat():\n    while not stop.wait(0.5):\n        report()\ndef report():\n    db.execute(BEAT)\n"
+    )
+
+    def at(function: str, line: int) -> Frame:
+        return Frame(function=function, file="train.py", line=line)
+
+    waits = Frame(function="Event.wait", file="/usr/lib/python3.11/threading.py", line=1)
+    looks = []
+    for n in range(6):
+        frames = (at("latest", 2), at("<module>", 3)) if n == 2 else (at("<module>", 4),)
+        threads = (
+            Thread(name="MainThread", os_id=100, frames=frames),
+            Thread(name="beat", os_id=101, frames=(waits, at("beat", 6))),
+        )
+        looks.append(Look(at=0.5 * n, state="S", switches=7 + n, written=4096 * n, threads=threads))
+    asking = replace(rank(0, 4), rank=None, world=None, looks=tuple(looks))
+    assert judge(Snapshot(processes=(asking,), seconds=3.0, sources={"train.py": text})).pattern == pattern
+
+
 def test_a_list_of_an_attribute_that_grows_is_accepted_work() -> None:
     looks = []
     for n in range(6):
