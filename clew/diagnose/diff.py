@@ -24,8 +24,8 @@ from clew.diagnose import causes
 from clew.diagnose.causes import Pair, is_ignored, print_list
 from clew.diagnose.stages import chain_holds, suggestions
 from clew.errors import ConfigError, RecordError
-from clew.loop import tolerances as differences
-from clew.loop.tolerances import EXACT, TOLERANCES, Difference, Tolerance
+from clew.loop import differences
+from clew.loop.differences import EXACT, TOLERANCES, Difference, Tolerance
 from clew.printing import common_length, few, print
 from clew.reading import RESTORE, flat, read_json, read_yaml
 from clew.record.bundle import opened

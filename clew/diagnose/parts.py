@@ -16,7 +16,7 @@ from clew.algorithms.rewards import centred
 from clew.console import tracked
 from clew.diagnose.stages import check_aligned, read_batch_with_warning, warn_if_altered
 from clew.errors import TrainingError
-from clew.loop.tolerances import STAGES
+from clew.loop.differences import STAGES
 from clew.printing import print
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory

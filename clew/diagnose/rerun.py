@@ -17,7 +17,7 @@ from clew.config import Algorithm, Config
 from clew.console import progress, tracked
 from clew.diagnose.stages import WITHOUT_MODEL, chain_holds, check_stages, suggestions
 from clew.errors import ConfigError, Interrupted, RecordError
-from clew.loop.tolerances import TOLERANCES, Difference, DifferenceFound
+from clew.loop.differences import TOLERANCES, Difference, DifferenceFound
 from clew.printing import print
 from clew.record.bundle import opened
 from clew.record.run import RunDirectory

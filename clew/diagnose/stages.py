@@ -13,9 +13,9 @@ from typing import Any
 
 from clew.config import Algorithm
 from clew.errors import ConfigError, RecordError
-from clew.loop import tolerances as differences
+from clew.loop import differences
+from clew.loop.differences import EXACT, TOLERANCES, Difference, DifferenceFound
 from clew.loop.recompute import COMPUTED, suspected
-from clew.loop.tolerances import EXACT, TOLERANCES, Difference, DifferenceFound
 from clew.printing import few, print
 from clew.reading import flat
 from clew.record import chain

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from clew.loop import tolerances as differences
+from clew.loop import differences
+from clew.loop.differences import EXACT, TOLERANCES, Difference, Tolerance
 from clew.loop.recompute import COMPUTED, suspected
 from clew.loop.step_summary import environment, facts_of
-from clew.loop.tolerances import EXACT, TOLERANCES, Difference, Tolerance
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
 from clew.record.steps import Stages
