@@ -29,7 +29,7 @@ class Inference(Protocol):
         """Return a context manager inside which inference is paused, and the memory of its cache is free."""
         ...
 
-    def pause(self) -> None:
+    def let_rollout_run(self) -> None:
         """Give rollout some time, while the trainer waits for a batch or an evaluation."""
         ...
 

@@ -76,7 +76,7 @@ class EngineHere:
         finally:
             self._ask(self._engine.resume_memory())
 
-    def pause(self) -> None:
+    def let_rollout_run(self) -> None:
         """Let rollout run until it has finished at least one group or evaluation."""
         turn = self._loop.create_task(self._runner.advance())
         try:
