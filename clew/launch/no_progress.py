@@ -17,7 +17,7 @@ from typing import Any
 
 from clew.config import Config
 from clew.errors import LaunchError
-from clew.launch.ranks import tell
+from clew.launch.ranks import report_failure
 from clew.printing import print
 from clew.processes import PARENT_VARIABLE
 from clew.record.run import RunDirectory
@@ -202,7 +202,7 @@ def _watch_until(config: Config, end: threading.Event) -> None:
             continue
         text = f"no progress for {hang.quiet_s:.0f} s: {hang.pattern}. {hang.explanation} (report: {hang.report})"
         ends = hang.started and config.hang.action != "warn" and not end.is_set()
-        if not ends or not tell(LaunchError(text)):
+        if not ends or not report_failure(LaunchError(text)):
             print(f"clew: {text}" if ends else f"warning: {text}", file=sys.stderr, flush=True)
         if ends:
             os._exit(2)  # the main thread is stuck in a wait, and cannot be asked to end
