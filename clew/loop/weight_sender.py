@@ -40,7 +40,7 @@ TRIES = 3
 """Number of broadcasts after which a server that did not receive one is given up."""
 
 
-class Sender:
+class WeightSender:
     """The trainer's end of broadcasts."""
 
     def __init__(self, config: Config, control: ServerControl) -> None:
