@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from clew.hang.observed import APART, Process, Thread
+from clew.hang.observed import PIDS_PER_NODE, Process, Thread
 
 Stack = tuple[str, ...]
 Classes = dict[Stack, tuple[tuple[int, int], ...]]
@@ -60,7 +60,7 @@ def in_words(pairs: Iterable[tuple[int, int]]) -> str:
     said = []
     for first, last in pairs:
         if first < 0:
-            said += [f"pid {-number % APART}" for number in range(first, last + 1)]
+            said += [f"pid {-number % PIDS_PER_NODE}" for number in range(first, last + 1)]
         else:
             said.append(str(first) if first == last else f"{first}-{last}")
     return ", ".join(said)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-APART = 10_000_000
+PIDS_PER_NODE = 10_000_000
 """Offset between the pids of merged nodes, because two nodes may use the same pid."""
 NO_PYTHON = "no Python was found"
 """Beginning of the error in a look at a program that is not Python."""
@@ -209,7 +209,7 @@ class Process:
     @property
     def label(self) -> str:
         """Return how a report names the process."""
-        pid = f"pid {self.pid % APART}" + (f" on {self.host}" if self.pid > APART and self.host else "")
+        pid = f"pid {self.pid % PIDS_PER_NODE}" + (f" on {self.host}" if self.pid > PIDS_PER_NODE and self.host else "")
         if self.rank is not None:
             return f"rank {self.rank} ({pid})"
         return f"{self.name} ({pid})" if self.name else pid

@@ -11,7 +11,7 @@ from typing import Any
 
 from clew.hang.classes import Classes, classes_of, in_words, ranges
 from clew.hang.judge import Actor, Verdict, actors_of, judge
-from clew.hang.observed import APART, Snapshot
+from clew.hang.observed import PIDS_PER_NODE, Snapshot
 from clew.hang.reduce import reduced, to_judge
 
 CONTEXT = 2
@@ -59,14 +59,14 @@ class Report:
 
     @property
     def next(self) -> str:
-        # Pids of merged nodes are shifted by multiples of APART: print them as their node numbers them.
-        shifted = {str(actor.pid) for actor in self.actors if actor.pid > APART}
-        return re.sub(r"\d+", lambda n: str(int(n[0]) % APART) if n[0] in shifted else n[0], self.verdict.next)
+        # Pids of merged nodes are shifted by multiples of PIDS_PER_NODE: print them as their node numbers them.
+        shifted = {str(actor.pid) for actor in self.actors if actor.pid > PIDS_PER_NODE}
+        return re.sub(r"\d+", lambda n: str(int(n[0]) % PIDS_PER_NODE) if n[0] in shifted else n[0], self.verdict.next)
 
     @property
     def pids(self) -> list[int]:
         """Return the processes at fault, as their nodes number them."""
-        return [pid % APART for pid in self.verdict.pids]
+        return [pid % PIDS_PER_NODE for pid in self.verdict.pids]
 
     @property
     def hosts(self) -> list[str]:
@@ -164,7 +164,7 @@ class Report:
 def _described(actor: Actor) -> dict[str, Any]:
     one = actor.activity
     return {
-        "pid": actor.pid % APART,
+        "pid": actor.pid % PIDS_PER_NODE,
         "rank": actor.rank,
         "host": actor.process.host,
         "role": actor.role,

@@ -22,7 +22,7 @@ from clew.errors import EngineError
 from clew.inference.embedded import build_engine
 from clew.inference.engine_core import Core, Finished
 from clew.inference.loading import weights_of
-from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, Parts, Timings
+from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, Timings, UpdateTimer
 from clew.inference.weight_group import MemberLost, joined, received
 from clew.models.loading import check_vocabulary, load_model, load_tokenizer, pick_device
 from clew.models.vision import load_vision
@@ -102,7 +102,7 @@ class LocalEngine:
         If the engine `waits`, queued requests are returned as aborted, even if the load is then refused. Requests in
         flight end before the load, and new ones wait until after it.
         """
-        clock = Parts()
+        clock = UpdateTimer()
 
         def load() -> None:
             weights = weights_of(self.core.model, ref, self.core.received)  # refuses before anything is aborted
@@ -126,7 +126,7 @@ class LocalEngine:
 
     async def receive_weights(self, sent: Broadcast) -> Timings:
         """Receive the trainer's broadcast, and keep it for `load_weights`. The engine keeps serving meanwhile."""
-        clock = Parts()
+        clock = UpdateTimer()
 
         def receive() -> dict[str, torch.Tensor]:
             device = next(self.core.model.parameters()).device

@@ -33,7 +33,7 @@ No request is served meanwhile, except while `LocalEngine` receives.
 """
 
 
-class Parts:
+class UpdateTimer:
     """A stopwatch for the parts of a weight update."""
 
     def __init__(self) -> None:

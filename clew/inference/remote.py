@@ -24,7 +24,7 @@ from clew.config import Config, server_token
 from clew.errors import EngineError, ModelError, described
 from clew.inference.backend import Backend, Launch, leaves
 from clew.inference.client import FROZEN_S, HEALTH_S
-from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, Parts, Timings
+from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, Timings, UpdateTimer
 from clew.inference.request_checks import PROBE_TOLERANCE, ServedModel, matched_stop
 from clew.inference.server_process import AttachedServer, ServerProcess
 from clew.inference.sglang import SGLangEngine
@@ -244,13 +244,13 @@ class RemoteEngine:
         return clock.seconds
 
     @asynccontextmanager
-    async def _updating(self, version: int) -> AsyncIterator[Parts]:
+    async def _updating(self, version: int) -> AsyncIterator[UpdateTimer]:
         """Abort all requests, and hold new ones back for as long as the block runs, and after it until `_open`.
 
         If the block fails, nothing is served until a load succeeds.
         """
         async with self._changing:
-            clock = Parts()
+            clock = UpdateTimer()
             try:
                 with waiting(f"weights of version {version}", unblocks=self._backend.kind):
                     if self._waits and not self.paused:

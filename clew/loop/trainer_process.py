@@ -52,10 +52,10 @@ class EngineHere:
         """Load the engine and prepare rollout, which runs in `loop`."""
         from clew.inference.local import load_engine
         from clew.rollout.process import gateway_for, make_runner
-        from clew.rollout.setup import side_by_side
+        from clew.rollout.setup import max_running_of
 
         self._loop = loop
-        self._engine = load_engine(config, max_running=side_by_side(config))
+        self._engine = load_engine(config, max_running=max_running_of(config))
         newest = run.newest_weights()
         if newest is not None and newest.exists():  # an evaluation of that version may not be complete
             self._loop.run_until_complete(self._engine.load_weights(newest))

@@ -185,7 +185,7 @@ class Stress:
             self._confirming.append(await self._stage.wave("confirm", jobs, len(jobs)))
             await self._sample()
 
-    async def _watch_state(self) -> tuple[shared.State, list[shared.Change], Uses]:
+    async def _watch_state(self) -> tuple[shared.State, list[shared.ObjectChange], Uses]:
         """Run the waves that are examined after each step."""
         self._process.look()
         state = shared.State(self._agent, self._stage.code)
@@ -247,7 +247,7 @@ class Stress:
         self._samples.append(await self._sampler.sample(self._stage.episodes))
 
     async def _judge(
-        self, state: shared.State, changes: Sequence[shared.Change], uses: Uses
+        self, state: shared.State, changes: Sequence[shared.ObjectChange], uses: Uses
     ) -> tuple[list[Verdict], list[str]]:
         """Return all verdicts, and notes on what could not be judged."""
         stage, crowd, again = self._stage, self._waves[3], self._waves[4]

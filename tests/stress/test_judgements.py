@@ -37,7 +37,7 @@ from clew.stress.repeat import Told
 from clew.stress.report import Report, parts
 from clew.stress.requests import Request, Requests
 from clew.stress.serial import Crowd, Waits
-from clew.stress.shared import Change
+from clew.stress.shared import ObjectChange
 from clew.stress.standin import StandIn, byte_tokenizer, offered_tools
 from clew.stress.steps import Episode
 from clew.stress.variables import Sources, Uses
@@ -288,7 +288,7 @@ def episodes() -> tuple[Episode, Episode]:
     return first, second
 
 
-def changes_of(agent: Any, steps: list[tuple[Episode, Any]]) -> list[Change]:
+def changes_of(agent: Any, steps: list[tuple[Episode, Any]]) -> list[ObjectChange]:
     state = shared.State(agent, Code(agent))
     for episode, change in steps:
         change(agent)
