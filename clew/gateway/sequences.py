@@ -20,7 +20,7 @@ import numpy as np
 
 from clew.gateway.episode_engine import EpisodeEngine
 from clew.gateway.interactions import Interaction
-from clew.inference.protocol import moved
+from clew.inference.protocol import shift_spans
 from clew.record.rows import Sequence
 
 
@@ -74,7 +74,7 @@ def reported(sequence: SequenceABC[Interaction]) -> dict[str, Any]:
             counts[len(interaction.input_ids) : len(interaction.all_ids)] = list(map(len, masks))
             ids += itertools.chain.from_iterable(masks)
         columns |= {"sampling_mask_counts": counts, "sampling_mask_ids": np.array(ids, np.int32)}
-    spans = [span for each in sequence for span in moved(each.sampled_by, len(each.input_ids))]
+    spans = [span for each in sequence for span in shift_spans(each.sampled_by, len(each.input_ids))]
     experts: np.ndarray | None = None
     for interaction in sequence:  # entry i: the experts chosen when token i was the input
         new = interaction.routed_experts

@@ -120,7 +120,7 @@ def serve_and_fall_in_mid_broadcast(config: Config, number: signal.Signals, **op
             yield bucket
 
     fallen: list[Broadcast] = []
-    whole, local.received = local.received, fall
+    whole, local.receive_buckets = local.receive_buckets, fall
     serve(config, **options)
 
 
@@ -184,7 +184,7 @@ def corrupt(config: Config, **options: Any) -> None:
             next(iter(bucket.values())).view(-1)[0] += 1
             yield bucket
 
-    whole, local.received = local.received, other
+    whole, local.receive_buckets = local.receive_buckets, other
     serve(config, **options)
 
 
@@ -205,7 +205,7 @@ def refuse(config: Config, **options: Any) -> None:
         raise weight_group.MemberLost("this one is odd")
         yield {}
 
-    local.received = none
+    local.receive_buckets = none
     serve(config, **options)
 
 
