@@ -106,7 +106,7 @@ class Fields(BaseModel):
     def _take_known(cls, value: Any, info: ValidationInfo) -> Any:
         if not isinstance(value, dict):
             return value
-        known, notes = _known(cls), info.context
+        known, notes = _field_names(cls), info.context
         given = set_values(**value)
         for name in given:
             if name not in known and given.get("role") != "assistant":  # clients send replies back with extra fields
@@ -178,7 +178,7 @@ class IgnoresUnknown(Fields):
 
 
 @functools.cache
-def _known(model: type[Fields]) -> frozenset[str]:
+def _field_names(model: type[Fields]) -> frozenset[str]:
     """Return the names of a model's fields, and of those that are ignored without a warning."""
     names = (field.alias or name for name, field in model.model_fields.items())
     return frozenset(names) | (BODY_HINTS if issubclass(model, Body) else PART_HINTS)

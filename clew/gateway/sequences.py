@@ -116,13 +116,13 @@ def turn_returns(
     return returns
 
 
-def sequences_of(engine: EpisodeEngine, rewards: dict[str, float], known: dict[str, Any]) -> list[Sequence]:
+def sequences_of(engine: EpisodeEngine, rewards: dict[str, float], columns: dict[str, Any]) -> list[Sequence]:
     """Return the rows of an episode, one for each sequence. Their rewards are the returns of their first interactions.
 
     Args:
         engine: The episode's engine.
         rewards: Reward of the episode as named numbers, whose sum is what is trained on.
-        known: Columns that do not follow from the interactions.
+        columns: Columns that do not follow from the interactions.
     """
     total = math.fsum(rewards.values())
     chains = assemble(engine.interactions, individual=engine.resources.individual)
@@ -147,7 +147,7 @@ def sequences_of(engine: EpisodeEngine, rewards: dict[str, float], known: dict[s
             images=list(chain[-1].images),
             **aligned(chain),
             **reported(chain),
-            **known,
+            **columns,
         )
         for number, chain in enumerate(chains)
     ]

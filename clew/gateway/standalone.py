@@ -161,7 +161,7 @@ class StandaloneGateway:
         if self._run is None or not session.engine.interactions:
             return
         group_id = session.id.partition(".")[0]
-        known = {
+        columns = {
             "group_id": group_id,
             "episode_id": session.id,
             "data": session.data,
@@ -170,7 +170,7 @@ class StandaloneGateway:
             "finished_at": time.time(),
         }
         rewards = {"reward": 0.0 if session.rewards else float("nan")}  # the rewards of interactions are added to it
-        self._run.inbox.put(group_id, sequences_of(session.engine, rewards, known))
+        self._run.inbox.put(group_id, sequences_of(session.engine, rewards, columns))
 
     def launched(self, address: str) -> None:
         """Print how to reach the gateway, in lines that can be pasted into a shell."""
