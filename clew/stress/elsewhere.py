@@ -155,7 +155,7 @@ def judge_elsewhere(
         return [Verdict(kind="fails", what=what, where=failed[0].at, evidence=evidence)], []
     differences = []
     for episodes, requests in elsewhere.tried:
-        differences += repeat.differences(crowd.told, repeat.told_by_episode(episodes, requests))
+        differences += repeat.differences(crowd.behaviour, repeat.behaviour_by_episode(episodes, requests))
     if not differences:
         return [], []
     used = sources.lines_with_sets()
