@@ -175,7 +175,7 @@ def train_here(
         # Only these are raised on every rank: after any other error a rank would wait for the others for ever.
         together = ranks.size == 1 or not isinstance(error, TrainingError) or isinstance(error, GradientError)
         written = run.checkpoint(engine.version).exists()
-        if together and engine.whole and engine.version == run.steps.count() and not written:
+        if together and engine.between_steps and engine.version == run.steps.count() and not written:
             save_checkpoint(run, engine)  # so that it can go on with another configuration
         if isinstance(error, TrainingError):
             raise

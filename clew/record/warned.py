@@ -74,15 +74,15 @@ def read_warnings(path: Path, offset: int = 0) -> tuple[list[Warned], int]:
         return [], offset
     with path.open("rb") as file:
         file.seek(offset)
-        whole, ended, _ = file.read().rpartition(b"\n")
-    found = []
-    for line in whole.splitlines():
+        lines, ended, _ = file.read().rpartition(b"\n")
+    warnings = []
+    for line in lines.splitlines():
         try:
             entry = json.loads(line)
             step, text = entry["step"], str(entry["text"])
             if (named := _STEP.match(text)) is not None:
                 step, text = named[1], text[named.end() :]
-            found.append(
+            warnings.append(
                 Warned(
                     time=float(entry["time"]),
                     process=str(entry["process"]),
@@ -92,7 +92,7 @@ def read_warnings(path: Path, offset: int = 0) -> tuple[list[Warned], int]:
             )
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             continue
-    return found, offset + len(whole) + len(ended)
+    return warnings, offset + len(lines) + len(ended)
 
 
 def kind_of(error: str) -> str:

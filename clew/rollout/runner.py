@@ -322,9 +322,9 @@ class RolloutRunner:
         """Run all evaluation episodes at `version`, which stays the published one until the result is filed."""
         began = time.monotonic()
         n_samples = self._config.eval.n_samples
-        by_temperature = self._resources.at_temperature(self._config.eval.temperature)
+        eval_resources = self._resources.at_temperature(self._config.eval.temperature)
         prompts = await run_concurrently(
-            self._episodes(by_temperature, eval_group_id(version, number), row, n_samples, version)
+            self._episodes(eval_resources, eval_group_id(version, number), row, n_samples, version)
             for number, row in enumerate(self._eval_rows)
         )
         watch = self._failure_watch(self._run.evals)  # its own watch, fed after all episodes have ended

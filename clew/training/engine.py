@@ -130,7 +130,7 @@ class TrainEngine:
         self.ranks = self.policy.ranks
         self.version = 0
         """Number of steps done."""
-        self.whole = True
+        self.between_steps = True
         """True while the weights are those of a whole number of steps; False from a step's first update to its end."""
         self.supervised = supervised
         self.optimizer = Optimizer(self.policy.model, config.training, total_updates=self._total_updates)
@@ -374,7 +374,7 @@ class TrainEngine:
                     continue
                 self.recent_norms.append(done.norms[-1])
                 self.watch("update", {"tokens": tokens, "gradients": self.optimizer.gradients()})
-                self.whole = False
+                self.between_steps = False
                 self.optimizer.update()
         self._digests = None
         done.add_up(self.ranks)
@@ -434,7 +434,7 @@ class TrainEngine:
         if self.critic is None or step.values_S is None or step.returns_S is None:
             return {}
         with self._timed("critic"):
-            self.whole = False
+            self.between_steps = False
             fitted = self.critic.fit(step.tokens, step.plan, step.values_S, step.returns_S, step=self.version)
         self._digests = None
         for gradients, critics in zip(done.gradients, fitted.gradients, strict=True):
@@ -462,7 +462,7 @@ class TrainEngine:
                 f"training.lr than {self.config.training.lr:g}."
             )
         self.version += 1
-        self.whole = True
+        self.between_steps = True
         trained = int(tokens.loss_mask_S.sum())
         metrics = {
             "loss": float(done.loss_S.sum(dtype=np.float64)) / max(1, trained),
