@@ -254,7 +254,7 @@ def snapshot_from(value: dict[str, Any]) -> Snapshot:
 
 def _process_from(value: dict[str, Any]) -> Process:
     looks = tuple(
-        Look(**{**_known(Look, look), "threads": tuple(_thread_from(each) for each in look["threads"])})
+        Look(**{**_fields_of(Look, look), "threads": tuple(_thread_from(each) for each in look["threads"])})
         for look in value["looks"]
     )
     lists = {name: tuple(value[name]) for name in ("command", "listens", "peers", "pipes", "files", "waits")}
@@ -272,11 +272,11 @@ def _process_from(value: dict[str, Any]) -> Process:
         "calls": tuple(Call(**each) for each in value.get("calls", ())),
         "launched": tuple(_launched_from(each) for each in value.get("launched", ())),
     }
-    known = {**_known(Process, value), **lists, **more, **recorded, "looks": looks, "alike": alike, "inside": read}
-    return Process(**known)
+    values = {**_fields_of(Process, value), **lists, **more, **recorded, "looks": looks, "alike": alike, "inside": read}
+    return Process(**values)
 
 
-def _known(kind: type, value: dict[str, Any]) -> dict[str, Any]:
+def _fields_of(kind: type, value: dict[str, Any]) -> dict[str, Any]:
     """Return the fields that a class has: another version of Clew may have written others, too."""
     names = {each.name for each in fields(kind)}
     return {name: each for name, each in value.items() if name in names}
@@ -287,4 +287,4 @@ def _launched_from(value: dict[str, Any]) -> Launched:
 
 
 def _thread_from(value: dict[str, Any]) -> Thread:
-    return Thread(**{**_known(Thread, value), "frames": tuple(Frame(**frame) for frame in value["frames"])})
+    return Thread(**{**_fields_of(Thread, value), "frames": tuple(Frame(**frame) for frame in value["frames"])})

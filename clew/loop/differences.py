@@ -110,9 +110,9 @@ class Difference:
     """Usual cause of such a difference; empty if none is known."""
 
     def __str__(self) -> str:
-        return self.told("recorded", "here")
+        return self.in_words("recorded", "here")
 
-    def told(self, recorded: str, found: str) -> str:
+    def in_words(self, recorded: str, found: str) -> str:
         """Return the difference as one line, in which the two sides have these names."""
         place = f"{self.where}, token {self.position}" if self.position is not None else self.where
         then, now = (_shown(each) for each in (self.recorded, self.found))

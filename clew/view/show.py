@@ -411,22 +411,22 @@ def _flat(value: Any) -> str:
 # A group --------------------------------------------------------------------------------------------------------------
 
 
-def _show_group(console: Console, run: RunDirectory, found: Found) -> None:
-    episodes = found.episodes()
+def _show_group(console: Console, run: RunDirectory, group: Found) -> None:
+    episodes = group.episodes()
     if not episodes:
-        console.print(pairs([("group", found.id), ("fate", found.fate)]))
+        console.print(pairs([("group", group.id), ("fate", group.fate)]))
         return
     first = next(iter(episodes.values()))[0]
     admitted = f"{moment(first.admitted_at)}, at version {first.admitted_version}"
     facts = [
-        ("group", found.id),
-        ("fate", found.fate),
-        *([] if run.supervised else [("admitted", admitted), ("lag", lag(found.sequences, found.step))]),
+        ("group", group.id),
+        ("fate", group.fate),
+        *([] if run.supervised else [("admitted", admitted), ("lag", lag(group.sequences, group.step))]),
         *((f"data.{name}", _field(value)) for name, value in first.data.items()),
     ]
     console.print(pairs(facts))
     console.print()
-    stages = read_stages(console, run, found.step if found.committed else None)
+    stages = read_stages(console, run, group.step if group.committed else None)
     rejected, advantages = stages.get("rejected"), stages.get("advantages", {})
     rows = Rows(
         *("episode", "sequences", "tokens", *["rejected"] * (rejected is not None)),
