@@ -119,7 +119,7 @@ class StoodStill(Exception):
         self.wave = wave
 
 
-class Stage:
+class WaveRunner:
     """Runs waves of episodes of one agent. The watches that it holds are entered by the caller."""
 
     def __init__(
