@@ -31,7 +31,7 @@ from clew.stress.variables import Sources
 from clew.stress.verdict import Verdict
 from clew.stress.waves import Wave, WaveRunner
 
-ELSEWHERE = 4
+EPISODES_EACH = 4
 """Number of episodes that each of the two other processes runs."""
 
 START_S = 120.0
@@ -68,7 +68,7 @@ async def run_some_elsewhere(source: Source, runner: WaveRunner, crowd: Wave, fi
     sound = {episode.id: episode for episode in crowd.episodes if episode.error is None}
     wanted = [*(sound[id] for id in first if id in sound), *sound.values()]
     by_row = {row_of(episode.data): episode for episode in reversed(wanted)}
-    chosen = sorted(by_row.values(), key=wanted.index)[: 2 * ELSEWHERE]
+    chosen = sorted(by_row.values(), key=wanted.index)[: 2 * EPISODES_EACH]
     elsewhere = Elsewhere()
     for seed, half in enumerate((chosen[::2], chosen[1::2] or chosen[:1]), 1):
         episodes = [Episode(id=episode.id, data=episode.data) for episode in half]

@@ -35,7 +35,7 @@ from clew.stress.elsewhere import Source, also_elsewhere, judge_elsewhere, run_s
 from clew.stress.gateway import Gateway
 from clew.stress.judge import add_warnings, hanging, judge, judge_warnings, waits_for_one_another
 from clew.stress.origins import judge_written
-from clew.stress.process import ProcessState, judge_process
+from clew.stress.process_state import ProcessState, judge_process
 from clew.stress.report import Report, failures, wave_report
 from clew.stress.steps import Episode, Stepped
 from clew.stress.variables import Uses

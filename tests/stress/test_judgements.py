@@ -32,7 +32,7 @@ from clew.stress.gateway import Noted
 from clew.stress.growth import Sample, grows
 from clew.stress.judge import _held, judge
 from clew.stress.origins import Origins, Written, judge_written
-from clew.stress.process import ProcessState
+from clew.stress.process_state import ProcessState
 from clew.stress.repeat import Behaviour
 from clew.stress.report import Report, parts
 from clew.stress.requests import Request, Requests
