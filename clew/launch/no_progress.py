@@ -21,7 +21,7 @@ from clew.launch.ranks import report_failure
 from clew.printing import print
 from clew.processes import PARENT_VARIABLE
 from clew.record.run import RunDirectory
-from clew.record.warned import append_warning
+from clew.record.run_warnings import append_warning
 
 SUPERVISED_VARIABLE = "CLEW_SUPERVISED"
 """Variable that is set for processes of `clew train`, which watches them itself."""

@@ -20,7 +20,7 @@ from clew.algorithms import ADVANTAGES, WITHIN_GROUP
 from clew.printing import counted
 from clew.record.chain import is_unknown
 from clew.record.rejected import Rejected
-from clew.record.warned import Warned, in_words
+from clew.record.run_warnings import RunWarning, warnings_in_words
 
 OFTEN = 0.1
 """Share of all steps from which an observation counts as a habit. A rarer one is an accident, and no concern."""
@@ -331,7 +331,7 @@ def rejections(rejected: Rejected, history: History) -> Concern | None:
     return Concern(cause="rejected", evidence="; ".join(parts), then=f"show RUN {example}".strip()) if parts else None
 
 
-def warnings(warned: Sequence[Warned], last: int) -> Concern | None:
+def warnings(warned: Sequence[RunWarning], last: int) -> Concern | None:
     """Return the concern that there are warnings.
 
     Args:
@@ -340,7 +340,7 @@ def warnings(warned: Sequence[Warned], last: int) -> Concern | None:
     """
     if not warned:
         return None
-    which = f"{counted(len(in_words(list(warned))), 'kind')} of warning, listed above"
+    which = f"{counted(len(warnings_in_words(list(warned))), 'kind')} of warning, listed above"
     steps = [one.step for one in warned if one.step is not None and 0 <= one.step <= last]
     return Concern(cause="warnings", evidence=which, then=f"show RUN {steps[-1]}" if steps else "status RUN")
 
