@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from clew.hang.activity import POINT_TO_POINT
-from clew.hang.classes import ranges
+from clew.hang.equal_stacks import ranges
 from clew.hang.verdict import SOUND, Actor, Verdict
 
 AGAIN = "A restart will hang again at the same place, unless the data or random numbers lead elsewhere."

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from clew.hang.classes import by_value
+from clew.hang.equal_stacks import by_value
 from clew.hang.observed import Call
 from clew.hang.verdict import Actor
 

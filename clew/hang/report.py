@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import PurePath
 from typing import Any
 
-from clew.hang.classes import Classes, classes_of, in_words, ranges
+from clew.hang.equal_stacks import RanksByStack, ranges, ranges_text, ranks_by_stack
 from clew.hang.judge import Actor, Verdict, actors_of, judge
 from clew.hang.observed import PIDS_PER_NODE, Snapshot
 from clew.hang.reduce import reduced, to_judge
@@ -52,9 +52,9 @@ class Report:
         return actors_of(self.judged)
 
     @cached_property
-    def classes(self) -> Classes:
+    def classes(self) -> RanksByStack:
         """Return the stacks of the main threads with their ranks, those of the lowest ranks first."""
-        found = classes_of([actor.process for actor in self.actors])
+        found = ranks_by_stack([actor.process for actor in self.actors])
         return dict(sorted(found.items(), key=lambda item: item[1]))
 
     @property
@@ -105,7 +105,7 @@ class Report:
             "exit_code": self.verdict.exit_code,
             "hosts": self.hosts,
             "processes": [_described(actor) for actor in self.actors],
-            "classes": [{"ranks": in_words(pairs), "stack": list(stack)} for stack, pairs in self.classes.items()],
+            "classes": [{"ranks": ranges_text(pairs), "stack": list(stack)} for stack, pairs in self.classes.items()],
             "seconds": self.seen.seconds,
             "snapshot": reduced(self.seen).as_dict(),
         }
@@ -150,14 +150,14 @@ class Report:
 
     def _in_short(self) -> Iterator[str]:
         for stack, pairs in list(self.classes.items())[:12]:
-            yield f"  {in_words(pairs)}: {stack[-1] if stack else 'no Python frame'}"
+            yield f"  {ranges_text(pairs)}: {stack[-1] if stack else 'no Python frame'}"
 
     def stacks_in_text(self) -> str:
         """Return the classes of stacks with their ranks, the innermost frame last."""
         parts = []
         for stack, pairs in self.classes.items():
             count = sum(last - first + 1 for first, last in pairs)
-            parts += [f"{count} x {in_words(pairs)}", *(f"    {frame}" for frame in stack), ""]
+            parts += [f"{count} x {ranges_text(pairs)}", *(f"    {frame}" for frame in stack), ""]
         return "\n".join(parts)
 
 
