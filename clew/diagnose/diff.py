@@ -28,8 +28,8 @@ from clew.loop import differences
 from clew.loop.differences import EXACT, TOLERANCES, Difference, Tolerance
 from clew.printing import common_length, few, print
 from clew.reading import RESTORE, flat, read_json, read_yaml
+from clew.record.batch_digest import digest_rows, from_hex, to_hex
 from clew.record.bundle import opened
-from clew.record.digest import digest_rows, from_hex, to_hex
 from clew.record.rows import ALIGNED, COLUMNS, TIMES, Sequence, timeless
 from clew.record.summary import rounding_doubt
 

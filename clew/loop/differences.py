@@ -15,7 +15,7 @@ import numpy as np
 
 from clew.errors import RecordError
 from clew.record import rows
-from clew.record.digest import RowDigest, digest_batch, digest_rows, from_hex
+from clew.record.batch_digest import RowDigest, digest_batch, digest_rows, from_hex
 from clew.record.run import RunDirectory
 
 STAGES = (
@@ -302,7 +302,7 @@ def in_tensors(
     """Return the first parameter whose digest differs.
 
     Args:
-        recorded: Digests as `clew.record.digest.to_hex` writes them.
+        recorded: Digests as `clew.record.batch_digest.to_hex` writes them.
         found: The other side, in the same form.
         update: Text that follows the parameter's name in the message and says which update it is.
     """

@@ -28,7 +28,7 @@ from clew.loop import differences
 from clew.loop.compare import RecordedStep, compare, how_to_compare
 from clew.loop.differences import TOLERANCES, Difference, DifferenceFound, Tolerance
 from clew.loop.step_summary import environment
-from clew.record.digest import to_hex
+from clew.record.batch_digest import to_hex
 from clew.record.run import RunDirectory
 from clew.record.summary import configured, environment_of, rounding_doubt
 from clew.training import checkpoint

@@ -31,7 +31,7 @@ from clew.config import Algorithm, Config, Training, check_critic_fields
 from clew.errors import ModelError, TrainingError, first_line
 from clew.models.loading import is_out_of_memory
 from clew.record.array_digest import total
-from clew.record.digest import to_hex
+from clew.record.batch_digest import to_hex
 from clew.record.media import Media
 from clew.record.rows import Sequence
 from clew.seeds import derive_seed
@@ -39,7 +39,6 @@ from clew.training.advantages import advantages_function, truncated
 from clew.training.batching import Plan, loss_weights, padding_share, plan_step
 from clew.training.critic import Critic, value_metrics
 from clew.training.custom import needs_critic
-from clew.training.digests import Digests, digest_tensors
 from clew.training.gradient_checks import RECENT_NORMS, hint_of, loss_problem, norm_problem, not_finite
 from clew.training.losses import loss_function
 from clew.training.metrics import correlation_metrics, gap_metrics, lag_metrics, rejection_metrics, rollout_metrics
@@ -49,6 +48,7 @@ from clew.training.preferences import deal_pairs, pair_losses, sft_loss
 from clew.training.ranks import ALONE, Ranks
 from clew.training.results import Prepared, StepResult, TokenLoss, Updates, Watch
 from clew.training.scoring import Scores
+from clew.training.sharded_digest import Digests, digest_tensors
 from clew.training.tokens import MicroBatch, Tokens
 
 log = logging.getLogger("clew.training")

@@ -9,7 +9,7 @@ import pytest
 
 from clew.diagnose.stages import suggestions
 from clew.loop.differences import Difference, in_stage, in_tensors
-from clew.record.digest import to_hex
+from clew.record.batch_digest import to_hex
 from clew.record.run import RunDirectory
 from tests.diagnose.planted import seal
 

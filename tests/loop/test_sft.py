@@ -26,7 +26,7 @@ from clew.loop.sft import sft
 from clew.loop.trainer_process import learn
 from clew.models.loading import load_tokenizer
 from clew.record import chain
-from clew.record.digest import digest_batch, digest_rows
+from clew.record.batch_digest import digest_batch, digest_rows
 from clew.record.rows import to_table
 from clew.record.run import RunDirectory
 from clew.training.demonstrations import Demonstrations
