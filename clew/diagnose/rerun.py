@@ -243,10 +243,10 @@ def _stages(
 
 
 def _rewards(run: RunDirectory, first: int, last: int, only: str | None) -> bool:
-    from clew.diagnose.rewards import rewards_again
+    from clew.diagnose.rewards import recompute_rewards
 
     config = configuration.load(run.config_path, ["launch.mode=local"])
-    found = asyncio.run(rewards_again(run, config, range(first, last + 1), only))
+    found = asyncio.run(recompute_rewards(run, config, range(first, last + 1), only))
     for each in found[:REWARDS_SHOWN]:
         print(each)
     if more := found[REWARDS_SHOWN:]:

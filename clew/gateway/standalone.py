@@ -22,7 +22,7 @@ from clew.gateway.app import AnyBase, application
 from clew.gateway.dialect import Refusal
 from clew.gateway.episode_engine import EpisodeEngine, Resources, WarningLog, resources
 from clew.gateway.sequences import sequences_of
-from clew.models.vision import Sight
+from clew.models.vision import ImageExpander
 from clew.printing import print
 from clew.record.inbox import group_name
 from clew.record.run import RunDirectory
@@ -213,7 +213,7 @@ def make_gateway(
     record: Path | None,
     key: str,
     *,
-    vision: Sight | None,
+    vision: ImageExpander | None,
 ) -> StandaloneGateway:
     """Return a gateway for an engine that runs on this event loop.
 

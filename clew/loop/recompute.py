@@ -15,7 +15,7 @@ from clew.record.steps import Stages
 from clew.training.custom import source_of
 
 
-def suspected(
+def suspect_user_code(
     found: Difference,
     batch: list[Sequence],
     recorded: Stages,

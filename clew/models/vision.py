@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from clew.errors import ImageError, ModelError, first_line
-from clew.models.architecture import sees
+from clew.models.architecture import image_support
 from clew.models.model_folder import config_of, expanded, quiet_transformers, refuse_own_code
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ REMEMBERED = 256
 """Maximum number of images whose tokens are cached."""
 
 
-class Sight(Protocol):
+class ImageExpander(Protocol):
     """The part of a model's vision that rollout needs."""
 
     def expanded(self, text: str, images: Sequence[bytes]) -> str: ...
@@ -174,7 +174,7 @@ def load_vision(path: str) -> Vision | None:
     """
     from transformers import AutoProcessor
 
-    kind = sees(path)
+    kind = image_support(path)
     if kind == "no":
         return None
     try:

@@ -46,7 +46,7 @@ from clew.training.optimizer import GradientError, Optimizer
 from clew.training.policy import Policy, check_tokens
 from clew.training.preferences import deal_pairs, pair_losses, sft_loss
 from clew.training.ranks import ALONE, Ranks
-from clew.training.results import Prepared, StepResult, TokenLoss, Updates, Watch
+from clew.training.results import OnStage, Prepared, StepResult, TokenLoss, Updates
 from clew.training.scoring import Scores
 from clew.training.sharded_digest import Digests, digest_tensors
 from clew.training.tokens import MicroBatch, Tokens
@@ -137,7 +137,7 @@ class TrainEngine:
         self.policy.load_reference(config.algorithm.kl_coef != 0)
         self.critic = Critic(config, self.policy) if needs_critic(config.algorithm) else None
         self.policy.pack_if_possible(self.critic and self.critic.inner)
-        self.watch: Watch = lambda stage, scope: None
+        self.watch: OnStage = lambda stage, scope: None
         """Function that is called at each stage of a step, for debuggers and diagnoses."""
         self.recent_norms: deque[float] = deque(maxlen=RECENT_NORMS)
         """Gradient norms of the last updates that were made, against which a spike is measured."""

@@ -17,7 +17,7 @@ from clew.training.scoring import Scores
 from clew.training.sharded_digest import Digests
 from clew.training.tokens import MicroBatch, Tokens
 
-Watch = Callable[[str, dict[str, Any]], None]
+OnStage = Callable[[str, dict[str, Any]], None]
 """Function that is called with the name of a step's next stage (advantages, loss, backward, update) and its values."""
 
 TokenLoss = Callable[[MicroBatch, Scores], PolicyLoss]
