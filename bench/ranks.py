@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from bench.ratios import show
-from clew.launch.ranks import named
+from clew.launch.ranks import rank_variables
 from clew.processes import die_with_parent, free_port
 
 ROUNDS, WARM_UP = 7, 2
@@ -94,7 +94,7 @@ class Trainer:
         self._ranks = [
             subprocess.Popen(
                 [sys.executable, "-m", module, str(model), str(THREADS // ranks)],
-                env={**os.environ, **named(rank, ranks, port), "PYTHONPATH": path},
+                env={**os.environ, **rank_variables(rank, ranks, port), "PYTHONPATH": path},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,

@@ -17,7 +17,7 @@ from bench.ratios import show
 from bench.step import prepare
 from clew.config import load
 from clew.record import rows
-from clew.record.digest import digest_rows
+from clew.record.batch_digest import digest_rows
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
 

@@ -206,11 +206,11 @@ def rollout_batch(
         from clew.inference.client import HTTPEngine
         from clew.inference.local import load_engine
         from clew.rollout.given_rows import run_rows
-        from clew.rollout.setup import side_by_side
+        from clew.rollout.setup import max_running_of
 
         def load() -> Any:
             if server is None:
-                return load_engine(config, max_running=side_by_side(config))
+                return load_engine(config, max_running=max_running_of(config))
             engine = HTTPEngine(server)
             engine.needs_version = False  # it may be SGLang, and nothing is trained here
             return engine

@@ -623,7 +623,7 @@ class Hang(Section):
     )
 
 
-ELSEWHERE = {
+OTHER_TRAINERS_NAMES = {
     "beta": "algorithm.kl_coef",
     "delta": "algorithm.dual_clip",
     "epsilon": "algorithm.clip_low",
@@ -642,14 +642,14 @@ ELSEWHERE = {
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Return the valid name that is most like `name`, or the field that another trainer calls `name` (`ELSEWHERE`).
+    """Return the valid name most like `name`, or the field that another trainer calls `name` (`OTHER_TRAINERS_NAMES`).
 
     The last part counts most: `rollout.lr` means `training.lr`. Initials count, too: `learning_rate` means `lr`.
     """
     names, last = list(names), name.rsplit(".", 1)[-1]
-    foreign = difflib.get_close_matches(last, ELSEWHERE, n=1, cutoff=0.85)
-    if foreign and ELSEWHERE[foreign[0]] in names:
-        return ELSEWHERE[foreign[0]]
+    foreign = difflib.get_close_matches(last, OTHER_TRAINERS_NAMES, n=1, cutoff=0.85)
+    if foreign and OTHER_TRAINERS_NAMES[foreign[0]] in names:
+        return OTHER_TRAINERS_NAMES[foreign[0]]
     initials = "".join(word[:1] for word in last.split("_"))
 
     def likeness(candidate: str) -> float:

@@ -25,7 +25,7 @@ BUILT_IN = ("clew.rollout.workflows",)
 
 
 @dataclass(frozen=True)
-class Guard:
+class TrustRule:
     """A rule that applies while someone else's record is open: see `only_trusted`."""
 
     record: str
@@ -34,7 +34,7 @@ class Guard:
     """Modules that the user trusts."""
 
 
-guards: list[Guard] = []
+trust_rules: list[TrustRule] = []
 """Rules that apply now. They must be passed on to any process that resolves names for this one."""
 
 
@@ -50,12 +50,12 @@ def only_trusted(record: str | None, modules: Iterable[str] = ()) -> Iterator[No
     if record is None:
         yield
         return
-    guard = Guard(record, frozenset(modules))
-    guards.append(guard)
+    rule = TrustRule(record, frozenset(modules))
+    trust_rules.append(rule)
     try:
         yield
     finally:
-        guards.remove(guard)
+        trust_rules.remove(rule)
 
 
 def load(path: str, field: str) -> Any:
@@ -77,10 +77,10 @@ def load(path: str, field: str) -> Any:
         raise ConfigError(f"{field}={path}: {file} has no {name!r}.{did_you_mean(name, public)}")
     value = vars(module)[name]
     home = getattr(value, "__module__", None)
-    if guards and home != module_name:
+    if trust_rules and home != module_name:
         raise ConfigError(
-            f"Cannot load {field}={path}: {guards[0].record}, and {name!r} is not {module_name}'s own: it was defined "
-            f"in {home}. --trust reaches only what a trusted module defines itself."
+            f"Cannot load {field}={path}: {trust_rules[0].record}, and {name!r} is not {module_name}'s own: it was "
+            f"defined in {home}. --trust reaches only what a trusted module defines itself."
         )
     return value
 
@@ -97,7 +97,7 @@ def load_module(module_name: str, field: str, path: str | None = None) -> Any:
     if not module_name or not all(part.isidentifier() for part in path.split(".")):
         example = path if path.isidentifier() else "name"
         raise ConfigError(f"{field} is {path!r}; expected a dotted path such as my_module.{example}.")
-    wary = next((guard for guard in guards if module_name not in (*guard.modules, *BUILT_IN)), None)
+    wary = next((rule for rule in trust_rules if module_name not in (*rule.modules, *BUILT_IN)), None)
     if wary is not None:
         raise ConfigError(
             f"Cannot load {field}={path}: {wary.record}, and whoever wrote it chose this code, which could do anything "

@@ -72,7 +72,7 @@ LINES = {
     "hang": 6400,  # reading memory; pipes, programs; flight recorder, RAS, Ray; HTTP engines; files; 100,000 ranks
     "inference": 5790,  # 3700 before vLLM and SGLang in training: clients, checks of updates, adapters, broadcasts
     "launch": 660,  # no_progress.py, also without clew train; several servers, and their devices
-    "loop": 2670,  # sender.py: weights that are broadcast; servers that froze or refused are taken out in mid-update
+    "loop": 2670,  # weight_sender.py: broadcast weights; servers that froze or refused are taken out in mid-update
     "models": 710,  # a hub name that no hub knows; prompts with placeholders of images, for engines that expand them
     "record": 3060,
     "rollout": 2040,

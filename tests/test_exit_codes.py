@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from clew.errors import ClewError, ConfigError, Interrupted, LaunchError
-from clew.launch.ranks import place
+from clew.launch.ranks import run_ranks
 from tests.forked import Forked, clew
 
 ENDS: dict[str, BaseException | None] = {
@@ -79,7 +79,7 @@ raise SystemExit({code})
 
 
 def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> None:
-    """Let `place` run this program as every rank."""
+    """Let `run_ranks` run this program as every rank."""
     package = folder / "stub"
     package.mkdir()
     (package / "rank.py").write_text(program)
@@ -96,10 +96,10 @@ HALF = "Path(os.environ[ranks.ERROR_VARIABLE]).write_text({!r})"
 @pytest.mark.parametrize(
     ("tells", "code", "expected"),
     [
-        ("ranks.tell(Interrupted('before step 3'))", 130, Interrupted),
-        ("ranks.tell(ConfigError('a field'))", 2, LaunchError),
-        ("ranks.tell(SystemExit(1))", 1, 1),
-        ("ranks.tell(SystemExit(3))", 3, 3),
+        ("ranks.report_failure(Interrupted('before step 3'))", 130, Interrupted),
+        ("ranks.report_failure(ConfigError('a field'))", 2, LaunchError),
+        ("ranks.report_failure(SystemExit(1))", 1, 1),
+        ("ranks.report_failure(SystemExit(3))", 3, 3),
         (HALF.format('{"message": {"mess'), 2, LaunchError),
         (HALF.format('{"message": "torch\'s own"}'), 2, LaunchError),
     ],
@@ -109,7 +109,7 @@ def test_the_ranks_of_a_command_end_it_with_their_code(
 ) -> None:
     stand_in(tmp_path, monkeypatch, RANK.format(tells=tells, code=code))
     with pytest.raises(SystemExit if isinstance(expected, int) else expected) as ended:
-        place(2, ["replay"])
+        run_ranks(2, ["replay"])
     if isinstance(ended.value, SystemExit):
         assert ended.value.code == expected
 
@@ -130,7 +130,7 @@ def test_the_last_lines_of_a_rank_that_was_killed_are_shown(
     stand_in(tmp_path, monkeypatch, ABORTS)
     (tmp_path / "trainer-1.log").write_text("written by an earlier run\n")
     with pytest.raises(LaunchError) as ended:
-        place(2, ["replay"], tmp_path if keeps_logs else None)
+        run_ranks(2, ["replay"], tmp_path if keeps_logs else None)
     where = f" (full log: {tmp_path / 'trainer-1.log'})" if keeps_logs else ""
     assert str(ended.value) == (
         f"trainer rank 1 of 2 was killed by signal 6. Its last lines{where}:\n"
@@ -144,7 +144,7 @@ from pathlib import Path
 from clew.errors import ConfigError
 from clew.launch import ranks
 if os.environ["RANK"] == "1":
-    ranks.tell(ConfigError("a field"))
+    ranks.report_failure(ConfigError("a field"))
     raise SystemExit(2)
 while not Path(os.environ[ranks.ERROR_VARIABLE]).with_name("rank-1.json").exists():
     time.sleep(0.01)
@@ -165,7 +165,7 @@ def test_an_error_that_came_before_a_crash_is_the_cause(
 ) -> None:
     stand_in(tmp_path, monkeypatch, ONE_AFTER_THE_OTHER.replace("{signal}", signal))
     with pytest.raises(LaunchError) as ended:
-        place(2, ["replay"])
+        run_ranks(2, ["replay"])
     assert str(ended.value) == cause
 
 
@@ -188,4 +188,4 @@ def test_a_signal_reaches_a_rank_that_does_not_end_when_rank_0_has(
 ) -> None:
     stand_in(tmp_path, monkeypatch, ENDS_BEFORE_THE_OTHER.format(done=str(tmp_path / "done")))
     with pytest.raises(LaunchError, match="trainer rank 1 of 2 was killed by signal 15"):
-        place(2, ["replay"])
+        run_ranks(2, ["replay"])

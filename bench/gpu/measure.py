@@ -33,10 +33,10 @@ from clew.loop.trainer_process import learn_inline
 from clew.models.loading import pick_device
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
-from clew.training.digests import digest_tensors
 from clew.training.engine import TrainEngine
 from clew.training.published_weights import write_weights
 from clew.training.ranks import ALONE
+from clew.training.sharded_digest import digest_tensors
 from tests.models import tiny_tokenizer
 
 PEAKS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12}

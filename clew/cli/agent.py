@@ -47,13 +47,13 @@ def agent_run(
     from clew.config import provider
     from clew.console import EscapingConsole
     from clew.data import load_rows
-    from clew.diagnose.agent_run import base_url_of, chosen, run_agent
+    from clew.diagnose.agent_run import base_url_of, draw_rows, run_agent
     from clew.view.agent import show_ran
     from clew.view.terminal import branched_share
 
     async def run() -> bool:
         console, sound = EscapingConsole(), True
-        rows = chosen(load_rows(data), n, seed)
+        rows = draw_rows(load_rows(data), n, seed)
         key = provider()[1] or "sk-clew"
         episodes = run_agent(agent, _arguments(arg), rows, base_url=base_url_of(base_url), api_key=key, seed=seed)
         number = branched = 0

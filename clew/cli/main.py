@@ -90,7 +90,7 @@ def _main() -> None:
     message and 2, too. Any other error is a defect: it exits with a traceback and 70. A command itself exits with 1 if
     it found something (a difference, an unfit agent), and with 3 if it cannot judge.
     """
-    from clew.launch.ranks import tell
+    from clew.launch.ranks import report_failure
     from clew.processes import die_with_parent
 
     die_with_parent()
@@ -114,12 +114,12 @@ def _main() -> None:
             again = "train, sft, serve, rollout and learn continue when started again"
             _exit_with(Interrupted(f"interrupted; nothing recorded is lost. {again}."))
         if ended.code:
-            tell(ended)
+            report_failure(ended)
         raise
     except Exception as error:
         if (explained := _disk_error(error)) is not None:
             _exit_with(explained)
-        tell(error)
+        report_failure(error)
         print(traceback.format_exc(), end="", file=sys.stderr)
         print(
             "clew: this is a defect of Clew, not of your configuration. The run directory is intact.", file=sys.stderr
@@ -133,9 +133,9 @@ def _main() -> None:
 
 def _exit_with(error: ClewError) -> NoReturn:
     """Report an error, to the launcher or on stderr, and exit."""
-    from clew.launch.ranks import tell
+    from clew.launch.ranks import report_failure
 
-    if not tell(error):
+    if not report_failure(error):
         print(f"clew: {error}", file=sys.stderr)
     raise SystemExit(INTERRUPTED if isinstance(error, Interrupted) else COULD_NOT_RUN) from None
 

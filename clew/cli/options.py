@@ -40,11 +40,11 @@ def on_ranks(ranks: int, work: Callable[[], None], logs: Path | None = None) -> 
     Args:
         logs: Folder in which all ranks but the first write their output; None: their output is deleted at the end.
     """
-    from clew.launch.ranks import check_world, place, starts_ranks
+    from clew.launch.ranks import check_world, run_ranks, starts_ranks
 
     check_world(ranks)
     if starts_ranks(ranks):
-        place(ranks, sys.argv[1:], logs)
+        run_ranks(ranks, sys.argv[1:], logs)
     else:
         work()
 

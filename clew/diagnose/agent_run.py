@@ -40,7 +40,7 @@ class AgentResult:
     warnings: list[str]
 
 
-def chosen(rows: list[dict[str, Any]], n: int, seed: int) -> list[dict[str, Any]]:
+def draw_rows(rows: list[dict[str, Any]], n: int, seed: int) -> list[dict[str, Any]]:
     """Return n rows at random, all different if there are enough."""
     draw = random.Random(seed)
     return draw.sample(rows, n) if n <= len(rows) else [draw.choice(rows) for _ in range(n)]

@@ -145,15 +145,15 @@ def _conversation(row: Sequence) -> Text:
     shown = Text(
         f"{row.id}: {row.episode_id}, {row.finish_reason or 'not known how it ended'}, rewards {row.rewards}\n"
     )
-    for place, said in enumerate(row.interactions or [row.data]):  # another trainer may record none, or other fields
-        if isinstance(said, dict) and {"prompt", "completion"} <= said.keys():
-            if said["prompt"] is not None:
-                shown.append(f"  prompt      {shortened(said['prompt'], CUT)}\n")
+    for place, entry in enumerate(row.interactions or [row.data]):  # another trainer may record none, or other fields
+        if isinstance(entry, dict) and {"prompt", "completion"} <= entry.keys():
+            if entry["prompt"] is not None:
+                shown.append(f"  prompt      {shortened(entry['prompt'], CUT)}\n")
             elif place == 0:  # no text of the prompt was recorded: show the row, once
                 shown.append(f"  data        {shortened(row.data, CUT)}\n")
-            shown.append(f"  completion  {shortened(said['completion'], CUT)}\n")
+            shown.append(f"  completion  {shortened(entry['completion'], CUT)}\n")
         else:
-            shown.append(f"  {'interaction' if row.interactions else 'data       '} {shortened(said, CUT)}\n")
+            shown.append(f"  {'interaction' if row.interactions else 'data       '} {shortened(entry, CUT)}\n")
     return shown
 
 

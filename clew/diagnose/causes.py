@@ -13,7 +13,7 @@ from rich.table import Table
 
 from clew.console import numbers_table, tracked
 from clew.errors import RecordError
-from clew.loop.tolerances import Difference
+from clew.loop.differences import Difference
 from clew.printing import print
 from clew.reading import flat, read_json, read_yaml
 from clew.record import rows

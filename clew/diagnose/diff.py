@@ -24,12 +24,12 @@ from clew.diagnose import causes
 from clew.diagnose.causes import Pair, is_ignored, print_list
 from clew.diagnose.stages import chain_holds, suggestions
 from clew.errors import ConfigError, RecordError
-from clew.loop import tolerances as differences
-from clew.loop.tolerances import EXACT, TOLERANCES, Difference, Tolerance
+from clew.loop import differences
+from clew.loop.differences import EXACT, TOLERANCES, Difference, Tolerance
 from clew.printing import common_length, few, print
 from clew.reading import RESTORE, flat, read_json, read_yaml
+from clew.record.batch_digest import digest_rows, from_hex, to_hex
 from clew.record.bundle import opened
-from clew.record.digest import digest_rows, from_hex, to_hex
 from clew.record.rows import ALIGNED, COLUMNS, TIMES, Sequence, timeless
 from clew.record.summary import rounding_doubt
 
@@ -65,7 +65,7 @@ def diff(a: Path, b: Path, *, ignore: list[str], plot: Path | None) -> bool:
             before = f"{EXACT} up to step {apart - 1}, then " if apart > steps[0] else ""
             how = f"{before}{tolerance} ({'; '.join(environments)})"
         print(f"{names[0]} and {names[1]}: steps {steps[0]} to {steps[-1]} of both, compared {how}")
-        whole = [chain_holds(run, steps, f"{name}: ") for run, name in zip(runs, names, strict=True)]
+        unbroken = [chain_holds(run, steps, f"{name}: ") for run, name in zip(runs, names, strict=True)]
         lacking = _without_data(runs, steps, names)
         for line in lacking:
             print(line)
@@ -84,7 +84,7 @@ def diff(a: Path, b: Path, *, ignore: list[str], plot: Path | None) -> bool:
         _drift(runs, steps, names)
         if plot is not None:
             print(f"plot: {_plot(runs, steps, names, plot)}")
-        return found is None and not besides and all(whole)
+        return found is None and not besides and all(unbroken)
 
 
 def _print_difference(
@@ -111,7 +111,7 @@ def _print_difference(
     if counted and _is_chance(runs, found, counted):
         _print_configured(runs, found, steps, names, counted)
     else:
-        print(f"FIRST DIFFERENCE  {found.told(*names)}")
+        print(f"FIRST DIFFERENCE  {found.in_words(*names)}")
     for line in suggestions(found, {f"{name}: ": run for name, run in zip(names, runs, strict=True)}):
         print(line)
     if factor := causes.factor_between(runs, found, names):
@@ -196,10 +196,10 @@ def _print_configured(
         sides = [run.steps.read(step).get("metrics", {}) for run in runs]
         own = [{name: side[name] for name in fields if name in side} for side in sides]
         if (first := next(differences.in_metrics(step, *own), None)) is not None:
-            print(f"FIRST DIFFERENCE  {first.told(*names)}, which follows from {fields[first.where]}")
+            print(f"FIRST DIFFERENCE  {first.in_words(*names)}, which follows from {fields[first.where]}")
             break
     by_chance = "which asynchronous runs do by chance (rollout.max_lag)"
-    print(f"other groups, {by_chance}: {found.told(*names)}")
+    print(f"other groups, {by_chance}: {found.in_words(*names)}")
     values = {field: causes.values_at(runs[1], found.step).get(field) for field in changed}
     changes = [f"{field}={value}" for field, value in values.items() if field.startswith(("training.", "algorithm."))]
     if changes:

@@ -16,7 +16,7 @@ from clew.algorithms.rewards import centred
 from clew.console import tracked
 from clew.diagnose.stages import check_aligned, read_batch_with_warning, warn_if_altered
 from clew.errors import TrainingError
-from clew.loop.tolerances import STAGES
+from clew.loop.differences import STAGES
 from clew.printing import print
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
@@ -120,7 +120,7 @@ def _trained_part(
         critic: Its part in the critic's update; None without a critic, or if none of its tokens is trained on.
     """
     where_N, proximal_S, reference_S = part.where_N, prepared.proximal_S, prepared.reference_S
-    known = {
+    arrays = {
         **_of_data(row, engine.version),
         "pull": np.where(np.isfinite(part.weights_N), part.weights_N, np.inf),
         "proximal": part.logprobs_N if proximal_S is None else proximal_S[where_N],
@@ -130,7 +130,7 @@ def _trained_part(
         "rejected": part.rejected_N,
         "reference": None if reference_S is None else reference_S[where_N],
     }
-    tokens = {name: values for name, values in known.items() if values is not None}
+    tokens = {name: values for name, values in arrays.items() if values is not None}
     diverging = _divergences(tokens, engine.config.algorithm.kl_estimator)
     total = max(1, int(prepared.tokens.loss_mask_S.sum()))
     measures = {"gradient": part.gradient_norm, "loss": part.loss, "pull": float(tokens["pull"].sum())}
@@ -202,7 +202,7 @@ def _recorded(run: RunDirectory, step: int, why: str) -> Parts:
 def _recorded_part(
     row: Sequence,
     data: Mapping[str, np.ndarray],
-    known: Mapping[str, np.ndarray],
+    stages: Mapping[str, np.ndarray],
     estimator: str,
     *,
     of_update: int,
@@ -212,11 +212,11 @@ def _recorded_part(
 
     Args:
         data: What follows from its data about each trained token [N]; the advantage counts if no stage has it.
-        known: Values of its trained tokens [N] by stage.
+        stages: Values of its trained tokens [N] by stage.
         of_update: Number of trained tokens in the sequence's update.
         total: Number of trained tokens in the step.
     """
-    tokens = {**data, **{name: known[stage] for stage, name in _STAGES.items() if stage in known}}
+    tokens = {**data, **{name: stages[stage] for stage, name in _STAGES.items() if stage in stages}}
     current = tokens.get("current", tokens["behaviour"]).astype(np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
         ratio = np.exp(current - tokens["behaviour"])
@@ -232,7 +232,7 @@ def _recorded_part(
         measures["loss"] = float(tokens["loss"].sum()) / of_update
     measures |= {name: float(tokens[name].sum()) / total for name in ("kl", "behaviour_k3") if name in tokens}
     shown = {name: measures[name] for name in ("pull", "loss") if name in measures} | _rejected_share(tokens)
-    numbers = (row.reward, tokens["behaviour"], row.temperatures[row.loss_mask], *known.values())
+    numbers = (row.reward, tokens["behaviour"], row.temperatures[row.loss_mask], *stages.values())
     finite = all(bool(np.isfinite(each).all()) for each in numbers)
     return Part(sequence=row, measures=measures, shown=shown, tokens=tokens, finite=finite)
 

@@ -17,7 +17,7 @@ from clew.config import Algorithm, Config
 from clew.console import progress, tracked
 from clew.diagnose.stages import WITHOUT_MODEL, chain_holds, check_stages, suggestions
 from clew.errors import ConfigError, Interrupted, RecordError
-from clew.loop.tolerances import TOLERANCES, Difference, DifferenceFound
+from clew.loop.differences import TOLERANCES, Difference, DifferenceFound
 from clew.printing import print
 from clew.record.bundle import opened
 from clew.record.run import RunDirectory
@@ -197,8 +197,8 @@ def _algorithm_of_another(overrides: Sequence[str], stages: str) -> Algorithm:
     Raises:
         ConfigError: An override is neither a field of algorithm nor `LIMIT`, or something that is needed is missing.
     """
-    said = [override.partition("=")[0] for override in overrides]
-    for name, override in zip(said, overrides, strict=True):
+    names = [override.partition("=")[0] for override in overrides]
+    for name, override in zip(names, overrides, strict=True):
         if not name.startswith("algorithm.") and name != LIMIT:
             raise ConfigError(
                 f"{override}: of another trainer's record, key=value with --stage says how advantages and loss were "
@@ -208,7 +208,7 @@ def _algorithm_of_another(overrides: Sequence[str], stages: str) -> Algorithm:
     algorithm = configuration.parse(needed, Path("key=value"), [*overrides]).algorithm
     for name in ("loss_constant", "overlong_penalty"):
         value = getattr(algorithm, name)
-        if value is not None and not {f"algorithm.{name}", LIMIT} & {*said}:
+        if value is not None and not {f"algorithm.{name}", LIMIT} & {*names}:
             raise ConfigError(f"Cannot derive algorithm.{name}: {LIMIT} is not on record. Set one of the two.")
     if algorithm.minibatches > 1 and algorithm.loss_mean != "token" and "loss" in stages.split(","):
         raise ConfigError(
@@ -228,7 +228,7 @@ def _stages(
     algorithm: Algorithm | None = None,
 ) -> bool:
     found: list[Difference] = []
-    whole = chain_holds(run, range(first, last + 1))
+    unbroken = chain_holds(run, range(first, last + 1))
     for step in tracked(range(first, last + 1), "comparing", total=last + 1 - first, unit="steps"):
         found = check_stages(run, step, stages, only, algorithm)
         if found:
@@ -239,14 +239,14 @@ def _stages(
         of = f" ({only})" if only else ""
         print(f"{_steps_text(first, last)}: {', '.join(stages)} follow from the recorded inputs{near}{of}.")
         print(NOT_RECOMPUTED)
-    return whole and not found
+    return unbroken and not found
 
 
 def _rewards(run: RunDirectory, first: int, last: int, only: str | None) -> bool:
-    from clew.diagnose.rewards import rewards_again
+    from clew.diagnose.rewards import recompute_rewards
 
     config = configuration.load(run.config_path, ["launch.mode=local"])
-    found = asyncio.run(rewards_again(run, config, range(first, last + 1), only))
+    found = asyncio.run(recompute_rewards(run, config, range(first, last + 1), only))
     for each in found[:REWARDS_SHOWN]:
         print(each)
     if more := found[REWARDS_SHOWN:]:
@@ -288,9 +288,9 @@ def _train_again(
         print(f"from checkpoint {engine.version} of {named} ({time.perf_counter() - began:.1f} s)", flush=True)
         if stop is not None:
             stop_at(engine, range(first, last + 1), stop)
-        because, whole = None, True
+        because, unbroken = None, True
         if verify and ranks.leads:
-            whole = chain_holds(run, range(engine.version, min(last + 1, run.steps.count())))
+            unbroken = chain_holds(run, range(engine.version, min(last + 1, run.steps.count())))
         advance = None
         if engine.version < first and ranks.leads and stop is None:  # a debugger needs the terminal
             doing = f"training again up to step {first - 1}"
@@ -318,7 +318,7 @@ def _train_again(
                 configure_as(run, engine, None)
                 metrics = engine.train_step(run.steps.read_data(last)).metrics
                 print(f"step {last}: {_loss_and_gradient(metrics)}")
-                return whole
+                return unbroken
         except DifferenceFound as altered:
             _print_differences(run, [altered.difference])
             return False
@@ -326,7 +326,7 @@ def _train_again(
             raise Interrupted("left the debugger; nothing was compared from there on, and nothing written.") from None
         result = "every stage agrees with the record" if verify else "nothing was compared"
         print(f"{_steps_text(first, last)}: {result}.")
-        return whole
+        return unbroken
 
 
 def _loss_and_gradient(metrics: Mapping[str, float]) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 
 from clew.config import Config
 from clew.diagnose.recorded_model import RecordedModel, interactions_of
-from clew.diagnose.stages import chosen
+from clew.diagnose.stages import select_rows
 from clew.errors import ConfigError, EpisodeError
 from clew.gateway.episode_engine import resources
 from clew.models.loading import load_tokenizer
@@ -45,7 +45,7 @@ def _named(rewards: dict[str, float]) -> str:
     return ", ".join(f"{name} {value:.9g}" for name, value in rewards.items())
 
 
-async def rewards_again(
+async def recompute_rewards(
     run: RunDirectory, config: Config, steps: Iterable[int], only: str | None
 ) -> list[Disagreement]:
     """Return the episodes of these steps whose workflow and reward function now give another reward than recorded.
@@ -70,7 +70,7 @@ async def rewards_again(
     found: list[Disagreement] = []
     try:
         for step in steps:
-            rows_of = by_episode(chosen(run, step, run.steps.read_data(step), only))
+            rows_of = by_episode(select_rows(run, step, run.steps.read_data(step), only))
             for episode_id, rows in rows_of.items():
                 model, trace = RecordedModel(shared, interactions_of(rows), episode_id, sampling=False), ""
                 try:

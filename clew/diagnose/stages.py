@@ -13,9 +13,9 @@ from typing import Any
 
 from clew.config import Algorithm
 from clew.errors import ConfigError, RecordError
-from clew.loop import tolerances as differences
-from clew.loop.recompute import COMPUTED, suspected
-from clew.loop.tolerances import EXACT, TOLERANCES, Difference, DifferenceFound
+from clew.loop import differences
+from clew.loop.differences import EXACT, TOLERANCES, Difference, DifferenceFound
+from clew.loop.recompute import COMPUTED, suspect_user_code
 from clew.printing import few, print
 from clew.reading import flat
 from clew.record import chain
@@ -53,7 +53,7 @@ def check_stages(
                 f"{', '.join(WITHOUT_MODEL)}. Leave --stage away to train the step again, with model and checkpoint."
             )
     batch, summary = run.steps.read_data(step), run.steps.read(step)
-    recorded, rows = run.steps.read_stages(step, batch), chosen(run, step, batch, only)
+    recorded, rows = run.steps.read_stages(step, batch), select_rows(run, step, batch, only)
     kept = [row.id for row in rows]
     found: list[Difference | None] = []
     if "data" in stages:
@@ -79,7 +79,7 @@ def check_stages(
             then, now = ([side[name] for name in kept] for side in (recorded.arrays[stage], again))
             differs = differences.in_stage(step, stage, kept, then, now, tolerance)
             if differs is not None and run.steps.by_clew:
-                differs = suspected(differs, batch, recorded, summary, algorithm, checked=False)
+                differs = suspect_user_code(differs, batch, recorded, summary, algorithm, checked=False)
             found.append(differs)
     return [each for each in found if each is not None]
 
@@ -104,8 +104,8 @@ def chain_holds(run: RunDirectory, steps: range, whose: str = "") -> bool:
         print(f"BROKEN CHAIN  {whose}{each}")
     if len(found) > _BREAKS:
         print(f"and {len(found) - _BREAKS} more places where {whose or 'the record '}does not fit together")
-    if unlooked := chain.unlooked(run, steps):
-        print(f"{whose}{unlooked}")
+    if not_checked := chain.not_checked(run, steps):
+        print(f"{whose}{not_checked}")
     return not found
 
 
@@ -144,7 +144,7 @@ def warn_if_altered(run: RunDirectory, batch: list[Sequence], stages: Stages, su
         print(DifferenceFound(run, found), file=sys.stderr)
 
 
-def chosen(run: RunDirectory, step: int, batch: list[Sequence], only: str | None) -> list[Sequence]:
+def select_rows(run: RunDirectory, step: int, batch: list[Sequence], only: str | None) -> list[Sequence]:
     """Return the rows of a group, an episode or a sequence; all rows if `only` is None.
 
     Raises:

@@ -52,7 +52,7 @@ def first_difference(recorded: Sequence[Message], sent: Sequence[Message]) -> Di
         after = sent[index]
         field = _differing(_spoken(before, after) if index == last else before, after)
         if field is not None:
-            return _moved(recorded, sent, index) or _changed(before, after, index, field, reply=index == last)
+            return _missing_or_new(recorded, sent, index) or _changed(before, after, index, field, reply=index == last)
     return None
 
 
@@ -75,7 +75,7 @@ def _differing(before: Message, after: Message) -> str | None:
     return "tool_calls" if _calls_of(before) != _calls_of(after) else None
 
 
-def _moved(recorded: Sequence[Message], sent: Sequence[Message], index: int) -> Difference | None:
+def _missing_or_new(recorded: Sequence[Message], sent: Sequence[Message], index: int) -> Difference | None:
     """Return a difference if messages were removed or inserted before the next one that both share; else None."""
     before, after = [key_of(message) for message in recorded[index:]], [key_of(message) for message in sent[index:]]
     if before[0] == after[0]:  # they differ only in what a key leaves out, such as reasoning

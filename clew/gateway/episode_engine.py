@@ -15,7 +15,7 @@ from clew.gateway.interactions import Interaction
 from clew.inference.protocol import Engine, GenerateRequest, OnToken, SamplingParams
 from clew.inference.resubmit import generate_through_aborts
 from clew.models.architecture import context_of
-from clew.models.vision import Sight
+from clew.models.vision import ImageExpander
 from clew.record.media import Media, media_name
 from clew.seeds import derive_seed
 
@@ -46,7 +46,7 @@ class Resources:
     turn_discount: float = 1.0
     context: int | None = None
     """Context length of the model in tokens; None if it is not known."""
-    vision: Sight | None = None
+    vision: ImageExpander | None = None
     """Image input of the model; None if the model or the engine takes no images."""
     media: Media | None = None
     """Folder that keeps images for the record; None: nothing is recorded."""
@@ -240,7 +240,7 @@ def resources(
     tokenizer: PreTrainedTokenizerBase,
     reward: Callable[[str, dict[str, Any]], Awaitable[float | dict[str, float]]] | None,
     *,
-    vision: Sight | None,
+    vision: ImageExpander | None,
     media: Media | None = None,
 ) -> Resources:
     """Return the resources that all episodes of this configuration share; see `Resources`."""

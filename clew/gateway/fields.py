@@ -38,7 +38,7 @@ IN_CLIENTS = (
 CHANGES_TOKENS = "it changes which tokens are drawn, and the engine has no such setting. Leave it out"
 CHANGES_PROMPT = "it changes the prompt, and the gateway renders the chat template in one way only. Leave it out"
 CHANGES_ANSWER = "the gateway cannot answer in that form. Leave it out"
-ELSEWHERE = "it is a setting of another endpoint, not of this one. Leave it out"
+OTHER_ENDPOINT = "it is a setting of another endpoint, not of this one. Leave it out"
 NOT_A_FIELD = "it is an argument of the openai package, not a field. Put what it holds into the request itself"
 
 NEVER: Any = object()
@@ -106,7 +106,7 @@ class Fields(BaseModel):
     def _take_known(cls, value: Any, info: ValidationInfo) -> Any:
         if not isinstance(value, dict):
             return value
-        known, notes = _known(cls), info.context
+        known, notes = _field_names(cls), info.context
         given = set_values(**value)
         for name in given:
             if name not in known and given.get("role") != "assistant":  # clients send replies back with extra fields
@@ -134,7 +134,7 @@ class Body(Fields):
     def _note_on(cls, name: str, given: dict[str, Any]) -> str:
         value = given[name]
         shown = f"={value}" if isinstance(value, int | float) and name in REFUSED else ""
-        neutral, why = REFUSED.get(name, (NEVER, ELSEWHERE) if name in _fields_of_all() else (value, ""))
+        neutral, why = REFUSED.get(name, (NEVER, OTHER_ENDPOINT) if name in _fields_of_all() else (value, ""))
         no_bias = name == "logit_bias" and isinstance(value, dict) and not any(value.values())
         if value != neutral and not no_bias:
             words = why.replace("{name}", name).replace("{neutral}", str(neutral))
@@ -178,7 +178,7 @@ class IgnoresUnknown(Fields):
 
 
 @functools.cache
-def _known(model: type[Fields]) -> frozenset[str]:
+def _field_names(model: type[Fields]) -> frozenset[str]:
     """Return the names of a model's fields, and of those that are ignored without a warning."""
     names = (field.alias or name for name, field in model.model_fields.items())
     return frozenset(names) | (BODY_HINTS if issubclass(model, Body) else PART_HINTS)

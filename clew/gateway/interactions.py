@@ -50,7 +50,7 @@ class Interaction:
     """Further entries for the record, such as the name of the model that a client asked for."""
 
     @classmethod
-    def of(cls, completion: Completion, **known: Any) -> Interaction:
+    def of(cls, completion: Completion, **fields: Any) -> Interaction:
         """Build an interaction from an engine's completion and the remaining fields."""
         return cls(
             output_ids=completion.output_ids,
@@ -61,7 +61,7 @@ class Interaction:
             sampling_mask=completion.sampling_mask,
             sampled_by=completion.sampled_by,
             routed_experts=completion.routed_experts,
-            **known,
+            **fields,
         )
 
     @cached_property

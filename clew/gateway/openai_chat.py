@@ -247,7 +247,7 @@ def respond(ask: Ask, replies: Sequence[Reply]) -> dict[str, Any]:
     choices = [
         {
             "index": index,
-            "message": _said(reply),
+            "message": _assistant_message(reply),
             "logprobs": _logprobs(reply.tokens) if ask.logprobs is not None else None,
             "finish_reason": reply.finish_reason,
             "interaction_id": reply.id,
@@ -284,7 +284,7 @@ def _head(ask: Ask, id: str, created_at: float, object: str) -> dict[str, Any]:
     }
 
 
-def _said(reply: Reply) -> dict[str, Any]:
+def _assistant_message(reply: Reply) -> dict[str, Any]:
     content = None if reply.tool_calls and not reply.content else reply.content
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None, "annotations": []}
     if reply.reasoning:

@@ -139,20 +139,20 @@ class Reader:
 
     def _thought(self, final: bool) -> Iterator[Part]:
         """Yield reasoning up to </think>."""
-        known, closes, _ = self._held.partition(THINK_CLOSES)
+        thought, closes, _ = self._held.partition(THINK_CLOSES)
         if not (closes or final):
-            known = without_beginning(known, THINK_CLOSES)
+            thought = without_beginning(thought, THINK_CLOSES)
         # Line breaks at both ends of the reasoning belong to the template, and are dropped. Those at the end of the
         # text so far are held back, because more reasoning may follow.
-        inside = known if self._thinks else known.lstrip("\n")
+        inside = thought if self._thinks else thought.lstrip("\n")
         said = inside.rstrip("\n")
         if said:
             self._thinks = True
             yield Part(reasoning=said)
         if closes or final:
-            self._go(self._after_thought, len(known) + len(closes))
+            self._go(self._after_thought, len(thought) + len(closes))
         else:
-            self._go(self._thought, len(known) - len(inside) + len(said))
+            self._go(self._thought, len(thought) - len(inside) + len(said))
 
     def _after_thought(self, final: bool) -> Iterator[Part]:
         words = self._held.lstrip("\n")
@@ -167,7 +167,7 @@ class Reader:
         if not self._tools:
             self._state = self._plain
         elif after.startswith("{"):
-            self._state = self._whole
+            self._state = self._calls_or_content
         elif final or not (after == "" or PYTHON_TAG.startswith(begins)):
             self._state = self._words
         yield from ()
@@ -175,7 +175,7 @@ class Reader:
     def _plain(self, final: bool) -> Iterator[Part]:
         yield from self._say(len(self._held))
 
-    def _whole(self, final: bool) -> Iterator[Part]:
+    def _calls_or_content(self, final: bool) -> Iterator[Part]:
         """Hold back all text from a first {. Only the end shows whether it is calls in Llama's form, or content."""
         if not final:
             return

@@ -98,7 +98,7 @@ def messages_of(items: Sequence[Item], images: dict[str, bytes]) -> list[Message
     messages: list[Message] = []
     names: dict[str, str] = {}
     """Names of the called tools, by the ID of the call."""
-    said: Message | None = None
+    reply: Message | None = None
     """The assistant's message that items are added to."""
     for item in items:
         if isinstance(item, _FunctionCallOutput):
@@ -106,23 +106,23 @@ def messages_of(items: Sequence[Item], images: dict[str, bytes]) -> list[Message
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
             if name := item.name or names.get(item.call_id):
                 messages[-1]["name"] = name
-            said = None
+            reply = None
         elif isinstance(item, _Message) and item.role != "assistant":
             role = "system" if item.role == "developer" else item.role
             messages.append({"role": role, "content": content_of([part.shown for part in item.content], images)})
-            said = None
+            reply = None
         else:
-            begins = isinstance(item, _Reasoning) or (isinstance(item, _Message) and said and said["content"])
-            if said is None or (begins and said != _SILENT):
-                messages.append(said := dict(_SILENT))
+            begins = isinstance(item, _Reasoning) or (isinstance(item, _Message) and reply and reply["content"])
+            if reply is None or (begins and reply != _SILENT):
+                messages.append(reply := dict(_SILENT))
             if isinstance(item, _Message):
-                said["content"] = content_of([part.shown for part in item.content], images)
+                reply["content"] = content_of([part.shown for part in item.content], images)
             elif isinstance(item, _FunctionCall):
                 names[item.call_id] = name = f"{item.namespace}.{item.name}" if item.namespace else item.name
                 call = call_entry(item.call_id, name, arguments_of(item.arguments))
-                said.setdefault("tool_calls", []).append(call)
+                reply.setdefault("tool_calls", []).append(call)
             elif reasoning := _reasoning_of(item):
-                said["reasoning_content"] = reasoning
+                reply["reasoning_content"] = reasoning
     return messages
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from clew.gateway.episode_engine import EpisodeEngine
 from clew.gateway.interactions import Interaction
-from clew.inference.protocol import moved
+from clew.inference.protocol import shift_spans
 from clew.record.rows import Sequence
 
 
@@ -74,7 +74,7 @@ def reported(sequence: SequenceABC[Interaction]) -> dict[str, Any]:
             counts[len(interaction.input_ids) : len(interaction.all_ids)] = list(map(len, masks))
             ids += itertools.chain.from_iterable(masks)
         columns |= {"sampling_mask_counts": counts, "sampling_mask_ids": np.array(ids, np.int32)}
-    spans = [span for each in sequence for span in moved(each.sampled_by, len(each.input_ids))]
+    spans = [span for each in sequence for span in shift_spans(each.sampled_by, len(each.input_ids))]
     experts: np.ndarray | None = None
     for interaction in sequence:  # entry i: the experts chosen when token i was the input
         new = interaction.routed_experts
@@ -116,13 +116,13 @@ def turn_returns(
     return returns
 
 
-def sequences_of(engine: EpisodeEngine, rewards: dict[str, float], known: dict[str, Any]) -> list[Sequence]:
+def sequences_of(engine: EpisodeEngine, rewards: dict[str, float], columns: dict[str, Any]) -> list[Sequence]:
     """Return the rows of an episode, one for each sequence. Their rewards are the returns of their first interactions.
 
     Args:
         engine: The episode's engine.
         rewards: Reward of the episode as named numbers, whose sum is what is trained on.
-        known: Columns that do not follow from the interactions.
+        columns: Columns that do not follow from the interactions.
     """
     total = math.fsum(rewards.values())
     chains = assemble(engine.interactions, individual=engine.resources.individual)
@@ -147,7 +147,7 @@ def sequences_of(engine: EpisodeEngine, rewards: dict[str, float], known: dict[s
             images=list(chain[-1].images),
             **aligned(chain),
             **reported(chain),
-            **known,
+            **columns,
         )
         for number, chain in enumerate(chains)
     ]

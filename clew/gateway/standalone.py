@@ -22,7 +22,7 @@ from clew.gateway.app import AnyBase, application
 from clew.gateway.dialect import Refusal
 from clew.gateway.episode_engine import EpisodeEngine, Resources, WarningLog, resources
 from clew.gateway.sequences import sequences_of
-from clew.models.vision import Sight
+from clew.models.vision import ImageExpander
 from clew.printing import print
 from clew.record.inbox import group_name
 from clew.record.run import RunDirectory
@@ -161,7 +161,7 @@ class StandaloneGateway:
         if self._run is None or not session.engine.interactions:
             return
         group_id = session.id.partition(".")[0]
-        known = {
+        columns = {
             "group_id": group_id,
             "episode_id": session.id,
             "data": session.data,
@@ -170,7 +170,7 @@ class StandaloneGateway:
             "finished_at": time.time(),
         }
         rewards = {"reward": 0.0 if session.rewards else float("nan")}  # the rewards of interactions are added to it
-        self._run.inbox.put(group_id, sequences_of(session.engine, rewards, known))
+        self._run.inbox.put(group_id, sequences_of(session.engine, rewards, columns))
 
     def launched(self, address: str) -> None:
         """Print how to reach the gateway, in lines that can be pasted into a shell."""
@@ -213,7 +213,7 @@ def make_gateway(
     record: Path | None,
     key: str,
     *,
-    vision: Sight | None,
+    vision: ImageExpander | None,
 ) -> StandaloneGateway:
     """Return a gateway for an engine that runs on this event loop.
 

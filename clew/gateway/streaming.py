@@ -32,17 +32,17 @@ class Decoder:
         self._ids: list[int] = []
         """Tokens of the last text, and those after it. The former are kept because the first token of a
         text may lose the space before it."""
-        self._told = 0
+        self._done = 0
         """Number of these tokens that made the last text."""
 
     def add(self, token: int) -> str:
         """Return the text that the token completes: "" for special tokens, and while a character is incomplete."""
         self._ids.append(token)
-        before, text = plain_text(self._tokenizer, self._ids[: self._told]), plain_text(self._tokenizer, self._ids)
+        before, text = plain_text(self._tokenizer, self._ids[: self._done]), plain_text(self._tokenizer, self._ids)
         if len(text) <= len(before) or text.endswith("\ufffd"):  # the sign for a character that is incomplete
             return ""
-        self._ids = self._ids[self._told :]
-        self._told = len(self._ids)
+        self._ids = self._ids[self._done :]
+        self._done = len(self._ids)
         return text[len(before) :]
 
 
@@ -93,12 +93,12 @@ class Speech:
     """Deltas of a request's replies so far. Any number of streams can follow them, each from the beginning."""
 
     def __init__(self) -> None:
-        self._told: list[Delta] = []
+        self._deltas: list[Delta] = []
         self._ended = False
         self._news = asyncio.Event()
 
     def tell(self, delta: Delta) -> None:
-        self._told.append(delta)
+        self._deltas.append(delta)
         self._news.set()
 
     def end(self) -> None:
@@ -108,15 +108,15 @@ class Speech:
 
     async def begun(self) -> None:
         """Wait until something is told, or nothing ever will be."""
-        while not self._told and not self._ended:
+        while not self._deltas and not self._ended:
             await self._next()
 
     async def follow(self) -> AsyncIterator[Delta]:
         """Yield all deltas, from the beginning to the end."""
         place = 0
         while True:
-            while place < len(self._told):
-                yield self._told[place]
+            while place < len(self._deltas):
+                yield self._deltas[place]
                 place += 1
             if self._ended:
                 return
@@ -164,7 +164,7 @@ class Draft:
         self._stopped = False
         self._place: int | None = None
         """End of the content told so far, as a place in the text."""
-        self._told: list[Delta] = []
+        self._deltas: list[Delta] = []
         self._read(begin)
 
     def add(self, token: int, logprob: float) -> None:
@@ -179,10 +179,10 @@ class Draft:
             ValueError: The reply does not begin with the text that was told, because the tokenizer changes the text of
                 earlier tokens when more follow. Only the remaining calls are then told.
         """
-        reasoning = "".join(delta.reasoning for delta in self._told)
-        content = "".join(delta.content for delta in self._told)
-        calls = [delta.call for delta in self._told if delta.call is not None]
-        tokens = sum(len(delta.tokens) for delta in self._told)
+        reasoning = "".join(delta.reasoning for delta in self._deltas)
+        content = "".join(delta.content for delta in self._deltas)
+        calls = [delta.call for delta in self._deltas if delta.call is not None]
+        tokens = sum(len(delta.tokens) for delta in self._deltas)
         begins = reply.reasoning.startswith(reasoning) and reply.content.startswith(content)
         if begins and calls == list(reply.tool_calls[: len(calls)]):
             told = {"reasoning": len(reasoning), "content": len(content), "tokens": tokens, "calls": len(calls)}
@@ -199,7 +199,7 @@ class Draft:
 
     def _read(self, text: str) -> None:
         for part in self._reader.feed(text) if self._reader is not None else ():
-            self._told.append(delta := self._delta(part))
+            self._deltas.append(delta := self._delta(part))
             self._tell(delta)
 
     def _before_stop(self, new: str) -> str:
@@ -215,7 +215,7 @@ class Draft:
 
     def _delta(self, part: Part) -> Delta:
         if part.call is not None:
-            number = sum(delta.call is not None for delta in self._told)
+            number = sum(delta.call is not None for delta in self._deltas)
             return Delta(index=self._index, call=ToolCall.of(self._id, number, *part.call))
         if part.reasoning:
             return Delta(index=self._index, reasoning=part.reasoning)

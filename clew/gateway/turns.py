@@ -29,7 +29,7 @@ from clew.errors import ImageError
 from clew.gateway.conversation_difference import Difference, excerpt, first_difference, key_of
 from clew.gateway.dialect import Ask, Message, Refusal, Reply, message_of
 from clew.gateway.images import image_names
-from clew.models.vision import Sight
+from clew.models.vision import ImageExpander
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -125,7 +125,7 @@ class Turns:
     """The turns of one session, and the template that renders them."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, context: int | None = None, vision: Sight | None = None
+        self, tokenizer: PreTrainedTokenizerBase, context: int | None = None, vision: ImageExpander | None = None
     ) -> None:
         """Start without turns.
 

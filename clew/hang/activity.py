@@ -396,16 +396,16 @@ def group_of(frame: Frame, place: Place) -> tuple[str, tuple[int, ...] | None]:
 
 def new_group_members(text: str, name: str, names: dict[str, Any]) -> tuple[int, ...] | None:
     """Return the ranks of `name = new_group(RANKS)`; None if the source and `names` do not say them for this rank."""
-    known = {**source.constants(text), **names}
+    integers = {**source.constants(text), **names}
     for value in source.assignments(text, name):
         if isinstance(value, ast.Call) and source.dotted(value.func).rpartition(".")[2] == "new_group":
             ranks = source.keyword(value, "ranks", 0)
             if ranks is None:
-                return tuple(range(known["world_size"])) if "world_size" in known else None
+                return tuple(range(integers["world_size"])) if "world_size" in integers else None
             try:
-                if isinstance(ranks, ast.Name) and ranks.id not in known:
+                if isinstance(ranks, ast.Name) and ranks.id not in integers:
                     ranks = next(source.assignments(text, ranks.id), ranks)
-                found = source.evaluate(ranks, known)
+                found = source.evaluate(ranks, integers)
             except (source.Unknown, TypeError, ValueError):
                 continue
             if isinstance(found, list) and all(isinstance(each, int) for each in found):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from clew.hang.activity import POINT_TO_POINT
-from clew.hang.classes import ranges
+from clew.hang.equal_stacks import ranges
 from clew.hang.verdict import SOUND, Actor, Verdict
 
 AGAIN = "A restart will hang again at the same place, unless the data or random numbers lead elsewhere."
@@ -40,7 +40,7 @@ STANDS = (
     "missing rank", "lock or I/O", "data loading", "cpu", "external wait", "rollout blocked", "event loop blocked",
 )  # fmt: skip
 """Patterns in which one process stands still. The other explanation is that it is only slow."""
-APART = (
+IN_DIFFERENT_CALLS = (
     "collective mismatch", "crossed groups", "pipeline micro-batch mismatch", "send/receive cycle", "cleanup deadlock",
 )  # fmt: skip
 """Patterns in which ranks are in different operations."""
@@ -81,7 +81,7 @@ def _runner_up(verdict: Verdict, actors: Sequence[Actor]) -> str:
             f"slow: {one.process.label} was{where} in the last of {len(looks)} looks, no counter of it advanced, and "
             f"its main thread was woken up {woken} times"
         )
-    if verdict.pattern in APART:
+    if verdict.pattern in IN_DIFFERENT_CALLS:
         operations = defaultdict[str, list[int]](list)
         for actor in actors:
             if actor.rank is not None:
@@ -105,7 +105,7 @@ def _next(verdict: Verdict, actors: Sequence[Actor]) -> str:
     # DETAIL compares the collectives of the ranks, but neither their messages nor their roots.
     operations = {(actor.activity.op, actor.activity.group) for actor in actors if actor.rank is not None}
     compared = len(operations) > 1 and not any(op in POINT_TO_POINT for op, _ in operations)
-    if verdict.pattern in APART and compared and (script := _script(actors)):
+    if verdict.pattern in IN_DIFFERENT_CALLS and compared and (script := _script(actors)):
         most = max((actor.process.local_world or 8 for actor in actors), default=8)
         # The smallest job that still has the ranks at fault, if one node can hold it.
         count = min(most, max([2, *(rank + 1 for rank in verdict.ranks)]))

@@ -144,19 +144,19 @@ def same_everywhere(ranks: list[Actor]) -> Verdict:
         return found
     came = f"{_together(ranks)}, but they came there by different calls."
     if parted := parting(ranks):
-        odd, told = parted
-        return verdict_about("collective mismatch", odd, f"{came} {told}", ranks, structural=True)
+        odd, why_odd = parted
+        return verdict_about("collective mismatch", odd, f"{came} {why_odd}", ranks, structural=True)
     if parted := other_numbers(ranks):  # RAS counts what hosts have launched, which may be ahead of a slow network
-        odd, told = parted
+        odd, why_odd = parted
         late = behind(ranks)
         if late and late[0] == odd and all(a.activity.cleanup in ("finally", "except", WITHOUT_RAISE) for a in ranks):
             shown = "" if odd[0].activity.cleanup == WITHOUT_RAISE else "; it is shown only after the cleanup ends"
             why = (
-                f"{came} {told} {subject(odd, 'came to its', 'came to their')} cleanup early. An exception was "
+                f"{came} {why_odd} {subject(odd, 'came to its', 'came to their')} cleanup early. An exception was "
                 f"probably the reason{shown}."
             )
             return verdict_about("cleanup deadlock", odd, why, ranks)
-        return verdict_about("collective mismatch", odd, f"{came} {told}", ranks, confidence="medium")
+        return verdict_about("collective mismatch", odd, f"{came} {why_odd}", ranks, confidence="medium")
     drift = _drifted(ranks)
     if drift is not None:
         name, odd, values = drift
@@ -259,7 +259,7 @@ def _sentences(actors: list[Actor]) -> str:
 def cycle(culprits: list[Actor], waiters: list[Actor], sources: Mapping[str, str]) -> Verdict:
     """Judge ranks that wait for one another: cleanup, messages, crossed groups, or different collectives."""
     kinds = {a.activity.kind for a in culprits}
-    told = _sentences(culprits)
+    where = _sentences(culprits)
     cleaning = [a for a in culprits if a.activity.cleanup or a.activity.kind == "destroy"]
     # A `finally` or `__exit__` may hide an exception, because a collective in it waits for ranks that still train.
     if cleaning and len(cleaning) < len(culprits):
@@ -269,7 +269,7 @@ def cycle(culprits: list[Actor], waiters: list[Actor], sources: Mapping[str, str
             hidden = "An exception brought it there, and is not raised again: only the log may show it."
         why = (
             f"{subject(cleaning, 'is', 'are')} cleaning up (in {cleaning[0].activity.cleanup}) while the others still "
-            f"train. {hidden} {told}"
+            f"train. {hidden} {where}"
         )
         return verdict_about("cleanup deadlock", cleaning, why, waiters + culprits, structural=True)
     inside = [a for a in culprits if a.activity.kind in DISTRIBUTED]
@@ -283,22 +283,22 @@ def cycle(culprits: list[Actor], waiters: list[Actor], sources: Mapping[str, str
     # Every rank receives before it sends, or the reverse.
     if kinds <= set(MESSAGES):
         callers = _callers(culprits)
-        told += "".join(f" Rank {rank} was called there by {f.function} at {_site(f)}." for rank, f in callers.items())
+        where += "".join(f" Rank {rank} was called there by {f.function} at {_site(f)}." for rank, f in callers.items())
         if kinds == {"recv"} and (parted := _left_a_loop(culprits, sources)):
             pattern = "pipeline micro-batch mismatch"
-            why = f"Every one of ranks {names(culprits)} receives, and none sends to it. {parted[1]} {told}"
+            why = f"Every one of ranks {names(culprits)} receives, and none sends to it. {parted[1]} {where}"
         else:
             pattern = "send/receive cycle"
             tags = {a.activity.tag for a in culprits if a.activity.tag.isdigit()}
             apart = f" Their tags differ: {' and '.join(sorted(tags))}." if len(kinds) == 2 and len(tags) == 2 else ""
-            why = f"Ranks {names(culprits)} wait for one another in send and recv, so none proceeds.{apart} {told}"
+            why = f"Ranks {names(culprits)} wait for one another in send and recv, so none proceeds.{apart} {where}"
         found = verdict_about(pattern, culprits, why, waiters, structural=True)
         return found.at(*(_site(frame) for frame in callers.values()))
     # A stage of a pipeline has gone on to a collective while its neighbour still exchanges micro-batches.
     if kinds & set(MESSAGES):
         why = (
             "One side expects a message that the other does not send (or the reverse): the other side has gone on to "
-            f"another operation. The numbers of micro-batches may differ. {told}"
+            f"another operation. The numbers of micro-batches may differ. {where}"
         )
         # `gone`: ranks in another operation. They are at fault, and so are ranks whose peer is one of them or unknown.
         gone = {a.rank for a in culprits if a.activity.kind not in MESSAGES}
@@ -314,18 +314,18 @@ def cycle(culprits: list[Actor], waiters: list[Actor], sources: Mapping[str, str
             return found
     # Two groups are used in opposite order.
     if len({key_of(a.activity) for a in culprits}) > 1 and not _one_deviates(culprits):
-        why = f"The ranks call collectives of different groups in different order, and wait for one another. {told}"
+        why = f"The ranks call collectives of different groups in different order, and wait for one another. {where}"
         # Ranks that only wait count as well: if all but one are in the same call, that one left the common order.
         beside = [a for a in waiters if a.rank is not None and a.activity.kind == "collective"]
         sides = Counter((key_of(a.activity), a.activity.site) for a in [*culprits, *beside])
         alone = [a for a in culprits if sides[key_of(a.activity), a.activity.site] == 1]
         odd = alone if len(sides) == 2 and max(sides.values()) > 2 and alone else culprits
         return verdict_about("crossed groups", odd, why, [*culprits, *waiters], structural=True)
-    why = f"The ranks are in different collectives, which can never meet. {told}"
+    why = f"The ranks are in different collectives, which can never meet. {where}"
     odd = _deviating(culprits)
     if left := _left_a_loop(culprits, sources):
-        odd, told = left
-        why = f"{why} {told}"
+        odd, left_where = left
+        why = f"{why} {left_where}"
     if parted := parting(culprits) or other_numbers(culprits):
         odd = parted[0] if len(parted[0]) < len(culprits) else odd
         why = f"{why} {parted[1]}"

@@ -22,9 +22,9 @@ from typing import Any
 
 from clew.errors import LaunchError
 from clew.hang import proc
-from clew.hang.classes import Stack, stack_of
 from clew.hang.endpoints import with_ends
 from clew.hang.engines import answers
+from clew.hang.equal_stacks import Stack, stack_of
 from clew.hang.flight import calls_of
 from clew.hang.inside import inside, installed, tasks_of, with_numbers
 from clew.hang.jobs import python

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from clew.hang.classes import by_value
+from clew.hang.equal_stacks import by_value
 from clew.hang.observed import Call
 from clew.hang.verdict import Actor
 
@@ -26,7 +26,7 @@ def parting(ranks: Sequence[Actor]) -> tuple[list[Actor], str] | None:
     for group in _pending_groups(ranks):
         calls = {a.pid: {c.number: c for c in a.process.calls if c.group == group} for a in ranks}
         for number in sorted(set.intersection(*(set(each) for each in calls.values()))):
-            said = {pid: _said(each[number]) for pid, each in calls.items()}
+            said = {pid: _operation(each[number]) for pid, each in calls.items()}
             common, count = Counter(said.values()).most_common(1)[0]
             if count < len(ranks):
                 odd = [a for a in ranks if said[a.pid] != common] if count > len(ranks) / 2 else list(ranks)
@@ -103,10 +103,10 @@ def _pending_groups(ranks: Sequence[Actor]) -> list[str]:
 def _where(call: Call | None) -> str:
     if call is None:
         return "no call"
-    return f"{'past' if call.ended else 'in'} call {call.number}, {_said(call)}"
+    return f"{'past' if call.ended else 'in'} call {call.number}, {_operation(call)}"
 
 
-def _said(call: Call) -> str:
+def _operation(call: Call) -> str:
     return f"{call.op} of {sizes}" if (sizes := call.sizes[1:-1]) else call.op
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from clew.errors import RecordError
 from clew.hang.collect import sources_of, threads_from, unseen_ranks
-from clew.hang.observed import APART, Look, Process, Snapshot, snapshot_from
+from clew.hang.observed import PIDS_PER_NODE, Look, Process, Snapshot, snapshot_from
 from clew.hang.reduce import Reducer, raw_state
 
 LARGEST = 500_000_000
@@ -115,11 +115,11 @@ class Merge:
         """Return a node's processes, with other pids if an earlier node has a process with the same pid."""
         pids = _pids(processes)
         if pids & self._pids:
-            self._offset += APART
+            self._offset += PIDS_PER_NODE
             processes = tuple(renumbered(process, self._offset) for process in processes)
             pids = _pids(processes)
         # A report that was merged before has shifted pids itself: the next shift has to lie above them.
-        self._offset = max(self._offset, max(pids, default=0) // APART * APART)
+        self._offset = max(self._offset, max(pids, default=0) // PIDS_PER_NODE * PIDS_PER_NODE)
         self._pids |= pids
         return processes
 

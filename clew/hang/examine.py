@@ -58,9 +58,9 @@ def examine(pids: Sequence[int], named: dict[int, Process] | None = None, *, onc
     """
     every = [pid for pid in jobs.with_peers(pids) if pid != os.getpid()]
     seen = snapshot(every, (lambda processes, seconds: True) if once else enough)
-    known = named or {}
+    by_pid = named or {}
     processes = tuple(
-        replace(each, name=known[each.pid].name, waits=known[each.pid].waits) if each.pid in known else each
+        replace(each, name=by_pid[each.pid].name, waits=by_pid[each.pid].waits) if each.pid in by_pid else each
         for each in seen.processes
     )
     seen_pids = {process.pid for process in processes}
@@ -68,7 +68,7 @@ def examine(pids: Sequence[int], named: dict[int, Process] | None = None, *, onc
         replace(
             each, exit="(its status file does not say that it ended)" if each.doing != "failed" else "with an error"
         )
-        for pid, each in known.items()
+        for pid, each in by_pid.items()
         if pid not in seen_pids
     )
     seen = replace(seen, processes=processes + gone)

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from clew.hang import proc
-from clew.hang.classes import by_value
+from clew.hang.equal_stacks import by_value
 from clew.hang.observed import Launched, Snapshot
 
 LIMIT_S = 3.0

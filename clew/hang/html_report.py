@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from clew.hang.classes import in_words
+from clew.hang.equal_stacks import ranges_text
 from clew.hang.report import Report
 from clew.printing import in_html
 
@@ -58,7 +58,7 @@ def as_html(report: Report) -> str:
         frames = in_html("\n".join(reversed(stack)))
         inner = in_html(stack[-1]) if stack else "no Python frame"
         parts.append(
-            f"<details><summary>{count} x {in_html(in_words(pairs))}: {inner}</summary><pre>{frames}</pre></details>"
+            f"<details><summary>{count} x {in_html(ranges_text(pairs))}: {inner}</summary><pre>{frames}</pre></details>"
         )
     if tasks := report.tasks():
         parts.append("<h2>Tasks of asyncio</h2>")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-APART = 10_000_000
+PIDS_PER_NODE = 10_000_000
 """Offset between the pids of merged nodes, because two nodes may use the same pid."""
 NO_PYTHON = "no Python was found"
 """Beginning of the error in a look at a program that is not Python."""
@@ -209,7 +209,7 @@ class Process:
     @property
     def label(self) -> str:
         """Return how a report names the process."""
-        pid = f"pid {self.pid % APART}" + (f" on {self.host}" if self.pid > APART and self.host else "")
+        pid = f"pid {self.pid % PIDS_PER_NODE}" + (f" on {self.host}" if self.pid > PIDS_PER_NODE and self.host else "")
         if self.rank is not None:
             return f"rank {self.rank} ({pid})"
         return f"{self.name} ({pid})" if self.name else pid
@@ -254,7 +254,7 @@ def snapshot_from(value: dict[str, Any]) -> Snapshot:
 
 def _process_from(value: dict[str, Any]) -> Process:
     looks = tuple(
-        Look(**{**_known(Look, look), "threads": tuple(_thread_from(each) for each in look["threads"])})
+        Look(**{**_fields_of(Look, look), "threads": tuple(_thread_from(each) for each in look["threads"])})
         for look in value["looks"]
     )
     lists = {name: tuple(value[name]) for name in ("command", "listens", "peers", "pipes", "files", "waits")}
@@ -272,11 +272,11 @@ def _process_from(value: dict[str, Any]) -> Process:
         "calls": tuple(Call(**each) for each in value.get("calls", ())),
         "launched": tuple(_launched_from(each) for each in value.get("launched", ())),
     }
-    known = {**_known(Process, value), **lists, **more, **recorded, "looks": looks, "alike": alike, "inside": read}
-    return Process(**known)
+    values = {**_fields_of(Process, value), **lists, **more, **recorded, "looks": looks, "alike": alike, "inside": read}
+    return Process(**values)
 
 
-def _known(kind: type, value: dict[str, Any]) -> dict[str, Any]:
+def _fields_of(kind: type, value: dict[str, Any]) -> dict[str, Any]:
     """Return the fields that a class has: another version of Clew may have written others, too."""
     names = {each.name for each in fields(kind)}
     return {name: each for name, each in value.items() if name in names}
@@ -287,4 +287,4 @@ def _launched_from(value: dict[str, Any]) -> Launched:
 
 
 def _thread_from(value: dict[str, Any]) -> Thread:
-    return Thread(**{**_known(Thread, value), "frames": tuple(Frame(**frame) for frame in value["frames"])})
+    return Thread(**{**_fields_of(Thread, value), "frames": tuple(Frame(**frame) for frame in value["frames"])})

@@ -9,9 +9,9 @@ from functools import cached_property
 from pathlib import PurePath
 from typing import Any
 
-from clew.hang.classes import Classes, classes_of, in_words, ranges
+from clew.hang.equal_stacks import RanksByStack, ranges, ranges_text, ranks_by_stack
 from clew.hang.judge import Actor, Verdict, actors_of, judge
-from clew.hang.observed import APART, Snapshot
+from clew.hang.observed import PIDS_PER_NODE, Snapshot
 from clew.hang.reduce import reduced, to_judge
 
 CONTEXT = 2
@@ -52,21 +52,21 @@ class Report:
         return actors_of(self.judged)
 
     @cached_property
-    def classes(self) -> Classes:
+    def classes(self) -> RanksByStack:
         """Return the stacks of the main threads with their ranks, those of the lowest ranks first."""
-        found = classes_of([actor.process for actor in self.actors])
+        found = ranks_by_stack([actor.process for actor in self.actors])
         return dict(sorted(found.items(), key=lambda item: item[1]))
 
     @property
     def next(self) -> str:
-        # Pids of merged nodes are shifted by multiples of APART: print them as their node numbers them.
-        shifted = {str(actor.pid) for actor in self.actors if actor.pid > APART}
-        return re.sub(r"\d+", lambda n: str(int(n[0]) % APART) if n[0] in shifted else n[0], self.verdict.next)
+        # Pids of merged nodes are shifted by multiples of PIDS_PER_NODE: print them as their node numbers them.
+        shifted = {str(actor.pid) for actor in self.actors if actor.pid > PIDS_PER_NODE}
+        return re.sub(r"\d+", lambda n: str(int(n[0]) % PIDS_PER_NODE) if n[0] in shifted else n[0], self.verdict.next)
 
     @property
     def pids(self) -> list[int]:
         """Return the processes at fault, as their nodes number them."""
-        return [pid % APART for pid in self.verdict.pids]
+        return [pid % PIDS_PER_NODE for pid in self.verdict.pids]
 
     @property
     def hosts(self) -> list[str]:
@@ -105,7 +105,7 @@ class Report:
             "exit_code": self.verdict.exit_code,
             "hosts": self.hosts,
             "processes": [_described(actor) for actor in self.actors],
-            "classes": [{"ranks": in_words(pairs), "stack": list(stack)} for stack, pairs in self.classes.items()],
+            "classes": [{"ranks": ranges_text(pairs), "stack": list(stack)} for stack, pairs in self.classes.items()],
             "seconds": self.seen.seconds,
             "snapshot": reduced(self.seen).as_dict(),
         }
@@ -150,21 +150,21 @@ class Report:
 
     def _in_short(self) -> Iterator[str]:
         for stack, pairs in list(self.classes.items())[:12]:
-            yield f"  {in_words(pairs)}: {stack[-1] if stack else 'no Python frame'}"
+            yield f"  {ranges_text(pairs)}: {stack[-1] if stack else 'no Python frame'}"
 
     def stacks_in_text(self) -> str:
         """Return the classes of stacks with their ranks, the innermost frame last."""
         parts = []
         for stack, pairs in self.classes.items():
             count = sum(last - first + 1 for first, last in pairs)
-            parts += [f"{count} x {in_words(pairs)}", *(f"    {frame}" for frame in stack), ""]
+            parts += [f"{count} x {ranges_text(pairs)}", *(f"    {frame}" for frame in stack), ""]
         return "\n".join(parts)
 
 
 def _described(actor: Actor) -> dict[str, Any]:
     one = actor.activity
     return {
-        "pid": actor.pid % APART,
+        "pid": actor.pid % PIDS_PER_NODE,
         "rank": actor.rank,
         "host": actor.process.host,
         "role": actor.role,

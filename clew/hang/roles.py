@@ -137,7 +137,7 @@ def with_drivers(processes: Sequence[Process]) -> list[Process]:
 
 def _by_order(found: list[tuple[Process, str]]) -> list[tuple[Process, str]]:
     """Give ranks, in the order of pids, to processes that were started beside the ranks but do not name their own."""
-    known = {p.pid: p.rank for p, role in found if role == "rank"}
+    ranks_by_pid = {p.pid: p.rank for p, role in found if role == "rank"}
     parents = {p.parent for p, role in found if role == "rank"}
     kin = [p for p, role in found if role == "other" and p.parent in parents and p.pid not in parents]
     beside = [p for p in kin if p.threads or p.last.state in "ZX"]
@@ -145,8 +145,8 @@ def _by_order(found: list[tuple[Process, str]]) -> list[tuple[Process, str]]:
         p.world for p, _ in found if p.world
     }
     # Only if they and the known ranks make up the world, and the known ranks are in the order of their pids, too.
-    order = sorted([*known, *(p.pid for p in beside)])
-    if not beside or worlds != {len(order)} or any(known.get(pid, n) != n for n, pid in enumerate(order)):
+    order = sorted([*ranks_by_pid, *(p.pid for p in beside)])
+    if not beside or worlds != {len(order)} or any(ranks_by_pid.get(pid, n) != n for n, pid in enumerate(order)):
         return found
     number = {pid: n for n, pid in enumerate(order)}
     return [(replace(p, rank=number[p.pid]), "rank") if p.pid in number else (p, role) for p, role in found]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from clew.hang.activity import DISTRIBUTED, Activity
-from clew.hang.classes import ranges
+from clew.hang.equal_stacks import ranges
 from clew.hang.observed import Process
 
 MESSAGES = ("send", "recv")

@@ -198,7 +198,7 @@ class RowCache(Cache):
         # the column that is next may lie beyond the old width
         begin, end = self.first, min(self.column + 1, self.tokens.shape[1])
 
-        def moved(own: Tensor, columns: int) -> Tensor:
+        def shifted(own: Tensor, columns: int) -> Tensor:
             shape = (capacity, *own.shape[1:columns], width, *own.shape[columns + 1 :])
             target = own if stays else own.new_zeros(shape)
             if self.rows:
@@ -208,8 +208,8 @@ class RowCache(Cache):
 
         for kind in (self.keys, self.values):
             for layer, own in enumerate(kind):
-                kind[layer] = moved(own, 2)
-        self.tokens, self.logprobs = moved(self.tokens, 1), moved(self.logprobs, 1)
+                kind[layer] = shifted(own, 2)
+        self.tokens, self.logprobs = shifted(self.tokens, 1), shifted(self.logprobs, 1)
         self.starts = [start + shift for start in self.starts]
         self.column += shift
         self.first = min(self.starts, default=self.column)

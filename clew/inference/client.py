@@ -103,7 +103,7 @@ class HTTPEngine:
         if request.id:
             body["rid"] = request.id
         if request.on_token is None:
-            return await self._whole("/generate", body, request)
+            return await self._in_one_answer("/generate", body, request)
         return await self._streamed("/generate", body, request)
 
     def _fitting(self, request: GenerateRequest) -> SamplingParams:
@@ -140,7 +140,7 @@ class HTTPEngine:
     def _check_prompt(self, answer: dict[str, Any], request: GenerateRequest) -> None:
         """Raise an error if the answer belongs to another prompt than the request's."""
 
-    async def _whole(self, path: str, body: dict[str, Any], request: GenerateRequest) -> Completion:
+    async def _in_one_answer(self, path: str, body: dict[str, Any], request: GenerateRequest) -> Completion:
         """Return a completion that comes in one answer."""
 
         def take(answer: dict[str, Any], address: str) -> Completion:
@@ -158,7 +158,7 @@ class HTTPEngine:
         If the server goes away in the middle, or sends something that cannot be right, the tokens so far are returned
         as an aborted completion.
         """
-        whole = Completion(output_ids=[], logprobs=[], versions=[], finish_reason="abort")
+        so_far = Completion(output_ids=[], logprobs=[], versions=[], finish_reason="abort")
         assert request.on_token is not None
         masks: list[list[int]] = []
         versions: list[int] = []
@@ -166,7 +166,7 @@ class HTTPEngine:
 
         def take(event: dict[str, Any], address: str) -> Completion | None:
             nonlocal server, versions
-            server, before = address, len(whole.output_ids)
+            server, before = address, len(so_far.output_ids)
             new = self._new_of(event, before, address)
             if new is not None:
                 self._check(new, before + len(new.output_ids), request, address)
@@ -178,28 +178,28 @@ class HTTPEngine:
                 if new is None:
                     continue
                 masks += new.sampling_mask or []  # `clew serve` sends all at the end, vLLM each event's own
-                whole = replace(
+                so_far = replace(
                     new,
-                    output_ids=whole.output_ids + new.output_ids,
-                    logprobs=whole.logprobs + new.logprobs,
+                    output_ids=so_far.output_ids + new.output_ids,
+                    logprobs=so_far.logprobs + new.logprobs,
                     versions=versions,
                     sampling_mask=masks or None,
                 )
                 for token, logprob in zip(new.output_ids, new.logprobs, strict=True):
                     request.on_token(token, logprob)
         except (EngineUnreachable, FaultyAnswer):
-            if whole.finish_reason != "abort":
-                return whole  # it is complete: only the end mark is missing
-            if not whole.output_ids:
+            if so_far.finish_reason != "abort":
+                return so_far  # it is complete: only the end mark is missing
+            if not so_far.output_ids:
                 raise
             name = self.name_of(server)
-            span = Span(start=0, end=len(whole.output_ids), server=name, version=None)
-            whole = replace(whole, sampled_by=[span], finish_reason="abort", matched=None)
-            cuts = request.params.cuts(self.vocab or math.inf)
-            if request.sampling_mask and cuts and len(masks) != len(whole.output_ids):
+            span = Span(start=0, end=len(so_far.output_ids), server=name, version=None)
+            so_far = replace(so_far, sampled_by=[span], finish_reason="abort", matched=None)
+            truncates = request.params.truncates(self.vocab or math.inf)
+            if request.sampling_mask and truncates and len(masks) != len(so_far.output_ids):
                 wrong = f"{name} went away before it said which tokens top_p, top_k or min_p had left"
-                return replace(whole, sampling_mask=None, wrong_logprobs=wrong)
-        return whole
+                return replace(so_far, sampling_mask=None, wrong_logprobs=wrong)
+        return so_far
 
     def _check(self, new: Completion, total: int, request: GenerateRequest, address: str) -> None:
         """Raise FaultyAnswer if the new tokens of a completion cannot be right.

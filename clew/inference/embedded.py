@@ -174,7 +174,7 @@ class EmbeddedEngine(Core):
         sources = [prompts[_prompt_of(request)] for request in admitted]
         self.cache.join(filled, sources, [request.input_ids for request in admitted], longest, ahead)
         for each in admitted:
-            masks = [] if each.sampling_mask and each.params.cuts(self.vocab) else None
+            masks = [] if each.sampling_mask and each.params.truncates(self.vocab) else None
             stop_ids = each.params.stop_ids(self.default_stop_ids)
             self._rows.append(Row(each, stop_ids, self.limit(each), self._tick, masks))
         self._rows_changed()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from clew.errors import EngineError, described
 from clew.inference.loading import Named, Received, backed_up, copy_weights, restore, weights_of
-from clew.inference.protocol import Completion, FinishReason, GenerateRequest, Parts, SchemaUnsupported
+from clew.inference.protocol import Completion, FinishReason, GenerateRequest, SchemaUnsupported, UpdateTimer
 from clew.inference.request_checks import PROBE_TOLERANCE, ServedModel
 from clew.models.vision import Vision
 from clew.record.weights import WeightRef
@@ -47,7 +47,7 @@ class Core(ServedModel):
         if vision is not None:
             self.never_drawn = torch.zeros(1, self.vocab, dtype=torch.bool, device=self.device)
             self.never_drawn[0, vision.image_id] = True
-        self.received: Received | None = None
+        self.pending_weights: Received | None = None
         """Weights that the trainer has broadcast and that are not loaded yet."""
         self.waiting: deque[GenerateRequest] = deque()
         self.prefilled_tokens = 0
@@ -128,7 +128,7 @@ class Core(ServedModel):
         return aborted
 
     def load_weights(
-        self, ref: WeightRef, clock: Parts | None = None, weights: Callable[[], Iterator[Named]] | None = None
+        self, ref: WeightRef, clock: UpdateTimer | None = None, weights: Callable[[], Iterator[Named]] | None = None
     ) -> None:
         """Load weights in place and score the probe; `clock` times it. The caller has aborted what was in flight.
 
@@ -143,7 +143,7 @@ class Core(ServedModel):
             EngineError: The weights are refused, and the old ones are still served. Any other error means that the old
                 ones could not be put back, and `broken` says so.
         """
-        clock, weights = clock or Parts(), weights or weights_of(self.model, ref, self.received)
+        clock, weights = clock or UpdateTimer(), weights or weights_of(self.model, ref, self.pending_weights)
         self.abort()  # what a failed step may have left; what was in flight has been aborted by the caller
         before, backup = self.broken, {}
         try:
@@ -160,7 +160,7 @@ class Core(ServedModel):
             if isinstance(error, EngineError):
                 raise
             raise EngineError(f"Cannot load version {ref.version} from {ref.path}: {described(error)}.") from error
-        self.version, self.broken, self.received = ref.version, None, None
+        self.version, self.broken, self.pending_weights = ref.version, None, None
 
     def _check_probe(self, ref: WeightRef) -> None:
         if len(ref.probe_ids) < 2:

@@ -141,7 +141,7 @@ def _number(fields: dict[str, Any], name: str, default: float, kind: str = "numb
     return value
 
 
-def _whole(fields: dict[str, Any], name: str, default: int) -> int:
+def _integer(fields: dict[str, Any], name: str, default: int) -> int:
     return int(_number(fields, name, default, "whole number"))
 
 
@@ -215,22 +215,22 @@ def _params(given: Any, clew: dict[str, Any], default_stop_ids: tuple[int, ...])
     schema = given.get("json_schema")
     if not isinstance(schema, str | None):
         raise EngineError(f"sampling_params: json_schema is {_shown(schema)}, expected JSON text.")
-    continues = _whole(clew, "continues", 0)
-    copies = _whole(given, "n", 1)
+    continues = _integer(clew, "continues", 0)
+    copies = _integer(given, "n", 1)
     if continues < 0:
         raise EngineError(f"clew: continues is {continues}, expected 0 or more.")
     if copies < 1:
         raise EngineError(f"sampling_params: n is {copies}, expected at least 1.")
     params = SamplingParams(
-        max_new_tokens=_whole(given, "max_new_tokens", 128),
-        min_new_tokens=_whole(given, "min_new_tokens", 0),
+        max_new_tokens=_integer(given, "max_new_tokens", 128),
+        min_new_tokens=_integer(given, "min_new_tokens", 0),
         temperature=float(_number(given, "temperature", 1.0)),
         top_p=float(_number(given, "top_p", 1.0)),
-        top_k=max(0, _whole(given, "top_k", -1)),
+        top_k=max(0, _integer(given, "top_k", -1)),
         min_p=float(_number(given, "min_p", 0.0)),
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         stop_token_ids=stop_ids,
-        seed=_whole(given, "sampling_seed", random.getrandbits(63)),
+        seed=_integer(given, "sampling_seed", random.getrandbits(63)),
         continues=continues,
         json_schema=schema,
     )

@@ -107,8 +107,8 @@ def build(model: Any) -> FusedForward | None:
 
 def _layer(layer: Any) -> Layer:
     attention, mlp = layer.self_attn, layer.mlp
-    qkv, qkv_bias = _side_by_side(attention.q_proj, attention.k_proj, attention.v_proj)
-    gate_up, gate_up_bias = _side_by_side(mlp.gate_proj, mlp.up_proj)
+    qkv, qkv_bias = _fuse_linears(attention.q_proj, attention.k_proj, attention.v_proj)
+    gate_up, gate_up_bias = _fuse_linears(mlp.gate_proj, mlp.up_proj)
     qk_norms = (attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else None
     # Qwen's layers know whether they slide; Mistral's ask the configuration.
     window = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
@@ -127,7 +127,7 @@ def _layer(layer: Any) -> Layer:
     )
 
 
-def _side_by_side(*linears: Any) -> tuple[Tensor, Tensor | None]:
+def _fuse_linears(*linears: Any) -> tuple[Tensor, Tensor | None]:
     """Lay the weights (and biases) of several linears side by side in one tensor; each becomes a view of it."""
     weight = torch.cat([each.weight.data for each in linears])
     bias = None if linears[0].bias is None else torch.cat([each.bias.data for each in linears])

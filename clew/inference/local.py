@@ -22,8 +22,8 @@ from clew.errors import EngineError
 from clew.inference.embedded import build_engine
 from clew.inference.engine_core import Core, Finished
 from clew.inference.loading import weights_of
-from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, Parts, Timings
-from clew.inference.weight_group import MemberLost, joined, received
+from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, Timings, UpdateTimer
+from clew.inference.weight_group import MemberLost, joined, receive_buckets
 from clew.models.loading import check_vocabulary, load_model, load_tokenizer, pick_device
 from clew.models.vision import load_vision
 from clew.record.broadcast import Broadcast
@@ -102,10 +102,10 @@ class LocalEngine:
         If the engine `waits`, queued requests are returned as aborted, even if the load is then refused. Requests in
         flight end before the load, and new ones wait until after it.
         """
-        clock = Parts()
+        clock = UpdateTimer()
 
         def load() -> None:
-            weights = weights_of(self.core.model, ref, self.core.received)  # refuses before anything is aborted
+            weights = weights_of(self.core.model, ref, self.core.pending_weights)  # refuses before anything is aborted
             with clock("abort"):
                 self._deliver(self.core.abort())
             self.core.load_weights(ref, clock, weights)
@@ -126,16 +126,18 @@ class LocalEngine:
 
     async def receive_weights(self, sent: Broadcast) -> Timings:
         """Receive the trainer's broadcast, and keep it for `load_weights`. The engine keeps serving meanwhile."""
-        clock = Parts()
+        clock = UpdateTimer()
 
         def receive() -> dict[str, torch.Tensor]:
             device = next(self.core.model.parameters()).device
             with joined(sent, 0) as group:
-                return {name: tensor for bucket in received(sent, group, device) for name, tensor in bucket.items()}
+                return {
+                    name: tensor for bucket in receive_buckets(sent, group, device) for name, tensor in bucket.items()
+                }
 
         with clock("receive"):
             try:
-                self.core.received = sent.version, await asyncio.to_thread(receive)
+                self.core.pending_weights = sent.version, await asyncio.to_thread(receive)
             except MemberLost as error:
                 raise EngineError(f"version {sent.version} was not received: {error}") from error
         return clock.seconds

@@ -33,7 +33,7 @@ No request is served meanwhile, except while `LocalEngine` receives.
 """
 
 
-class Parts:
+class UpdateTimer:
     """A stopwatch for the parts of a weight update."""
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ class SamplingParams:
         """Return the IDs that end a sequence; `default` are the model's own."""
         return default if self.stop_token_ids is None else self.stop_token_ids
 
-    def cuts(self, vocab: float) -> bool:
+    def truncates(self, vocab: float) -> bool:
         """Return whether tokens are drawn from only a part of the `vocab` IDs; False for greedy decoding."""
         return self.temperature > 0 and (self.top_p < 1 or 0 < self.top_k < vocab or self.min_p > 0)
 
@@ -197,7 +197,7 @@ class Completion:
             versions=self.versions + more.versions,
             wrong_logprobs=wrong,
             sampling_mask=masks,
-            sampled_by=self.sampled_by + moved(more.sampled_by, done),
+            sampled_by=self.sampled_by + shift_spans(more.sampled_by, done),
             routed_experts=experts,
         )
 
@@ -211,7 +211,7 @@ def spans_of(reported: Iterable[Mapping[str, Any]], server: str) -> list[Span]:
     ]
 
 
-def moved(spans: Iterable[Span], offset: int) -> list[Span]:
+def shift_spans(spans: Iterable[Span], offset: int) -> list[Span]:
     """Return the spans with `offset` added to `start` and `end`."""
     return [{**span, "start": span["start"] + offset, "end": span["end"] + offset} for span in spans]
 

@@ -24,7 +24,7 @@ from clew.config import Config, server_token
 from clew.errors import EngineError, ModelError, described
 from clew.inference.backend import Backend, Launch, leaves
 from clew.inference.client import FROZEN_S, HEALTH_S
-from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, Parts, Timings
+from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, Timings, UpdateTimer
 from clew.inference.request_checks import PROBE_TOLERANCE, ServedModel, matched_stop
 from clew.inference.server_process import AttachedServer, ServerProcess
 from clew.inference.sglang import SGLangEngine
@@ -127,7 +127,7 @@ class RemoteEngine:
         self._gate.set()
         self._lease: asyncio.TimerHandle | None = None
         self._changing = asyncio.Lock()
-        self.received: int | None = None
+        self.unchecked_version: int | None = None
         """Version that the trainer has broadcast and that is not checked yet; None if there is none."""
         self._watch: asyncio.Task[None] | None = None
         self._loaded: str | None = None
@@ -217,7 +217,7 @@ class RemoteEngine:
                 nothing until a load succeeds.
             EngineUnreachable: The server died or froze meanwhile.
         """
-        if ref.was_broadcast() and self.received != ref.version:
+        if ref.was_broadcast() and self.unchecked_version != ref.version:
             raise EngineError(f"version {ref.version} was broadcast (weights.via), and this server did not get it.")
         async with self._updating(ref.version) as clock:
             with clock("load"):
@@ -226,7 +226,7 @@ class RemoteEngine:
                 await self._backend.verify(ref)
                 await self._backend.resume()
                 await self._check_probe(ref)
-            self.core.version, self.core.broken, self.received = ref.version, None, None
+            self.core.version, self.core.broken, self.unchecked_version = ref.version, None, None
             self._loaded = str(ref.version)
             self._open()
         return clock.seconds
@@ -234,23 +234,23 @@ class RemoteEngine:
     async def receive_weights(self, sent: Broadcast) -> Timings:
         """Abort all requests, and load weights that the trainer broadcasts. Nothing is served until `load_weights`."""
         async with self._updating(sent.version) as clock:
-            self.received = None
+            self.unchecked_version = None
             with clock("receive"):
                 await self._backend.receive(sent)
-            self.received = sent.version
+            self.unchecked_version = sent.version
             if self._lease is not None:
                 self._lease.cancel()
             self._lease = asyncio.get_running_loop().call_later(UNCHECKED_S, self._end_pause)
         return clock.seconds
 
     @asynccontextmanager
-    async def _updating(self, version: int) -> AsyncIterator[Parts]:
+    async def _updating(self, version: int) -> AsyncIterator[UpdateTimer]:
         """Abort all requests, and hold new ones back for as long as the block runs, and after it until `_open`.
 
         If the block fails, nothing is served until a load succeeds.
         """
         async with self._changing:
-            clock = Parts()
+            clock = UpdateTimer()
             try:
                 with waiting(f"weights of version {version}", unblocks=self._backend.kind):
                     if self._waits and not self.paused:
@@ -338,8 +338,8 @@ class RemoteEngine:
 
     def _open(self) -> None:
         """End a pause or an update: let requests through. They are refused while `broken` is set."""
-        if self.received is not None and not self.core.broken:
-            self.core.broken = f"version {self.received} was received from the trainer, and is not checked yet"
+        if self.unchecked_version is not None and not self.core.broken:
+            self.core.broken = f"version {self.unchecked_version} was received from the trainer, and is not checked yet"
         if self._lease is not None:
             self._lease.cancel()
             self._lease = None
@@ -408,17 +408,17 @@ class RemoteEngine:
         except (EngineError, LookupError) as error:
             log.warning("%s does not say which options it runs with: %s", kind, error)
             return
-        found = leaves(resolved)
+        options_by_name = leaves(resolved)
         set_here = [word[2:] for word in command if word.startswith("--")]
         names = set_here or ["model", "model-path", "dtype", *self._chosen]
-        shown = ", ".join(f"{name}={found[name]}" for name in names if name in found)
+        shown = ", ".join(f"{name}={options_by_name[name]}" for name in names if name in options_by_name)
         where = ""
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
             write_json(file, {"engine": kind, "address": address, "command": command, "options": resolved})
             reporter.set(engine_options=str(file))
-            where = f" (all {len(found)} options: {file})"
-        log.info("%s %s at %s runs with %s%s", kind, found.get("version"), address, shown, where)
+            where = f" (all {len(options_by_name)} options: {file})"
+        log.info("%s %s at %s runs with %s%s", kind, options_by_name.get("version"), address, shown, where)
 
     async def _silence(self, *, refuse: bool = False) -> str:
         """Return why the server is not up; "" if it is.
@@ -462,7 +462,7 @@ class RemoteEngine:
     async def _keep_watch(self) -> None:
         """Set `failure` when the server has ended, stands still, or has not answered for `frozen_s`."""
         loop, kind, address = asyncio.get_running_loop(), self._backend.kind, self._backend.address
-        answered, moved = loop.time(), loop.time()  # when it last answered, and last had no stopped process
+        answered, ran = loop.time(), loop.time()  # when it last answered, and last had no stopped process
         period = min(HEALTH_S, self._frozen_s / 4)
         looked = answered
         while self.failure is None:
@@ -472,11 +472,11 @@ class RemoteEngine:
             elif loop.time() - looked > period:
                 stopped = self.process.stopped()
                 if not stopped:
-                    moved = loop.time()
+                    ran = loop.time()
                 if await self._lives():
                     answered = loop.time()
                 looked = loop.time()
-                if looked - moved > self._frozen_s:
+                if looked - ran > self._frozen_s:
                     await self._give_up(f"its {stopped} is stopped (SIGSTOP) and has been for {self._frozen_s:.0f} s")
                 elif looked - answered > self._frozen_s:
                     more = f"; its {stopped} is stopped" if stopped else ""
@@ -501,7 +501,8 @@ class RemoteEngine:
         if isinstance(self.process, ServerProcess):
             assert self._launch is not None
             self.process = ServerProcess(self._launch, self.process.log)
-        self.failure, self.core.broken, self.core.version, self.received, self._loaded = None, None, 0, None, None
+        self.failure, self.core.broken, self._loaded = None, None, None
+        self.core.version, self.unchecked_version = 0, None
         await self.start(reporter)
         self._open()
 

@@ -47,7 +47,7 @@ class ServedModel:
         input_ids, params, images = request.input_ids, request.params, request.images
         if not input_ids:
             raise EngineError("input_ids is empty: a prompt needs at least one token.")
-        if not _whole(input_ids):
+        if not _are_integers(input_ids):
             raise EngineError("input_ids must be a list of integers.")
         if len(input_ids) >= self.context:
             raise RequestTooLong(
@@ -70,14 +70,14 @@ class ServedModel:
             raise ImageError("the model takes no images.")
 
 
-def _whole(values: Iterable[object]) -> bool:
+def _are_integers(values: Iterable[object]) -> bool:
     # NumPy's integers count, too. The first test is there for speed.
     return all(kind is int or issubclass(kind, Integral) for kind in set(map(type, values)))
 
 
 def _mistyped(params: SamplingParams, vocab: int) -> str | None:
     for name in ("max_new_tokens", "min_new_tokens", "top_k", "seed", "continues"):
-        if not _whole([value := getattr(params, name)]):
+        if not _are_integers([value := getattr(params, name)]):
             return f"{name} is {value!r}, expected a whole number"
     for name in ("temperature", "top_p", "min_p"):
         if not isinstance(value := getattr(params, name), Real):
@@ -86,7 +86,7 @@ def _mistyped(params: SamplingParams, vocab: int) -> str | None:
         if not isinstance(stop, str):
             return f"stop holds {stop!r}, expected strings"
     for token in params.stop_token_ids or ():
-        if not _whole([token]) or not 0 <= token < vocab:
+        if not _are_integers([token]) or not 0 <= token < vocab:
             return f"stop_token_ids holds {token!r}; this model's token ids are 0 to {vocab - 1}"
     return None
 

@@ -45,19 +45,19 @@ async def generate_through_aborts(engine: Engine, request: GenerateRequest, *, r
     params = request.params
     if restart:  # tokens that were passed on cannot be taken back
         request = replace(request, on_token=None)
-    whole = nothing = Completion(output_ids=[], logprobs=[], versions=[], finish_reason="abort")
+    so_far = nothing = Completion(output_ids=[], logprobs=[], versions=[], finish_reason="abort")
     faults = empty = 0
     version: int | None = None
     while True:
         rest = request
-        if done := len(whole.output_ids):
+        if done := len(so_far.output_ids):
             left = replace(
                 params,
                 max_new_tokens=params.max_new_tokens - done,
                 min_new_tokens=max(0, params.min_new_tokens - done),
                 continues=params.continues + done,
             )
-            rest = replace(request, input_ids=request.input_ids + whole.output_ids, params=left)
+            rest = replace(request, input_ids=request.input_ids + so_far.output_ids, params=left)
         try:
             with waiting(f"completion {request.id}".strip(), unblocks="the inference engine"):
                 part = await engine.generate(rest)
@@ -75,13 +75,13 @@ async def generate_through_aborts(engine: Engine, request: GenerateRequest, *, r
             empty, version = 0, None
         if restart and part.finish_reason == "abort":
             part = nothing
-        whole = whole.followed_by(part)
+        so_far = so_far.followed_by(part)
         if part.finish_reason != "abort":
-            return whole
-        if len(whole.output_ids) >= params.max_new_tokens:
-            return replace(whole, finish_reason="length")
+            return so_far
+        if len(so_far.output_ids) >= params.max_new_tokens:
+            return replace(so_far, finish_reason="length")
         # An engine starts a schema with the first token that it draws, so it cannot continue in the middle of one.
-        if params.json_schema is not None and whole.output_ids:
+        if params.json_schema is not None and so_far.output_ids:
             reason = "the server cut short what it held to a JSON schema, and cannot continue there"
             raise EngineUnreachable("", f"Cannot finish this completion: {reason}. Send the request again.")
         if not has_tokens:  # the engine is about to load weights, or it never returns a token for this request

@@ -189,7 +189,7 @@ async def _keep_listed(
         EngineError: A step has failed, or the server behind this one has ended more than launch.restarts times.
     """
     engine, restarts = application.engine, config.launch.restarts
-    said = ""
+    last_warning = ""
     await listening.wait()
     while engine.failure is None or (isinstance(engine, RemoteEngine) and restarts > 0):
         if engine.failure is not None:
@@ -205,9 +205,9 @@ async def _keep_listed(
             try:
                 await _load_newest(engine, run, entry, reporter)
             except EngineUnreachable as error:  # the engine behind it died or froze: its watch will say so
-                if str(error) != said:
+                if str(error) != last_warning:
                     log.warning("the newest weights are not loaded yet: %s", error)
-                    said = str(error)
+                    last_warning = str(error)
                 run.register_server(replace(entry, ready=False))
                 await asyncio.sleep(LOOK_S)
                 continue

@@ -118,10 +118,10 @@ def checksum(name: str, parts: list[Tensor], dtype: str) -> list[str]:
     for part in parts:
         for block in part.blocks(dtype):
             digest.update(block)
-    return _said(name, digest, parts[0].shape, {"F32": 4}.get(dtype, 2))
+    return _hex_checksums(name, digest, parts[0].shape, {"F32": 4}.get(dtype, 2))
 
 
-def _said(name: str, digest: Any, shape: Sequence[int], number_bytes: int) -> list[str]:
+def _hex_checksums(name: str, digest: Any, shape: Sequence[int], number_bytes: int) -> list[str]:
     """Return the checksums of a tensor: as it is, and padded if it has a row for each token."""
     found = [digest.hexdigest()[:16]]
     if name.endswith(BY_VOCABULARY):
@@ -143,7 +143,7 @@ class Sums:
 
     def by_name(self) -> dict[str, list[str]]:
         """Return the checksums of each tensor of SGLang, by its names, as `checksum` does."""
-        return {name: _said(name, *each) for name, each in self._open.items()}
+        return {name: _hex_checksums(name, *each) for name, each in self._open.items()}
 
 
 def whole_of(name: str) -> str:

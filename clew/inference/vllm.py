@@ -386,7 +386,7 @@ class VLLMEngine(Backend):
         if request.id:
             body["request_id"] = request.id
         if request.on_token is None or request.images:  # with images, tokens are not passed on as they come
-            completion = await self._whole(route, body, request)
+            completion = await self._in_one_answer(route, body, request)
         else:
             completion = await self._streamed(route, body, request)
         wrong = completion.wrong_logprobs or self.wrong_logprobs(params, completion.sampling_mask is not None)

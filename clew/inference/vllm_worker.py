@@ -24,7 +24,7 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from clew.inference.weight_group import joined, received
+from clew.inference.weight_group import joined, receive_buckets
 from clew.models.tensor_digest import digest_scattered, digest_tensor
 from clew.record.broadcast import Broadcast
 
@@ -210,7 +210,7 @@ class Extension:
         device = next(model.parameters()).device
         Extension.holds_base = False
         with torch.no_grad(), joined(broadcast, self.rank) as group:
-            for tensors in received(broadcast, group, device):
+            for tensors in receive_buckets(broadcast, group, device):
                 copies |= load_traced(model, tensors)
         self._loaded(copies)
 

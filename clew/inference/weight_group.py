@@ -95,7 +95,7 @@ def joined(sent: Broadcast, worker: int) -> Iterator[Group]:
         group.close()
 
 
-def received(sent: Broadcast, group: Group, device: torch.device) -> Iterator[dict[str, Tensor]]:
+def receive_buckets(sent: Broadcast, group: Group, device: torch.device) -> Iterator[dict[str, Tensor]]:
     """Yield the tensors of each bucket by name, as they come."""
     for bucket in sent.by_bucket():
         tensors = {

@@ -17,11 +17,11 @@ from typing import Any
 
 from clew.config import Config
 from clew.errors import LaunchError
-from clew.launch.ranks import tell
+from clew.launch.ranks import report_failure
 from clew.printing import print
 from clew.processes import PARENT_VARIABLE
 from clew.record.run import RunDirectory
-from clew.record.warned import append_warning
+from clew.record.run_warnings import append_warning
 
 SUPERVISED_VARIABLE = "CLEW_SUPERVISED"
 """Variable that is set for processes of `clew train`, which watches them itself."""
@@ -73,7 +73,7 @@ class Watch:
         """Start afresh, because the processes were just started."""
         self.stop()
         self._marks: dict[str, Any] = {}
-        self._moved: dict[str, float] = {}
+        self._progressed_at: dict[str, float] = {}
         self._last = self._patient_from = time.monotonic()
         self._longest_s = 0.0
         self._first = self._run.steps.count()
@@ -88,9 +88,9 @@ class Watch:
             return None
         self._next = now + LOOK_S
         self._started = started = self._run.steps.json_path(self._first).exists()
-        if (moved := self._moved_at(now)) > self._last:
-            self._longest_s = max(self._longest_s, moved - self._last) if started else 0.0
-            self._last = self._patient_from = moved
+        if (progressed := self._last_progress(now)) > self._last:
+            self._longest_s = max(self._longest_s, progressed - self._last) if started else 0.0
+            self._last = self._patient_from = progressed
             self._patience = 1
         if self._asking is not None:
             return self._answer(now)
@@ -106,7 +106,7 @@ class Watch:
             self._asking.communicate()
             self._asking = None
 
-    def _moved_at(self, now: float) -> float:
+    def _last_progress(self, now: float) -> float:
         """Return when the trainer last made progress; while it waits for rollout, when any process last did."""
         rollout_counts = False
         for path in self._run.status.glob("[!.]*.json"):
@@ -116,10 +116,10 @@ class Watch:
                 mark["doing"] = re.sub(r"\d+", "#", status["doing"])  # it may count the seconds of a wait
                 serves = path.stem.startswith("server") and status.get("tokens_per_s")
                 if mark != self._marks.get(path.stem) or serves:
-                    self._marks[path.stem], self._moved[path.stem] = mark, now
+                    self._marks[path.stem], self._progressed_at[path.stem] = mark, now
                 if path.stem.startswith("trainer"):
                     rollout_counts |= any(wait["unblocks"] == "rollout" for wait in status["waits"])
-        counted = [at for name, at in self._moved.items() if rollout_counts or name.startswith("trainer")]
+        counted = [at for name, at in self._progressed_at.items() if rollout_counts or name.startswith("trainer")]
         return max(counted, default=self._last)
 
     def _ask(self, now: float) -> None:
@@ -202,7 +202,7 @@ def _watch_until(config: Config, end: threading.Event) -> None:
             continue
         text = f"no progress for {hang.quiet_s:.0f} s: {hang.pattern}. {hang.explanation} (report: {hang.report})"
         ends = hang.started and config.hang.action != "warn" and not end.is_set()
-        if not ends or not tell(LaunchError(text)):
+        if not ends or not report_failure(LaunchError(text)):
             print(f"clew: {text}" if ends else f"warning: {text}", file=sys.stderr, flush=True)
         if ends:
             os._exit(2)  # the main thread is stuck in a wait, and cannot be asked to end

@@ -21,11 +21,11 @@ from clew.errors import ConfigError, Interrupted, LaunchError, RecordError
 from clew.processes import PARENT_VARIABLE, SOCKET_VARIABLE, free_port, how_it_ended, written_since
 
 ERROR_VARIABLE = "TORCHELASTIC_ERROR_FILE"
-"""Variable that names the file where a rank writes why it failed, as in torch.distributed.elastic. torchrun and `place`
-show its content."""
+"""Variable that names the file where a rank writes why it failed, as in torch.distributed.elastic. torchrun and
+`run_ranks` show its content."""
 
-PLACED_VARIABLE = "CLEW_PLACED"
-"""Variable that is set for ranks that `place` started: `place` then reports why they failed."""
+OWN_LAUNCHER_VARIABLE = "CLEW_OWN_LAUNCHER"
+"""Variable that is set for ranks that `run_ranks` started: `run_ranks` then reports why they failed."""
 
 LONGEST_SOCKET = 108
 """Number of bytes that the path of a socket must stay below (unix(7)): torch waits for ever if it is longer."""
@@ -39,7 +39,7 @@ TOGETHER_S = 0.5
 """Seconds after the first failure within which other ranks may fail for the same reason."""
 
 
-def place(ranks: int, arguments: list[str], logs: Path | None = None) -> None:
+def run_ranks(ranks: int, arguments: list[str], logs: Path | None = None) -> None:
     """Run `clew ARGUMENTS` in `ranks` processes until all are done.
 
     Rank 0 has this process's terminal and gets its SIGINT, SIGTERM and SIGHUP. The others write trainer-R.log in
@@ -81,7 +81,7 @@ def place(ranks: int, arguments: list[str], logs: Path | None = None) -> None:
             raise Interrupted(cause) if min(failed.values()) > 128 else LaunchError(cause)
 
 
-def named(rank: int, ranks: int, port: int) -> dict[str, str]:
+def rank_variables(rank: int, ranks: int, port: int) -> dict[str, str]:
     """Return the environment variables (torchrun's) that make a process rank `rank` of `ranks`, which meet at `port`.
     If the process calls `die_with_parent`, it dies with this one."""
     return {
@@ -94,9 +94,9 @@ def named(rank: int, ranks: int, port: int) -> dict[str, str]:
     }
 
 
-def tell(error: BaseException) -> bool:
-    """Write down why this rank failed, if its launcher asked for that. Return whether the launcher is `place`, which
-    reports the error. The text is empty for SystemExit, whose message has already been printed."""
+def report_failure(error: BaseException) -> bool:
+    """Write down why this rank failed, if its launcher asked for that. Return whether the launcher is `run_ranks`,
+    which reports the error. The text is empty for SystemExit, whose message has already been printed."""
     path = os.environ.get(ERROR_VARIABLE)
     if path is None:
         return False
@@ -106,7 +106,7 @@ def tell(error: BaseException) -> bool:
     message = {"message": text, "extraInfo": {"timestamp": str(int(now)), "time": now}}
     with suppress(OSError):
         Path(path).write_text(json.dumps({"message": message}))
-    return PLACED_VARIABLE in os.environ
+    return OWN_LAUNCHER_VARIABLE in os.environ
 
 
 def starts_ranks(ranks: int) -> bool:
@@ -125,7 +125,8 @@ def check_world(ranks: int) -> None:
 
 def _start(rank: int, ranks: int, port: int, arguments: list[str], error: Path, log: Path) -> subprocess.Popen[bytes]:
     """Start one rank in its own session, so that Ctrl-C reaches only the parent."""
-    environment = {**os.environ, **named(rank, ranks, port), PLACED_VARIABLE: "1", ERROR_VARIABLE: str(error)}
+    own = {OWN_LAUNCHER_VARIABLE: "1", ERROR_VARIABLE: str(error)}
+    environment = {**os.environ, **rank_variables(rank, ranks, port), **own}
     if len(os.fsencode(served := error.with_suffix(".sock"))) < LONGEST_SOCKET:
         environment[SOCKET_VARIABLE] = str(served)
     with log.open("ab") if rank else nullcontext() as output:  # rank 0 writes where this process does
@@ -164,18 +165,18 @@ def _first_cause(failed: dict[int, int], errors: list[Path], ends: list[str]) ->
 
     Args:
         failed: Exit codes of the ranks that ended before the others were killed.
-        errors: File of each rank, see `tell`.
+        errors: File of each rank, see `report_failure`.
         ends: Last lines of each rank's output, shown for a rank that reported nothing.
     """
     ranks = len(errors)
     killed = [rank for rank, code in failed.items() if code < 0]
-    said = {rank: told for rank in failed if (told := _told(errors[rank])) is not None}
-    if killed or not said:  # a killed rank reports nothing, and others only report that it is gone
+    reported = {rank: read for rank in failed if (read := _read_failure(errors[rank])) is not None}
+    if killed or not reported:  # a killed rank reports nothing, and others only report that it is gone
         rank = (killed or list(failed))[0]
         return f"trainer rank {rank} of {ranks} {how_it_ended(failed[rank])}.{ends[rank]}"
-    first = min(said, key=lambda rank: said[rank][0])
-    message = said[first][1]
-    everyone = len(said) == ranks and all(each == message for _, each in said.values())
+    first = min(reported, key=lambda rank: reported[rank][0])
+    message = reported[first][1]
+    everyone = len(reported) == ranks and all(each == message for _, each in reported.values())
     return message if everyone or not message else f"trainer rank {first} of {ranks}: {message}"
 
 
@@ -186,8 +187,8 @@ def _last_lines(log: Path, begin: int, *, kept: bool) -> str:
     return "\n".join([f" Its last lines{where}:", *lines]) if lines else " It wrote nothing."
 
 
-def _told(path: Path) -> tuple[float, str] | None:
-    """Return when a rank failed and why, as `tell` wrote it; None if it wrote nothing, or was ended while it wrote."""
+def _read_failure(path: Path) -> tuple[float, str] | None:
+    """Return when a rank failed and why, as `report_failure` wrote it; None if it wrote nothing or only a part."""
     from clew.reading import read_json  # brings pydantic, which `clew --help` does without
 
     try:

@@ -20,16 +20,16 @@ from clew.waits import waiting
 class LiveBatches:
     """Source of batches that are chosen from the inbox."""
 
-    def __init__(self, config: Config, run: RunDirectory, pause: Callable[[], None], clock: Clock) -> None:
+    def __init__(self, config: Config, run: RunDirectory, let_rollout_run: Callable[[], None], clock: Clock) -> None:
         """Prepare to choose batches. Raises RecordError if the run began with batches from another run.
 
         Args:
-            pause: Lets a little time pass, in which rollout can continue. It may raise to end the wait.
+            let_rollout_run: Lets a little time pass, in which rollout can continue. It may raise to end the wait.
         """
         check_origin(run, replayed=False)
         self._rollout = config.rollout
         self._run = run
-        self._pause = pause
+        self._let_rollout_run = let_rollout_run
         self._clock = clock
 
     def write(self, step: int) -> None:
@@ -67,7 +67,7 @@ class LiveBatches:
         choice = look()
         with waiting(f"a batch for step {step}", unblocks="rollout", numbers=numbers):
             while not choice.groups:
-                self._pause()
+                self._let_rollout_run()
                 choice = look()
         finished = self._run.inbox.scan()
         return [finished[group_id] for group_id in choice.groups]

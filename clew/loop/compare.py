@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from clew.loop import tolerances as differences
-from clew.loop.recompute import COMPUTED, suspected
+from clew.loop import differences
+from clew.loop.differences import EXACT, TOLERANCES, Difference, Tolerance
+from clew.loop.recompute import COMPUTED, suspect_user_code
 from clew.loop.step_summary import environment, facts_of
-from clew.loop.tolerances import EXACT, TOLERANCES, Difference, Tolerance
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
 from clew.record.steps import Stages
@@ -100,7 +100,7 @@ def compare(then: RecordedStep, result: StepResult, engine: TrainEngine, toleran
         )
     )
     if found and found[0].stage in COMPUTED and not engine.supervised:
-        found[0] = suspected(found[0], then.batch, then.stages, summary, algorithm, checked=True)
+        found[0] = suspect_user_code(found[0], then.batch, then.stages, summary, algorithm, checked=True)
     if tolerance.exact:
         found += [] if found else _in_summary(then, result)
     else:

@@ -8,7 +8,7 @@ from clew import config as configuration
 from clew.config import Config
 from clew.errors import RecordError
 from clew.record import rows
-from clew.record.digest import digest_batch, digest_rows
+from clew.record.batch_digest import digest_batch, digest_rows
 from clew.record.files import explain_disk_errors, write_bytes
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory

@@ -32,8 +32,8 @@ from clew.errors import TrainingError
 from clew.loop.replay import replay
 from clew.loop.step_summary import summarize, write_stages
 from clew.loop.surroundings import OnStep, Surroundings
+from clew.record.batch_digest import digest_rows
 from clew.record.chain import committed_digest
-from clew.record.digest import digest_rows
 from clew.record.run import RunDirectory
 from clew.training import checkpoint
 from clew.training.engine import TrainEngine

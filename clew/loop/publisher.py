@@ -9,9 +9,9 @@ from typing import Protocol
 
 from clew.config import Config
 from clew.inference.protocol import Timings
-from clew.loop.sender import Sender
 from clew.loop.server_control import ServerControl
 from clew.loop.stopwatch import Clock
+from clew.loop.weight_sender import WeightSender
 from clew.record.run import RunDirectory
 from clew.record.weights import WeightRef, outside_folder
 from clew.training.engine import TrainEngine
@@ -29,7 +29,7 @@ class Inference(Protocol):
         """Return a context manager inside which inference is paused, and the memory of its cache is free."""
         ...
 
-    def pause(self) -> None:
+    def let_rollout_run(self) -> None:
         """Give rollout some time, while the trainer waits for a batch or an evaluation."""
         ...
 
@@ -56,9 +56,9 @@ class Publisher:
         self._run = run
         self._inference = inference
         self._servers = inference if isinstance(inference, ServerControl) else None
-        self._sender: Sender | None = None
+        self._sender: WeightSender | None = None
         if config.weights.via == "collective" and self._servers is not None:
-            self._sender = Sender(config, self._servers)
+            self._sender = WeightSender(config, self._servers)
         self._folder = run.path / "weights"
         self._leads = False
         self._outside = config.inference.weights
@@ -75,7 +75,7 @@ class Publisher:
             if folder.name != Path(ref.path).name:
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def _broadcast(self, engine: TrainEngine, sender: Sender) -> WeightRef | None:
+    def _broadcast(self, engine: TrainEngine, sender: WeightSender) -> WeightRef | None:
         """Send the weights, and have the servers that got them check and serve them. Return where the digests are."""
         with self._clock("publish/send"):
             digests, servers = sender(engine)

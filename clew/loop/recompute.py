@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from clew.config import Algorithm
-from clew.loop.tolerances import Difference
+from clew.loop.differences import Difference
 from clew.record.rows import Sequence
 from clew.record.steps import Stages
 from clew.training.custom import source_of
 
 
-def suspected(
+def suspect_user_code(
     found: Difference,
     batch: list[Sequence],
     recorded: Stages,

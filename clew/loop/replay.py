@@ -24,11 +24,11 @@ from clew import config as configuration
 from clew.algorithms import FORMULAS
 from clew.config import Config
 from clew.errors import ModelError, RecordError
-from clew.loop import tolerances as differences
+from clew.loop import differences
 from clew.loop.compare import RecordedStep, compare, how_to_compare
+from clew.loop.differences import TOLERANCES, Difference, DifferenceFound, Tolerance
 from clew.loop.step_summary import environment
-from clew.loop.tolerances import TOLERANCES, Difference, DifferenceFound, Tolerance
-from clew.record.digest import to_hex
+from clew.record.batch_digest import to_hex
 from clew.record.run import RunDirectory
 from clew.record.summary import configured, environment_of, rounding_doubt
 from clew.training import checkpoint

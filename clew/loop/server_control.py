@@ -179,7 +179,7 @@ class ServerControl:
             keeper.join()
             self._ask("resume", HTTPEngine.resume_memory)
 
-    def pause(self) -> None:
+    def let_rollout_run(self) -> None:
         """Sleep for a moment; rollout runs in processes of its own."""
         time.sleep(POLL_S)
 

@@ -60,7 +60,7 @@ def read_data(config: Config) -> tuple[Demonstrations, Tokens | None]:
     demonstrations = Demonstrations(config, tokenizer, context=context)
     if config.eval.path is None:
         return demonstrations, None
-    return demonstrations, Demonstrations(config, tokenizer, context=context, held_out=True).whole()
+    return demonstrations, Demonstrations(config, tokenizer, context=context, held_out=True).all_rows()
 
 
 def check_first_row(config: Config) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from clew.algorithms import FORMULAS
-from clew.record.digest import RowDigest, digest_batch
+from clew.record.batch_digest import RowDigest, digest_batch
 from clew.record.rows import Sequence
 from clew.record.run import PACKAGES, RunDirectory
 from clew.training.custom import code_of

@@ -79,7 +79,7 @@ class Surroundings:
         self._open = ExitStack()
         self._publisher: Publisher | None = None
         if inference is not None:
-            self._batches: Batches = LiveBatches(config, run, self._pause, self.clock)
+            self._batches: Batches = LiveBatches(config, run, self._let_rollout_run, self.clock)
             self._publisher = self._open.enter_context(closing(Publisher(config, run, inference, self.clock)))
         else:
             self._batches = batches or DumpedBatches(config, run)
@@ -95,12 +95,12 @@ class Surroundings:
     def __exit__(self, *error: object) -> None:
         self._open.close()
 
-    def _pause(self) -> None:
+    def _let_rollout_run(self) -> None:
         self._interrupts.check()
         assert self._inference is not None and self._publisher is not None, "recorded batches are not waited for"
         if self._publisher.wanted():
             raise WeightsWanted
-        self._inference.pause()
+        self._inference.let_rollout_run()
 
     def _unless_wanted(self, wait: Callable[[], None]) -> bool:
         """Run a wait of rank 0. Return False if it cannot end before a server is sent the weights again."""
@@ -146,7 +146,7 @@ class Surroundings:
             return
         with waiting(f"the evaluation of version {version}", unblocks="rollout"):
             while self.run.read_eval(version) is None:
-                self._pause()
+                self._let_rollout_run()
 
     def batch(self, engine: TrainEngine) -> list[Sequence]:
         """Return the batch of the engine's next step: on every rank, what steps/step-N.parquet holds."""

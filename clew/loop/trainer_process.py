@@ -52,10 +52,10 @@ class EngineHere:
         """Load the engine and prepare rollout, which runs in `loop`."""
         from clew.inference.local import load_engine
         from clew.rollout.process import gateway_for, make_runner
-        from clew.rollout.setup import side_by_side
+        from clew.rollout.setup import max_running_of
 
         self._loop = loop
-        self._engine = load_engine(config, max_running=side_by_side(config))
+        self._engine = load_engine(config, max_running=max_running_of(config))
         newest = run.newest_weights()
         if newest is not None and newest.exists():  # an evaluation of that version may not be complete
             self._loop.run_until_complete(self._engine.load_weights(newest))
@@ -76,7 +76,7 @@ class EngineHere:
         finally:
             self._ask(self._engine.resume_memory())
 
-    def pause(self) -> None:
+    def let_rollout_run(self) -> None:
         """Let rollout run until it has finished at least one group or evaluation."""
         turn = self._loop.create_task(self._runner.advance())
         try:
@@ -175,7 +175,7 @@ def train_here(
         # Only these are raised on every rank: after any other error a rank would wait for the others for ever.
         together = ranks.size == 1 or not isinstance(error, TrainingError) or isinstance(error, GradientError)
         written = run.checkpoint(engine.version).exists()
-        if together and engine.whole and engine.version == run.steps.count() and not written:
+        if together and engine.between_steps and engine.version == run.steps.count() and not written:
             save_checkpoint(run, engine)  # so that it can go on with another configuration
         if isinstance(error, TrainingError):
             raise

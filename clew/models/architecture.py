@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
-def sees(path: str) -> Literal["no", "perhaps", "always"]:
+def image_support(path: str) -> Literal["no", "perhaps", "always"]:
     """Return whether the causal language model in a folder or on the hub takes images.
 
     Returns:

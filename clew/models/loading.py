@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from clew.errors import ModelError, first_line
-from clew.models.architecture import sees
+from clew.models.architecture import image_support
 from clew.models.model_folder import check_folder, config_of, expanded, is_named, listing, quiet_transformers
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def load_model(path: str, dtype: Literal["float32", "bfloat16", "float64"], devi
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    kind = AutoModelForCausalLM if sees(path) == "no" else AutoModelForImageTextToText
+    kind = AutoModelForCausalLM if image_support(path) == "no" else AutoModelForImageTextToText
     return _load(kind, path, dtype, device, "model.path")
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from clew.errors import ImageError, ModelError, first_line
-from clew.models.architecture import sees
+from clew.models.architecture import image_support
 from clew.models.model_folder import config_of, expanded, quiet_transformers, refuse_own_code
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ REMEMBERED = 256
 """Maximum number of images whose tokens are cached."""
 
 
-class Sight(Protocol):
+class ImageExpander(Protocol):
     """The part of a model's vision that rollout needs."""
 
     def expanded(self, text: str, images: Sequence[bytes]) -> str: ...
@@ -48,20 +48,20 @@ class Vision:
         """Text that a chat template writes for an image."""
         self.image_id = image_id
         """Token ID that the model replaces with what it sees. An image has one or many of these tokens."""
-        self._known: dict[bytes, tuple[int, ...]] = {}
+        self._tokens_by_image: dict[bytes, tuple[int, ...]] = {}
         """Tokens of images, by the SHA-256 of the images."""
         self._lock = threading.Lock()  # the gateway makes prompts in threads
 
     def tokens_of(self, image: bytes) -> tuple[int, ...]:
         """Return the tokens that stand for an image. Raises ImageError if it is not an image."""
         digest = hashlib.sha256(image).digest()
-        if (tokens := self._known.get(digest)) is None:
+        if (tokens := self._tokens_by_image.get(digest)) is None:
             made = self._processor(text=[self.placeholder], images=[[_opened(image)]], add_special_tokens=False)
             tokens = tuple(made["input_ids"][0])
             with self._lock:
-                if len(self._known) >= REMEMBERED:
-                    del self._known[next(iter(self._known))]
-                self._known[digest] = tokens
+                if len(self._tokens_by_image) >= REMEMBERED:
+                    del self._tokens_by_image[next(iter(self._tokens_by_image))]
+                self._tokens_by_image[digest] = tokens
         return tokens
 
     def expanded(self, text: str, images: Sequence[bytes]) -> str:
@@ -174,7 +174,7 @@ def load_vision(path: str) -> Vision | None:
     """
     from transformers import AutoProcessor
 
-    kind = sees(path)
+    kind = image_support(path)
     if kind == "no":
         return None
     try:

@@ -146,7 +146,7 @@ def breaks(
     return sorted(found, key=lambda one: one.step)
 
 
-def unlooked(run: RunDirectory, steps: Iterable[int]) -> str:
+def not_checked(run: RunDirectory, steps: Iterable[int]) -> str:
     """Return a sentence about what cannot be checked in these steps; empty if everything can.
 
     An older Clew recorded steps without digests of their files.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from clew.printing import counted
 from clew.record import rows
 from clew.record.run import RunDirectory
-from clew.record.warned import named_kinds
+from clew.record.run_warnings import named_kinds
 
 FILTERED = "filtered: "
 """Prefix of the reason in `error` when a filter left a group out."""

@@ -312,8 +312,8 @@ def images_of(table: pa.Table) -> list[list[str]]:
 
 def split_lists(column: pa.ChunkedArray, dtype: type) -> list[np.ndarray]:
     """Return a column of lists of numbers as one array per row. (pyarrow's to_numpy imports pandas, taking 0.25 s.)"""
-    whole = column.combine_chunks()
-    values = whole.values.cast(pa.from_numpy_dtype(np.dtype(dtype)))
+    lists = column.combine_chunks()
+    values = lists.values.cast(pa.from_numpy_dtype(np.dtype(dtype)))
     bits = values.buffers()[1]
     if bits is None:
         flat = np.empty(0, dtype)
@@ -323,7 +323,7 @@ def split_lists(column: pa.ChunkedArray, dtype: type) -> list[np.ndarray]:
         flat = np.frombuffer(bits, dtype)
     # A slice of a table shares the buffers of the whole table.
     flat = flat[values.offset : values.offset + len(values)]
-    return [flat[first:last] for first, last in itertools.pairwise(whole.offsets.to_pylist())]
+    return [flat[first:last] for first, last in itertools.pairwise(lists.offsets.to_pylist())]
 
 
 def write_table(path: Path, table: pa.Table) -> None:
@@ -372,15 +372,15 @@ def sound(path: Path, read: Callable[[], pa.Table], size: int, remedy: str) -> p
 
 def _strange_column(table: pa.Table) -> str:
     """Return which column of a table of sequences is missing or has the wrong type, for an error; empty if none."""
-    there, found = set(table.column_names), format_of(table)
-    if not there & {"group_id", "input_ids"} or found > FORMAT:  # a table of stages, or one that is refused later
+    names, version = set(table.column_names), format_of(table)
+    if not names & {"group_id", "input_ids"} or version > FORMAT:  # a table of stages, or one that is refused later
         return ""
-    if found < OLDEST:
-        return f"it states format {found}; expected {OLDEST} to {FORMAT}"
-    if missing := [name for name in SCHEMA.names if name not in there]:
+    if version < OLDEST:
+        return f"it states format {version}; expected {OLDEST} to {FORMAT}"
+    if missing := [name for name in SCHEMA.names if name not in names]:
         return f"there is no column {missing[0]!r}"
     for column in (*SCHEMA, *OPTIONAL):
-        if column.name in there and table.schema.field(column.name).type != column.type:
+        if column.name in names and table.schema.field(column.name).type != column.type:
             return f"the column {column.name!r} is {table.schema.field(column.name).type}, not {column.type}"
     return ""
 

@@ -30,8 +30,8 @@ from clew.record import chain, rows
 from clew.record.files import remove_strays, write_bytes, write_json
 from clew.record.inbox import Inbox
 from clew.record.media import Media
+from clew.record.run_warnings import kept_warnings
 from clew.record.steps import Steps
-from clew.record.warned import kept_warnings
 from clew.record.weights import WeightRef
 
 if TYPE_CHECKING:  # not importing the configuration saves a reader of the record a tenth of a second

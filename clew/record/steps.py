@@ -25,7 +25,7 @@ import pyarrow as pa
 from clew.errors import RecordError
 from clew.reading import RESTORE, FileMissing, read_bytes, read_json
 from clew.record import chain, rows, summary
-from clew.record.digest import RowDigest
+from clew.record.batch_digest import RowDigest
 from clew.record.files import explain_disk_errors, remove_strays, write_bytes
 
 OF_ROWS = {"id": pa.string(), "digest": pa.uint64(), "origin": pa.uint64()}
@@ -125,7 +125,7 @@ class Steps:
         """Write what `rank` computed from its rows (item 2 of the module's list).
 
         Args:
-            digests: Digests of the sequences that the rank read, by ID; see `clew.record.digest.digest_rows`.
+            digests: Digests of the sequences that the rank read, by ID; see `clew.record.batch_digest.digest_rows`.
             stages: By stage, one array per sequence in the order of `digests`, aligned with its tokens. They are kept
                 as float32.
         """

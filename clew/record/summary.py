@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from clew.config import Algorithm, Training
 
 Digests = Annotated[str, Field(pattern="^([0-9a-f]{16})*$")]
-"""Digests, as `clew.record.digest.to_hex` writes them."""
+"""Digests, as `clew.record.batch_digest.to_hex` writes them."""
 AtLeastOne = Annotated[int, Field(strict=True, ge=1, lt=2**31)]
 Plan = list[list[list[Count]]]
 

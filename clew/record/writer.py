@@ -20,7 +20,7 @@ import numpy as np
 
 from clew.errors import RecordError
 from clew.record import chain, rows
-from clew.record.digest import digest_batch, digest_rows
+from clew.record.batch_digest import digest_batch, digest_rows
 from clew.record.files import write_bytes
 from clew.record.inbox import group_name
 from clew.record.media import is_media_name

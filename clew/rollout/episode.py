@@ -155,7 +155,7 @@ def _failed(episode_id: str, error: str, session: EpisodeEngine, columns: dict[s
     )
 
 
-async def side_by_side(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+async def run_concurrently(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Run all coroutines side by side and return their results, in order. If one raises, the others are cancelled."""
     try:
         async with asyncio.TaskGroup() as group:

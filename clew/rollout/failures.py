@@ -30,7 +30,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from clew.errors import RolloutError
-from clew.record.warned import kind_of
+from clew.record.run_warnings import kind_of
 
 FALSE_STOPS = 1e-4
 """Upper bound of the false stops per step, if half as many episodes fail as rollout.max_failed_share allows."""

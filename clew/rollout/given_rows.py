@@ -11,7 +11,7 @@ from clew.gateway.episode_engine import resources
 from clew.inference.protocol import Engine
 from clew.models.loading import load_tokenizer
 from clew.models.vision import load_vision
-from clew.rollout.episode import Episode, run_episode, side_by_side
+from clew.rollout.episode import Episode, run_concurrently, run_episode
 from clew.rollout.reward_pool import RewardPool
 from clew.rollout.setup import load_reward, load_workflow
 
@@ -72,7 +72,9 @@ async def run_rows(
             done()
             return episode
 
-        episodes = await side_by_side(run(place, number) for place in range(len(rows)) for number in range(n_samples))
+        episodes = await run_concurrently(
+            run(place, number) for place in range(len(rows)) for number in range(n_samples)
+        )
         return [episodes[first : first + n_samples] for first in range(0, len(episodes), n_samples)]
     finally:
         if agent is not None:

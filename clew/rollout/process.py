@@ -95,11 +95,11 @@ def ended_by_signals() -> Iterator[None]:
     """
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
-    received: list[int] = []
+    signals: list[int] = []
 
     def end(number: int, frame: object) -> None:
-        if not received:
-            received.append(number)
+        if not signals:
+            signals.append(number)
             loop.call_soon_threadsafe(task.cancel)
             last_resort = threading.Timer(END_S, os._exit, [128 + number])
             last_resort.daemon = True
@@ -110,6 +110,6 @@ def ended_by_signals() -> Iterator[None]:
     try:
         yield
     except asyncio.CancelledError:
-        if not received:
+        if not signals:
             raise
-        raise SystemExit(128 + received[0]) from None
+        raise SystemExit(128 + signals[0]) from None

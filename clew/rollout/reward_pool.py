@@ -106,7 +106,7 @@ class _Worker:
         self.pid = self._process.pid
         self.ready = False
         self._pipe = Connection(ours.detach())
-        self._pipe.send((sys.path, dotted.guards, path, prompt_column))
+        self._pipe.send((sys.path, dotted.trust_rules, path, prompt_column))
 
     async def start(self) -> None:
         """Wait until the worker has imported the function. Raises ConfigError if it could not."""

@@ -22,7 +22,7 @@ def main(parent_pid: int, fd: int) -> None:
     die_with_parent(parent_pid)
     os.dup2(2, 1)  # what the user's function prints goes to the error stream, beside the log
     pipe = Connection(fd)
-    sys.path[:], dotted.guards[:], path, prompt_column = pipe.recv()
+    sys.path[:], dotted.trust_rules[:], path, prompt_column = pipe.recv()
     try:
         function = RewardFunction(path, prompt_column)
     except ConfigError as error:

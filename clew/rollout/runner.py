@@ -34,7 +34,7 @@ from clew.record.rejected import FILTERED
 from clew.record.run import RunDirectory
 from clew.rollout.admission import may_start
 from clew.rollout.agents import AgentWorkflow, agent_workflow
-from clew.rollout.episode import Episode, run_episode, side_by_side
+from clew.rollout.episode import Episode, run_concurrently, run_episode
 from clew.rollout.evaluation import group_id as eval_group_id
 from clew.rollout.evaluation import summarize
 from clew.rollout.failures import FailureWatch
@@ -268,7 +268,7 @@ class RolloutRunner:
             self._generated.append((time.monotonic(), finished.tokens))
             return finished
 
-        return await side_by_side(episode(number) for number in range(n_samples))
+        return await run_concurrently(episode(number) for number in range(n_samples))
 
     def _failure_watch(self, where: Path) -> FailureWatch:
         rollout = self._config.rollout
@@ -322,9 +322,9 @@ class RolloutRunner:
         """Run all evaluation episodes at `version`, which stays the published one until the result is filed."""
         began = time.monotonic()
         n_samples = self._config.eval.n_samples
-        by_temperature = self._resources.at_temperature(self._config.eval.temperature)
-        prompts = await side_by_side(
-            self._episodes(by_temperature, eval_group_id(version, number), row, n_samples, version)
+        eval_resources = self._resources.at_temperature(self._config.eval.temperature)
+        prompts = await run_concurrently(
+            self._episodes(eval_resources, eval_group_id(version, number), row, n_samples, version)
             for number, row in enumerate(self._eval_rows)
         )
         watch = self._failure_watch(self._run.evals)  # its own watch, fed after all episodes have ended

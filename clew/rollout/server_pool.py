@@ -161,7 +161,7 @@ class ServerPool(HTTPEngine):
                 self._places.popitem(last=False)
         return server
 
-    def _known(self) -> list[Server]:
+    def _listed(self) -> list[Server]:
         now = time.monotonic()
         if now - self._looked_at > LOOK_S:
             self._servers = self._run.inference_servers()
@@ -169,11 +169,11 @@ class ServerPool(HTTPEngine):
         return self._servers
 
     def _lists(self, key: tuple[str, int]) -> bool:
-        return key in {(server.address, server.pid) for server in self._known()}
+        return key in {(server.address, server.pid) for server in self._listed()}
 
     def _ready(self) -> list[Server]:
         now = time.monotonic()
-        serving = [server for server in self._known() if server.ready and not server.wants_weights]
+        serving = [server for server in self._listed() if server.ready and not server.wants_weights]
         known = [(server, (server.address, server.pid)) for server in serving]
         return [server for server, key in known if key not in self._frozen and self._avoided.get(key, (0.0,))[0] < now]
 

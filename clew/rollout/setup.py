@@ -48,7 +48,7 @@ def load_workflow(config: Config) -> Workflow:
     return cls(**config.rollout.workflow_kwargs)  # pyright: ignore[reportReturnType]
 
 
-def side_by_side(config: Config) -> int:
+def max_running_of(config: Config) -> int:
     """Return how many sequences the engine in this process may compute side by side.
 
     The other sequences in a batch affect the last bits of a logprob. An inline run with rollout.max_lag=0 must repeat

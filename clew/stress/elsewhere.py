@@ -29,9 +29,9 @@ from clew.stress.requests import Request
 from clew.stress.steps import Episode, OpenEpisode, run_episode
 from clew.stress.variables import Sources
 from clew.stress.verdict import Verdict
-from clew.stress.waves import Stage, Wave
+from clew.stress.waves import Wave, WaveRunner
 
-ELSEWHERE = 4
+EPISODES_EACH = 4
 """Number of episodes that each of the two other processes runs."""
 
 START_S = 120.0
@@ -56,31 +56,31 @@ class Elsewhere:
     """Reason why a process could not be run; empty if all ran."""
 
 
-async def run_some_elsewhere(source: Source, stage: Stage, crowd: Wave, first: Sequence[str]) -> Elsewhere:
+async def run_some_elsewhere(source: Source, runner: WaveRunner, crowd: Wave, first: Sequence[str]) -> Elsewhere:
     """Run a few episodes of the crowd in two other processes. Each runs different rows, unless there is only one.
 
     Args:
         source: Recipe to create the agent there.
-        stage: Stage on which the crowd ran: its gateway and time limit are used.
+        runner: WaveRunner on which the crowd ran: its gateway and time limit are used.
         crowd: Wave to choose from. Episodes that failed are not run.
         first: IDs of the episodes to prefer.
     """
     sound = {episode.id: episode for episode in crowd.episodes if episode.error is None}
     wanted = [*(sound[id] for id in first if id in sound), *sound.values()]
     by_row = {row_of(episode.data): episode for episode in reversed(wanted)}
-    chosen = sorted(by_row.values(), key=wanted.index)[: 2 * ELSEWHERE]
+    chosen = sorted(by_row.values(), key=wanted.index)[: 2 * EPISODES_EACH]
     elsewhere = Elsewhere()
     for seed, half in enumerate((chosen[::2], chosen[1::2] or chosen[:1]), 1):
         episodes = [Episode(id=episode.id, data=episode.data) for episode in half]
         if not episodes:
             continue
-        stage.requests.take()
+        runner.requests.take()
         # The child cannot subtract the model's time, so each episode may also take as long as the slowest one did here.
-        timeout_s = stage.timeout_s + max(episode.seconds for episode in half)
-        elsewhere.why_not = await _run_child(source, episodes, stage.open_episode, timeout_s=timeout_s, hash_seed=seed)
+        timeout_s = runner.timeout_s + max(episode.seconds for episode in half)
+        elsewhere.why_not = await _run_child(source, episodes, runner.open_episode, timeout_s=timeout_s, hash_seed=seed)
         if elsewhere.why_not:
             break
-        elsewhere.tried.append((episodes, stage.requests.take()))
+        elsewhere.tried.append((episodes, runner.requests.take()))
     return elsewhere
 
 
@@ -155,7 +155,7 @@ def judge_elsewhere(
         return [Verdict(kind="fails", what=what, where=failed[0].at, evidence=evidence)], []
     differences = []
     for episodes, requests in elsewhere.tried:
-        differences += repeat.differences(crowd.told, repeat.told_by_episode(episodes, requests))
+        differences += repeat.differences(crowd.behaviour, repeat.behaviour_by_episode(episodes, requests))
     if not differences:
         return [], []
     used = sources.lines_with_sets()

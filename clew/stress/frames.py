@@ -67,11 +67,11 @@ class Code:
             return None
         number = next((i for i, line in enumerate(lines) if self.is_user(line[0].co_filename)), None)
         if number is None:
-            return Place(told(lines[0]), user=False)
+            return Place(line_in_words(lines[0]), user=False)
         called = lines[:number]
         library = next((line for line in called if "site-packages" in line[0].co_filename), None)
         within = library or (called[0] if called else None)
-        return Place(told(lines[number]), told(within) if within else "")
+        return Place(line_in_words(lines[number]), line_in_words(within) if within else "")
 
     def users_place(self, stack: Iterable[Line]) -> Place | None:
         """Return the innermost line of the user's code in a stack; None if there is none."""
@@ -174,7 +174,7 @@ def shown_path(name: str) -> str:
     return str(Path(*parts[parts.index("site-packages") + 1 :])) if "site-packages" in parts else str(file)
 
 
-def told(line: Line) -> str:
+def line_in_words(line: Line) -> str:
     """Return a line as `file:line function`."""
     code, number = line
     return f"{shown_path(code.co_filename)}:{number} {code.co_qualname}"

@@ -19,11 +19,11 @@ from clew.gateway.thread import GatewayThread, ServingThread
 from clew.inference.detect_server import find_engine
 from clew.inference.protocol import Completion, Engine, GenerateRequest, SamplingParams, ServerFault
 from clew.models.loading import load_tokenizer
-from clew.models.vision import Sight, load_vision
+from clew.models.vision import ImageExpander, load_vision
 from clew.record.run import open_run
 from clew.stress.provider import NotedProvider
 from clew.stress.requests import Request, Requests
-from clew.stress.standin import Names, StandIn, byte_tokenizer, offered_tools
+from clew.stress.standin import NamedImages, StandIn, byte_tokenizer, offered_tools
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -92,7 +92,7 @@ class BeforeEngine(GatewayThread):
         self,
         engine: Engine,
         tokenizer: PreTrainedTokenizerBase,
-        vision: Sight | None,
+        vision: ImageExpander | None,
         close: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """Start the gateway. `vision` is for a model that takes images; `close` closes the engine at the end."""
@@ -159,7 +159,7 @@ def answerer(
         vision = load_vision(served.model) if served.takes_images else None
         return BeforeEngine(served.engine, load_tokenizer(served.model), vision, served.engine.close)
     tokenizer = load_tokenizer(model) if model is not None else byte_tokenizer()
-    vision = load_vision(model) if model is not None else Names()
+    vision = load_vision(model) if model is not None else NamedImages()
     texts = _answers(recorded) if recorded is not None else []
     return BeforeEngine(StandIn(tokenizer, latency_s=latency_s, tokens=tokens, texts=texts), tokenizer, vision)
 

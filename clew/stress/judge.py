@@ -60,7 +60,7 @@ def judge(
     if not (verdicts or waits or notes):
         verdicts += _held(crowd, again)
     differing = _differing(warm, alone, crowd, again, origins)
-    by_chance = repeat.by_chance(crowd.told, again.told)
+    by_chance = repeat.by_chance(crowd.behaviour, again.behaviour)
     if by_chance and not differing:
         notes.append(
             f"whether the same seeds give the same results: run again, {len(by_chance)} of {len(crowd.episodes)} "
@@ -188,12 +188,12 @@ def _refusals(refused: Sequence[str]) -> str:
 
 def _differing(warm: Wave, alone: Wave, crowd: Wave, again: Wave, origins: Origins) -> list[Verdict]:
     """Return a verdict if an episode's results depend on chance, or on other episodes that run before or beside it."""
-    by_chance_alone = repeat.differences(warm.told, alone.told)
-    by_chance, among = repeat.differences(crowd.told, again.told), crowd
+    by_chance_alone = repeat.differences(warm.behaviour, alone.behaviour)
+    by_chance, among = repeat.differences(crowd.behaviour, again.behaviour), crowd
     if not by_chance:
         by_chance, among = by_chance_alone, warm
     if by_chance:
-        repeats_alone = warm.told and not by_chance_alone
+        repeats_alone = warm.behaviour and not by_chance_alone
         hint = ["alone, an episode repeats: look at what they share"] if repeats_alone else []
         drawn = [] if repeats_alone else [place for place, _ in origins.drawn.most_common(3)]
         if drawn:
@@ -202,7 +202,7 @@ def _differing(warm: Wave, alone: Wave, crowd: Wave, again: Wave, origins: Origi
         where = drawn[0] if drawn else crowd.asked_at(by_chance[0][0])
         evidence = [f"{episode}: {what}" for episode, what in by_chance[:4]] + hint
         return [Verdict(kind="differs", what=what, where=where, evidence=evidence)]
-    by_company = repeat.differences(alone.told, crowd.told)[:4]
+    by_company = repeat.differences(alone.behaviour, crowd.behaviour)[:4]
     if not by_company:
         return []
     what = "an episode does something else when others run before or beside it"

@@ -20,7 +20,7 @@ from types import FrameType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from clew.stress.frames import Code, lines_of, stack_of_coroutine, told
+from clew.stress.frames import Code, line_in_words, lines_of, stack_of_coroutine
 from clew.stress.steps import Episode, current_episode
 from clew.stress.verdict import Verdict, grouped, listed
 
@@ -138,7 +138,7 @@ class Origins:
         if function == "default_rng" and any(each is not None for each in (*arguments, *named.values())):
             return  # it has a seed
         if self._code.is_user(caller.f_code.co_filename) and current_episode.get() is not None:
-            self.drawn[told((caller.f_code, caller.f_lineno))] += 1
+            self.drawn[line_in_words((caller.f_code, caller.f_lineno))] += 1
 
 
 _listening: list[Origins] = []

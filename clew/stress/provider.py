@@ -67,7 +67,7 @@ class Exchange:
             self.answered += message.get("body", b"")
         self.done = time.monotonic()
 
-    def told(self) -> Request:
+    def as_request(self) -> Request:
         """Return the request and its answer as text."""
         body = bytes(self.answered)
         answer = Answer()
@@ -110,7 +110,7 @@ class NotedProvider:
         """End an episode, and note its unfinished exchanges as they stand."""
         asking = self.keys.close(key)
         while asking.exchanges:
-            self._requests.note(asking.exchanges.pop().told())
+            self._requests.note(asking.exchanges.pop().as_request())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         http, now = HTTPRequest(scope), time.monotonic()
@@ -125,23 +125,23 @@ class NotedProvider:
             return
         exchange = Exchange(episode=asking.episode, came=now, done=now)
 
-        async def heard() -> Message:
+        async def receive_noted() -> Message:
             message = await receive()
             exchange.hear(message)
             return message
 
-        async def told(message: Message) -> None:
+        async def send_noted(message: Message) -> None:
             exchange.hear(message)
             await send(message)
 
         asking.exchanges.append(exchange)
         try:
             with self._requests.asking(asking.episode):
-                await self._passed_on(scope, heard, told)
+                await self._passed_on(scope, receive_noted, send_noted)
         finally:
             if exchange in asking.exchanges:
                 asking.exchanges.remove(exchange)
-                self._requests.note(exchange.told())
+                self._requests.note(exchange.as_request())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,11 +177,11 @@ def answer_of_stream(body: bytes) -> Answer:
     The pieces of each text (of a choice, a block or a tool call) are joined.
     """
     id, error = "", ""
-    said: dict[tuple[Any, ...], str] = {}
+    texts_by_path: dict[tuple[Any, ...], str] = {}
 
     def add(path: tuple[Any, ...], piece: Any) -> None:
         if isinstance(piece, str):
-            said[path] = said.get(path, "") + piece
+            texts_by_path[path] = texts_by_path.get(path, "") + piece
         elif isinstance(piece, dict):
             for name, each in piece.items():
                 if name not in CHANCE | FORM:
@@ -202,7 +202,7 @@ def answer_of_stream(body: bytes) -> Answer:
         add(place, event.get("delta"))
         if event.get("type") == "response.output_item.added":
             add(place, event.get("item"))
-    return Answer(id=id, words="\n".join(filter(None, said.values())), error=error)
+    return Answer(id=id, words="\n".join(filter(None, texts_by_path.values())), error=error)
 
 
 def refused(status: int, body: bytes) -> str:

@@ -12,7 +12,7 @@ from clew.stress.steps import Episode
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
+class Behaviour:
     """Requests and reward of one episode: what should repeat when it is run again."""
 
     requests: Sequence[Request]
@@ -31,16 +31,16 @@ class Told:
         return Counter((asked.get(name, name), value) for name, value in self.reward.items())
 
 
-def told_by_episode(episodes: Iterable[Episode], requests: Sequence[Request]) -> dict[str, Told]:
+def behaviour_by_episode(episodes: Iterable[Episode], requests: Sequence[Request]) -> dict[str, Behaviour]:
     """Return the requests and rewards of the episodes that did not fail, by episode ID."""
     return {
-        episode.id: Told(requests=[each for each in requests if each.episode == episode.id], reward=episode.reward)
+        episode.id: Behaviour(requests=[each for each in requests if each.episode == episode.id], reward=episode.reward)
         for episode in episodes
         if episode.error is None
     }
 
 
-def differences(first: Mapping[str, Told], second: Mapping[str, Told]) -> list[tuple[str, str]]:
+def differences(first: Mapping[str, Behaviour], second: Mapping[str, Behaviour]) -> list[tuple[str, str]]:
     """Return the ID of each episode that acted differently in the two runs, and what differs.
 
     Requests that run side by side may come in any order. Once the model answered the same request differently, later
@@ -50,19 +50,19 @@ def differences(first: Mapping[str, Told], second: Mapping[str, Told]) -> list[t
     return [(episode, what) for episode in both if (what := _difference(first[episode], second[episode]))]
 
 
-def by_chance(first: Mapping[str, Told], second: Mapping[str, Told]) -> list[str]:
+def by_chance(first: Mapping[str, Behaviour], second: Mapping[str, Behaviour]) -> list[str]:
     """Return the IDs of the episodes in both runs to which the model answered the same request differently."""
     return [
         episode
         for episode in sorted(first.keys() & second.keys())
-        if _told_otherwise(first[episode], second[episode], {request.asked for request in first[episode].requests})
+        if _answers_differ(first[episode], second[episode], {request.asked for request in first[episode].requests})
     ]
 
 
-def _difference(a: Told, b: Told) -> str:
-    asked_a, asked_b = ([r.asked for r in told.requests] for told in (a, b))
+def _difference(a: Behaviour, b: Behaviour) -> str:
+    asked_a, asked_b = ([r.asked for r in side.requests] for side in (a, b))
     own_a, own_b = _first_of_its_own(asked_a, asked_b), _first_of_its_own(asked_b, asked_a)
-    if _told_otherwise(a, b, {*asked_a[:own_a], *asked_b[:own_b]}):
+    if _answers_differ(a, b, {*asked_a[:own_a], *asked_b[:own_b]}):
         return ""
     if own_a is None and own_b is None:
         return "" if a.earned == b.earned else f"the reward is {a.reward!r}, then {b.reward!r}"
@@ -84,13 +84,13 @@ def _first_of_its_own(these: Sequence[str], others: Sequence[str]) -> int | None
     return None
 
 
-def _told_otherwise(a: Told, b: Told, asked: Collection[str]) -> bool:
+def _answers_differ(a: Behaviour, b: Behaviour, asked: Collection[str]) -> bool:
     """Return whether the model answered one of these requests differently.
 
     If one run made a request more often, its surplus answers are ignored.
     """
     for question in asked:
-        answers_a, answers_b = ([r.answered for r in told.requests if r.asked == question] for told in (a, b))
+        answers_a, answers_b = ([r.answered for r in side.requests if r.asked == question] for side in (a, b))
         if any(x != y for x, y in zip(answers_a, answers_b, strict=False)):
             return True
     return False

@@ -49,7 +49,7 @@ class Requests:
         self._open: dict[int, tuple[str, float]] = {}
         self._given_up: dict[str, float] = {}
         self._numbers = itertools.count()
-        self.moved = time.monotonic()
+        self.last_activity = time.monotonic()
         """time.monotonic() when the last request arrived or was answered."""
         self.troubles: dict[tuple[str, int], Literal["fault", "cut"]] = {}
         """Trouble to make for requests, by episode ID and number: an error of the server, or an answer cut short."""
@@ -69,7 +69,7 @@ class Requests:
     def asking(self, episode: str) -> Iterator[None]:
         """Count a request of this episode as being with the model while entered."""
         number, came = next(self._numbers), time.monotonic()
-        self._open[number], self.moved = (episode, came), came
+        self._open[number], self.last_activity = (episode, came), came
         try:
             yield
         except asyncio.CancelledError:  # the client has gone
@@ -77,7 +77,7 @@ class Requests:
             raise
         finally:
             del self._open[number]
-            self.moved = time.monotonic()
+            self.last_activity = time.monotonic()
 
     def with_the_model(self) -> dict[str, float]:
         """Return the seconds during which the model had at least one request of an episode, by episode ID.

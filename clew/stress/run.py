@@ -35,13 +35,13 @@ from clew.stress.elsewhere import Source, also_elsewhere, judge_elsewhere, run_s
 from clew.stress.gateway import Gateway
 from clew.stress.judge import add_warnings, hanging, judge, judge_warnings, waits_for_one_another
 from clew.stress.origins import judge_written
-from clew.stress.process import ProcessState, judge_process
+from clew.stress.process_state import ProcessState, judge_process
 from clew.stress.report import Report, failures, wave_report
 from clew.stress.steps import Episode, Stepped
 from clew.stress.variables import Uses
 from clew.stress.verdict import Verdict
 from clew.stress.watch import STUCK_S
-from clew.stress.waves import TIMEOUT_S, Stage, StoodStill, Wave
+from clew.stress.waves import TIMEOUT_S, StoodStill, Wave, WaveRunner
 
 Rows = Sequence[dict[str, Any]]
 
@@ -105,8 +105,8 @@ def stressed(
             finally:
                 await asyncio.shield(gateway.close(key))
 
-        stage = Stage(agent, open_episode, gateway.requests, timeout_s=timeout_s, stuck_s=stuck_s, say=say)
-        stress = Stress(agent, rows, stage, source, gateway.sessions.count, batch=batch, group=group, dp=dp)
+        runner = WaveRunner(agent, open_episode, gateway.requests, timeout_s=timeout_s, stuck_s=stuck_s, say=say)
+        stress = Stress(agent, rows, runner, source, gateway.sessions.count, batch=batch, group=group, dp=dp)
         try:
             return await stress.run()
         finally:
@@ -122,19 +122,25 @@ class Stress:
     """One stress of an agent: its waves, and what they have shown so far."""
 
     def __init__(
-        self, agent: Any, rows: Rows, stage: Stage, source: Source | None, sessions: Callable[[], int], **asked: int
+        self,
+        agent: Any,
+        rows: Rows,
+        runner: WaveRunner,
+        source: Source | None,
+        sessions: Callable[[], int],
+        **asked: int,
     ) -> None:
         """Prepare to run. `asked` holds batch, group and dp."""
-        self._agent, self._rows, self._stage, self._source, self._asked = agent, rows, stage, source, asked
+        self._agent, self._rows, self._runner, self._source, self._asked = agent, rows, runner, source, asked
         self._prompts = -(-asked["batch"] // asked["dp"])
         self._jobs = [
             (f"g{number:06d}.e{copy}", rows[number % len(rows)])
             for copy in range(asked["group"])
             for number in range(self._prompts)
         ]
-        self._process = ProcessState(stage.code)
-        self._sampler = growth.Sampler(stage.code, stage.origins, sessions)
-        self._leftovers = growth.Complaints(stage.code)
+        self._process = ProcessState(runner.code)
+        self._sampler = growth.Sampler(runner.code, runner.origins, sessions)
+        self._leftovers = growth.Complaints(runner.code)
         self._waves: list[Wave] = []
         """Waves in the order of the module's docstring, without `confirm`, `troubled` and `elsewhere`."""
         self._confirming: list[Wave] = []
@@ -142,25 +148,27 @@ class Stress:
 
     async def run(self) -> Report:
         """Run all waves, and judge them."""
-        stage, loop = self._stage, asyncio.get_running_loop()
+        runner, loop = self._runner, asyncio.get_running_loop()
         factory = loop.get_task_factory()
         gc.collect()
         gc.freeze()  # a full collection of what was there before would hold up the loop
         try:
-            async with stage.stuck, self._process, stage.origins, stage.busy:
-                async with stage.loop_watch:
+            async with runner.stuck, self._process, runner.origins, runner.busy:
+                async with runner.loop_watch:
                     loop.set_exception_handler(self._leftovers.hear)
                     await self._run_crowds()
                     state, changes, uses = await self._watch_state()
-                    if stage.requests.knows_tokens:
+                    if runner.requests.knows_tokens:
                         await self._make_trouble()
                 await self._trace_memory()
             verdicts, notes = await self._judge(state, changes, uses)
             return self._report(verdicts, notes, self._waves[1].mean_s)
         except StoodStill as end:
             self._waves.append(end.wave)
-            what = "of which no episode ended" if stage.stuck.verdict is None else "in which the event loop stood still"
-            verdicts = [stage.stuck.verdict] if stage.stuck.verdict is not None else []
+            what = (
+                "of which no episode ended" if runner.stuck.verdict is None else "in which the event loop stood still"
+            )
+            verdicts = [runner.stuck.verdict] if runner.stuck.verdict is not None else []
             return self._report(verdicts, [f"all after the wave {end.wave.name!r}, {what}. Repair that first."], None)
         finally:
             tracemalloc.stop()
@@ -182,13 +190,13 @@ class Stress:
             waits_for_one_another([*self._waves, *self._confirming]) is not None
             or growth.grows(self._samples, "resident") is not None
         ):
-            self._confirming.append(await self._stage.wave("confirm", jobs, len(jobs)))
+            self._confirming.append(await self._runner.wave("confirm", jobs, len(jobs)))
             await self._sample()
 
-    async def _watch_state(self) -> tuple[shared.State, list[shared.Change], Uses]:
+    async def _watch_state(self) -> tuple[shared.State, list[shared.ObjectChange], Uses]:
         """Run the waves that are examined after each step."""
         self._process.look()
-        state = shared.State(self._agent, self._stage.code)
+        state = shared.State(self._agent, self._runner.code)
 
         def stepped(episode: Episode) -> None:
             state.stepped(episode)
@@ -197,7 +205,7 @@ class Stress:
         await self._wave("watched", self._jobs[:WATCHED], WATCHED, stepped)
         changes = list(state.changes)
         suspects = shared.suspects(changes)
-        uses = Uses(suspects, self._stage.code)
+        uses = Uses(suspects, self._runner.code)
 
         def used(episode: Episode) -> None:
             before = len(state.changes)
@@ -213,15 +221,15 @@ class Stress:
 
     async def _make_trouble(self) -> None:
         """Run the wave with trouble, in turns: the first answer is cut, or the second, third or first request fails."""
-        requests, jobs = self._stage.requests, self._jobs[:WATCHED]
+        requests, jobs = self._runner.requests, self._jobs[:WATCHED]
         for number, (episode, _) in enumerate(jobs):
             failing = range(number % 4 % 3, number % 4 % 3 + FAILS)
             requests.troubles |= {(episode, each): "fault" for each in failing} if number % 4 else {(episode, 0): "cut"}
         try:
-            troubled = await self._stage.wave("troubled", jobs, WATCHED)
+            troubled = await self._runner.wave("troubled", jobs, WATCHED)
             add_warnings(troubled, self._waves[3], requests.warn)
         except StoodStill:  # an agent may wait for ever after a failure; the loop may not
-            if self._stage.stuck.verdict is not None:
+            if self._runner.stuck.verdict is not None:
                 raise
         finally:
             requests.troubles.clear()
@@ -241,37 +249,37 @@ class Stress:
     async def _wave(
         self, name: str, jobs: Sequence[tuple[str, dict[str, Any]]], at_once: int, stepped: Stepped | None = None
     ) -> None:
-        self._waves.append(await self._stage.wave(name, jobs, at_once, stepped))
+        self._waves.append(await self._runner.wave(name, jobs, at_once, stepped))
 
     async def _sample(self) -> None:
-        self._samples.append(await self._sampler.sample(self._stage.episodes))
+        self._samples.append(await self._sampler.sample(self._runner.episodes))
 
     async def _judge(
-        self, state: shared.State, changes: Sequence[shared.Change], uses: Uses
+        self, state: shared.State, changes: Sequence[shared.ObjectChange], uses: Uses
     ) -> tuple[list[Verdict], list[str]]:
         """Return all verdicts, and notes on what could not be judged."""
-        stage, crowd, again = self._stage, self._waves[3], self._waves[4]
-        verdicts, notes = judge(self._waves[:5], self._confirming, stage.origins, state)
-        verdicts += judge_warnings(stage.requests.warned, crowd)
+        runner, crowd, again = self._runner, self._waves[3], self._waves[4]
+        verdicts, notes = judge(self._waves[:5], self._confirming, runner.origins, state)
+        verdicts += judge_warnings(runner.requests.warned, crowd)
         crossings = crossed_rows_in(crowd, again)
         tested = False
         if self._source is not None and not any(v.kind in ("differs", "hangs", "fails") for v in verdicts):
-            stage.say("elsewhere: a few episodes in two other processes")
+            runner.say("elsewhere: a few episodes in two other processes")
             askers = [crossing.asker for crossing in crossings]
-            elsewhere = await run_some_elsewhere(self._source, stage, crowd, askers)
+            elsewhere = await run_some_elsewhere(self._source, runner, crowd, askers)
             tested = bool(elsewhere.tried)
             if tested:
                 crossings = [crossing for crossing in crossings if not also_elsewhere(crossing, crowd, elsewhere)]
-            differing, not_judged = judge_elsewhere(crowd, elsewhere, stage.origins, state.sources)
+            differing, not_judged = judge_elsewhere(crowd, elsewhere, runner.origins, state.sources)
             notes += not_judged
             verdicts += differing if not crossings else []
         verdicts += judge_rows(crossings, crowd, state, certain=tested)
         matters = any(verdict.kind in ("shared", "differs") for verdict in verdicts)
         verdicts += shared.judge_changes(changes, matters=matters, sources=state.sources, uses=uses)
         verdicts += judge_process(self._process.changes)  # a changed working directory explains files that are shared
-        verdicts += judge_written(stage.origins.written, matters=matters)
+        verdicts += judge_written(runner.origins.written, matters=matters)
         verdicts += growth.judge_growth(self._samples)
-        return verdicts + self._leftovers.verdicts(stage.episodes, stage.origins), notes
+        return verdicts + self._leftovers.verdicts(runner.episodes, runner.origins), notes
 
     def _report(self, verdicts: Sequence[Verdict], notes: list[str], alone_s: float | None) -> Report:
         waves = [*self._waves, *self._confirming]

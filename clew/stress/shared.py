@@ -41,7 +41,7 @@ NO_SOURCES = Sources()
 _PLAIN = (str, int, float, bool, bytes, type(None))
 
 
-Kind = Literal["set", "added", "removed", "changed"]
+ChangeKind = Literal["set", "added", "removed", "changed"]
 """Kinds of change:
 
 - set: a value replaced another
@@ -51,7 +51,7 @@ Kind = Literal["set", "added", "removed", "changed"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
+class ObjectChange:
     """One change, made in a step of an episode, to an object that outlives the episode."""
 
     name: str
@@ -60,12 +60,12 @@ class Change:
     """Name of the attribute or global that is this object or contains it. Each gets at most one finding."""
     key: str
     """Key of the dictionary entry, or name of the attribute; empty for a list or a set."""
-    kind: Kind
+    kind: ChangeKind
     value: str
     """The new value if it is plain (at most 80 characters), otherwise its type."""
     number: float | None
     """The new value if it is a number."""
-    known: bool
+    reused: bool
     """True if the new last element of a list had been in it before, or if the list became shorter: perhaps a pool."""
     episode: Episode
     at: float = field(default_factory=time.monotonic)
@@ -111,7 +111,7 @@ class State:
         self._tops: dict[str, str] = {}
         """Attribute or global that is or contains each object, by the object's name."""
         self._before = self._held()
-        self.changes: list[Change] = []
+        self.changes: list[ObjectChange] = []
 
     def stepped(self, episode: Episode) -> None:
         """Attribute all changes since the last step to this episode."""
@@ -133,12 +133,14 @@ class State:
         return ""
 
     def _compare(self, name: str, before: Any, now: Any, episode: Episode) -> None:
-        def note(key: str, kind: Kind, value: Any, known: bool = False) -> None:
+        def note(key: str, kind: ChangeKind, value: Any, reused: bool = False) -> None:
             number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
             shown = repr(value)[:80] if isinstance(value, _PLAIN) else type(value).__qualname__
             top = self._tops.get(name) or full_name(name, key)
             self.changes.append(
-                Change(name=name, top=top, key=key, kind=kind, value=shown, number=number, known=known, episode=episode)
+                ObjectChange(
+                    name=name, top=top, key=key, kind=kind, value=shown, number=number, reused=reused, episode=episode
+                )
             )
 
         if isinstance(now, dict) and isinstance(before, dict):
@@ -154,7 +156,7 @@ class State:
             if length != length_before or not all(map(_same, last, last_before)):
                 newest = last[-1] if last else None
                 self._seen[name] |= set(map(id, last_before))
-                note("", "changed", newest, known=length < length_before or id(newest) in self._seen[name])
+                note("", "changed", newest, reused=length < length_before or id(newest) in self._seen[name])
         elif isinstance(now, frozenset) and now != before:
             note("", "added", None)
 
@@ -254,7 +256,7 @@ def full_name(name: str, key: str) -> str:
     return f"{name}[{key}]" if key and not key.startswith("'") else f"{name}.{key[1:-1]}" if key else name
 
 
-def suspects(changes: Sequence[Change]) -> set[str]:
+def suspects(changes: Sequence[ObjectChange]) -> set[str]:
     """Return the variables whose values episodes replace while another runs."""
     several_rows = _several_rows(changes)
     return {
@@ -265,7 +267,7 @@ def suspects(changes: Sequence[Change]) -> set[str]:
 
 
 def judge_changes(
-    changes: Sequence[Change], *, matters: bool, sources: Sources = NO_SOURCES, uses: Uses | None = None
+    changes: Sequence[ObjectChange], *, matters: bool, sources: Sources = NO_SOURCES, uses: Uses | None = None
 ) -> list[Verdict]:
     """Return one verdict for each object, facts first and suspicions last.
 
@@ -306,23 +308,23 @@ def judge_changes(
     return sorted(verdicts, key=lambda verdict: not verdict.certain)
 
 
-def _overlap(first: Change, second: Change) -> str:
+def _overlap(first: ObjectChange, second: ObjectChange) -> str:
     one, other = first.episode.id, second.episode.id
     if first.kind == second.kind == "set":
         return f"{one} left {first.value} there, and {other} put {second.value} in its place while {one} still ran"
     return f"{one} changed it, and {other} did so while {one} still ran"
 
 
-def _replace(made: Sequence[Change]) -> bool:
+def _replace(made: Sequence[ObjectChange]) -> bool:
     """Return whether each change replaces a value. What is added to a list leaves the others' values in it."""
     return all(change.kind == "set" for change in made)
 
 
-def _several_rows(changes: Sequence[Change]) -> bool:
+def _several_rows(changes: Sequence[ObjectChange]) -> bool:
     return any(change.episode.data != changes[0].episode.data for change in changes)
 
 
-def _overlapping(made: Sequence[Change]) -> tuple[Change, Change] | None:
+def _overlapping(made: Sequence[ObjectChange]) -> tuple[ObjectChange, ObjectChange] | None:
     """Return two successive changes by different episodes, the second made while the first episode still ran."""
     for a, b in itertools.pairwise(made):
         if a.episode is not b.episode and b.at < a.episode.finished:
@@ -330,7 +332,7 @@ def _overlapping(made: Sequence[Change]) -> tuple[Change, Change] | None:
     return None
 
 
-def _suspicion(made: Sequence[Change], several_rows: bool, matters: bool) -> str:
+def _suspicion(made: Sequence[ObjectChange], several_rows: bool, matters: bool) -> str:
     """Return why the changes of one object may be intended; empty if they may not."""
     numbers = [change.number for change in made if change.number is not None]
     steps = [b - a for a, b in itertools.pairwise(numbers)]
@@ -345,7 +347,7 @@ def _suspicion(made: Sequence[Change], several_rows: bool, matters: bool) -> str
         return "perhaps a cache"
     if made[0].key and several_rows and all(change.episode.data == made[0].episode.data for change in made):
         return "perhaps a cache that was filled twice"
-    if all(change.kind == "changed" and change.known for change in made[len(made) // 4 :]):
+    if all(change.kind == "changed" and change.reused for change in made[len(made) // 4 :]):
         return "perhaps a pool"
     if all(change.kind == "changed" for change in made) and not matters:
         return "perhaps a log"

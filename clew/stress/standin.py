@@ -71,7 +71,7 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
     return fast
 
 
-class Names:
+class NamedImages:
     """Image processing of a stand-in without a particular model: the text stays as in TEMPLATE, with images' names."""
 
     def expanded(self, text: str, images: Sequence[bytes]) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-from clew.stress.frames import Code, shown_path, told
+from clew.stress.frames import Code, line_in_words, shown_path
 from clew.stress.steps import Episode, current_episode
 
 READS = frozenset(("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME"))
@@ -95,7 +95,7 @@ class Uses:
         self._read.add(name)
         last = self._last.get(name)
         if last is not episode and last is not None and episode in self._writers[name]:
-            line = told((frame.f_code, frame.f_lineno))
+            line = line_in_words((frame.f_code, frame.f_lineno))
             self.crossed.setdefault(name, f"{episode.id} read at {line} what {last.id} had left there")
         return self._traced
 

@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Self
 
 from clew.stress.busy import Watcher, scheduled, sleeps_in_a_call, working_threads
-from clew.stress.frames import Code, Line, Place, lines_of, stack_of_thread, told, waits_for_events
+from clew.stress.frames import Code, Line, Place, line_in_words, lines_of, stack_of_thread, waits_for_events
 from clew.stress.serial import places_of
 from clew.stress.steps import Episode
 from clew.stress.verdict import Verdict, grouped
@@ -291,7 +291,7 @@ class StuckWatch(Watcher):
 
     def _judged(self) -> Verdict:
         stack = stack_of_thread(self._thread_id)
-        lines = [told(line) for line in stack if self._code.place([line]) is not None]
+        lines = [line_in_words(line) for line in stack if self._code.place([line]) is not None]
         waiting = Counter(places_of(self._running, self._code))
         here = str(self._code.place(stack) or "")
         return Verdict(

@@ -14,7 +14,7 @@ from clew.stress import serial
 from clew.stress.busy import BusyWatch
 from clew.stress.frames import Code
 from clew.stress.origins import Origins
-from clew.stress.repeat import Told, told_by_episode
+from clew.stress.repeat import Behaviour, behaviour_by_episode
 from clew.stress.requests import Request, Requests
 from clew.stress.serial import Crowd, Waits
 from clew.stress.steps import Episode, OpenEpisode, Stepped, run_episode, task_factory
@@ -101,9 +101,9 @@ class Wave:
         )
 
     @property
-    def told(self) -> dict[str, Told]:
+    def behaviour(self) -> dict[str, Behaviour]:
         """Requests and rewards of the episodes that did not fail, by episode ID."""
-        return told_by_episode(self.episodes, self.requests)
+        return behaviour_by_episode(self.episodes, self.requests)
 
     def asked_at(self, episode: str) -> str:
         """Return the place where an episode asks the model, as `asked at ...`; empty if it is unknown."""
@@ -119,7 +119,7 @@ class StoodStill(Exception):
         self.wave = wave
 
 
-class Stage:
+class WaveRunner:
     """Runs waves of episodes of one agent. The watches that it holds are entered by the caller."""
 
     def __init__(
@@ -206,11 +206,11 @@ class Stage:
         quiet_s = 0.0
         """Seconds for which nothing has moved. Each round counts as LOOK_S, even if this process had to wait longer."""
         while left and not still.done():
-            busy, requests = self.busy.busy_s, self.requests.moved
+            busy, requests = self.busy.busy_s, self.requests.last_activity
             done, waiting = await asyncio.wait({*left, still}, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
             left = waiting - {still}
             now = time.monotonic()
-            asked = self.requests.now_asking() or self.requests.moved != requests
+            asked = self.requests.now_asking() or self.requests.last_activity != requests
             if done or asked or self.busy.busy_s - busy > MOVES * LOOK_S:
                 quiet_s = 0.0
             else:

@@ -35,9 +35,9 @@ from clew.record import chain
 from clew.record.files import write_bytes
 from clew.record.rows import check_format
 from clew.record.run import RunDirectory
-from clew.training.digests import Digests, digest_tensors
 from clew.training.engine import TrainEngine
 from clew.training.saving import remove_folder, save_model, save_tokenizer, written_aside
+from clew.training.sharded_digest import Digests, digest_tensors
 from clew.training.sharding import collect, like, state_of
 
 log = logging.getLogger("clew.training")

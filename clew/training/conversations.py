@@ -63,8 +63,8 @@ def _by_prefixes(messages: list[Message], tools: Any, tokenizer: Any, where: str
     def render(some: list[Message], *, generation: bool) -> str:
         return tokenizer.apply_chat_template(some, tools=tools, add_generation_prompt=generation, tokenize=False)
 
-    whole = render(messages, generation=False)
-    encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
+    conversation = render(messages, generation=False)
+    encoded = tokenizer(conversation, add_special_tokens=False, return_offsets_mapping=True)
     starts_T = np.array([start for start, _ in encoded["offset_mapping"]])
     mask_T = np.zeros(len(starts_T), np.bool_)
     for place, message in enumerate(messages):
@@ -73,8 +73,8 @@ def _by_prefixes(messages: list[Message], tools: Any, tokenizer: Any, where: str
         if place == 0:
             raise DataError(f"{where}: message 1 is the assistant's. Put the user's message before it.")
         before = render(messages[:place], generation=True)
-        after = whole if place + 1 == len(messages) else render(messages[: place + 1], generation=False)
-        if not (after.startswith(before) and whole.startswith(after)):
+        after = conversation if place + 1 == len(messages) else render(messages[: place + 1], generation=False)
+        if not (after.startswith(before) and conversation.startswith(after)):
             raise DataError(
                 f"{where}: message {place + 1}: cannot find this turn's tokens, because the chat template renders the "
                 f"turn differently once the conversation continues (it may drop earlier reasoning). End the row with "

@@ -18,11 +18,11 @@ from clew.config import Algorithm, Config, Training
 from clew.errors import ModelError
 from clew.models.loading import load_tokenizer, load_value_model
 from clew.training.batching import Plan
-from clew.training.digests import digest_tensors
 from clew.training.optimizer import GradientError, Optimizer
 from clew.training.policy import Policy
 from clew.training.results import Updates
 from clew.training.scoring import ValueModel
+from clew.training.sharded_digest import digest_tensors
 from clew.training.sharding import spread
 from clew.training.tokens import MicroBatch, Tokens
 

@@ -20,7 +20,7 @@ from clew import dotted
 from clew.algorithms import ADVANTAGES, LOSSES, PRESETS, WITH_CRITIC
 from clew.config import Algorithm, Config
 from clew.errors import ConfigError, TrainingError
-from clew.record.digest import digest_rows
+from clew.record.batch_digest import digest_rows
 from clew.record.rows import Sequence
 
 

@@ -75,7 +75,7 @@ class Demonstrations:
         indices = range(step * size, (step + 1) * size)
         return self._sequences({index: data.order(self._n_rows, index, self._config.seed) for index in indices})
 
-    def whole(self) -> Tokens:
+    def all_rows(self) -> Tokens:
         """Return all rows in use, in the order of the data."""
         return Tokens.of(self._sequences({row: row for row in self._encoded}))
 

@@ -31,7 +31,7 @@ from clew.config import Algorithm, Config, Training, check_critic_fields
 from clew.errors import ModelError, TrainingError, first_line
 from clew.models.loading import is_out_of_memory
 from clew.record.array_digest import total
-from clew.record.digest import to_hex
+from clew.record.batch_digest import to_hex
 from clew.record.media import Media
 from clew.record.rows import Sequence
 from clew.seeds import derive_seed
@@ -39,7 +39,6 @@ from clew.training.advantages import advantages_function, truncated
 from clew.training.batching import Plan, loss_weights, padding_share, plan_step
 from clew.training.critic import Critic, value_metrics
 from clew.training.custom import needs_critic
-from clew.training.digests import Digests, digest_tensors
 from clew.training.gradient_checks import RECENT_NORMS, hint_of, loss_problem, norm_problem, not_finite
 from clew.training.losses import loss_function
 from clew.training.metrics import correlation_metrics, gap_metrics, lag_metrics, rejection_metrics, rollout_metrics
@@ -47,8 +46,9 @@ from clew.training.optimizer import GradientError, Optimizer
 from clew.training.policy import Policy, check_tokens
 from clew.training.preferences import deal_pairs, pair_losses, sft_loss
 from clew.training.ranks import ALONE, Ranks
-from clew.training.results import Prepared, StepResult, TokenLoss, Updates, Watch
+from clew.training.results import OnStage, Prepared, StepResult, TokenLoss, Updates
 from clew.training.scoring import Scores
+from clew.training.sharded_digest import Digests, digest_tensors
 from clew.training.tokens import MicroBatch, Tokens
 
 log = logging.getLogger("clew.training")
@@ -130,14 +130,14 @@ class TrainEngine:
         self.ranks = self.policy.ranks
         self.version = 0
         """Number of steps done."""
-        self.whole = True
+        self.between_steps = True
         """True while the weights are those of a whole number of steps; False from a step's first update to its end."""
         self.supervised = supervised
         self.optimizer = Optimizer(self.policy.model, config.training, total_updates=self._total_updates)
         self.policy.load_reference(config.algorithm.kl_coef != 0)
         self.critic = Critic(config, self.policy) if needs_critic(config.algorithm) else None
         self.policy.pack_if_possible(self.critic and self.critic.inner)
-        self.watch: Watch = lambda stage, scope: None
+        self.watch: OnStage = lambda stage, scope: None
         """Function that is called at each stage of a step, for debuggers and diagnoses."""
         self.recent_norms: deque[float] = deque(maxlen=RECENT_NORMS)
         """Gradient norms of the last updates that were made, against which a spike is measured."""
@@ -374,7 +374,7 @@ class TrainEngine:
                     continue
                 self.recent_norms.append(done.norms[-1])
                 self.watch("update", {"tokens": tokens, "gradients": self.optimizer.gradients()})
-                self.whole = False
+                self.between_steps = False
                 self.optimizer.update()
         self._digests = None
         done.add_up(self.ranks)
@@ -434,7 +434,7 @@ class TrainEngine:
         if self.critic is None or step.values_S is None or step.returns_S is None:
             return {}
         with self._timed("critic"):
-            self.whole = False
+            self.between_steps = False
             fitted = self.critic.fit(step.tokens, step.plan, step.values_S, step.returns_S, step=self.version)
         self._digests = None
         for gradients, critics in zip(done.gradients, fitted.gradients, strict=True):
@@ -462,7 +462,7 @@ class TrainEngine:
                 f"training.lr than {self.config.training.lr:g}."
             )
         self.version += 1
-        self.whole = True
+        self.between_steps = True
         trained = int(tokens.loss_mask_S.sum())
         metrics = {
             "loss": float(done.loss_S.sum(dtype=np.float64)) / max(1, trained),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from clew.config import Training
 from clew.errors import TrainingError
 from clew.training.schedule import learning_rate
-from clew.training.sharding import by_mesh, like, whole
+from clew.training.sharding import by_mesh, full_tensor, like
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
@@ -82,7 +82,7 @@ class Optimizer:
     def clip(self) -> float:
         """Scale the gradients down to `max_grad_norm`, and return their norm before that. If it is not finite, the
         gradients are unchanged."""
-        norms = [whole(nn.utils.get_total_norm(gradients)) for gradients in by_mesh(self.gradients().values())]
+        norms = [full_tensor(nn.utils.get_total_norm(gradients)) for gradients in by_mesh(self.gradients().values())]
         norm = reduce(torch.hypot, norms) if norms else torch.zeros(())
         if math.isfinite(norm):
             for masters in by_mesh(self.masters.values()):

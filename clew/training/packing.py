@@ -78,7 +78,7 @@ class Packed:
     def spread(self, packed: Tensor) -> list[Tensor]:
         """Return an input of attention, [1, heads, P, dim], as [rows, heads, slots per row, dim] of each bucket."""
         _, heads, _, dim = packed.shape
-        slots = _Moved.apply(
+        slots = _Selection.apply(
             packed.transpose(1, 2).flatten(2)[0], self.tokens_of_slots, self.slots_of_tokens_P, None
         ).split([rows * length for rows, length in self.shapes])
         return [part.view(*shape, heads, dim).transpose(1, 2) for part, shape in zip(slots, self.shapes, strict=True)]
@@ -87,7 +87,7 @@ class Packed:
         """Return the results of attention, [rows, slots per row, heads, dim] of each bucket, as [1, P, heads, dim]."""
         heads, dim = buckets[0].shape[2:]
         slots = torch.cat([bucket.reshape(-1, heads * dim) for bucket in buckets])
-        packed = _Moved.apply(slots, self.slots_of_tokens_P, self.tokens_of_slots, self.padding)
+        packed = _Selection.apply(slots, self.slots_of_tokens_P, self.tokens_of_slots, self.padding)
         return packed.view(1, -1, heads, dim)
 
 
@@ -105,23 +105,23 @@ def bucket_by_length(lengths: Sequence[int]) -> list[list[int]]:
     return buckets
 
 
-class _Moved(torch.autograd.Function):
-    """Selection of values[there], with a fast and deterministic gradient.
+class _Selection(torch.autograd.Function):
+    """Selection of values[sources], with a fast and deterministic gradient.
 
     Each value is selected once, apart from copies that fill padding and have no gradient. So the gradient is a plain
     selection as well, whereas autograd's own would be a slow sum in an unspecified order.
     """
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, there: Tensor, back: Tensor, padding: Tensor | None) -> Tensor:
-        """Return values[there].
+    def forward(ctx: Any, values: Tensor, sources: Tensor, back: Tensor, padding: Tensor | None) -> Tensor:
+        """Return values[sources].
 
         Args:
             back: Place of each value in the result, for the gradient.
             padding: Indices of values that are not selected; their gradient is 0. None: all are.
         """
         ctx.back, ctx.padding = back, padding
-        return values.index_select(0, there)
+        return values.index_select(0, sources)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]

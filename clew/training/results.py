@@ -13,11 +13,11 @@ import numpy as np
 from clew.algorithms.losses import PolicyLoss
 from clew.record.rows import Sequence
 from clew.training.batching import Plan
-from clew.training.digests import Digests
 from clew.training.scoring import Scores
+from clew.training.sharded_digest import Digests
 from clew.training.tokens import MicroBatch, Tokens
 
-Watch = Callable[[str, dict[str, Any]], None]
+OnStage = Callable[[str, dict[str, Any]], None]
 """Function that is called with the name of a step's next stage (advantages, loss, backward, update) and its values."""
 
 TokenLoss = Callable[[MicroBatch, Scores], PolicyLoss]
@@ -60,7 +60,7 @@ class StepResult:
     `clew.record.array_digest`."""
     tensor_digests: dict[str, Any]
     """Digests of each parameter's gradients and weights, in the order of `TrainEngine.parameter_names`, as
-    `clew.record.digest.to_hex` writes them."""
+    `clew.record.batch_digest.to_hex` writes them."""
     timings: dict[str, float]
     """Seconds spent in advantages, logprobs, reference, critic, forward_backward, optimizer and digest."""
 

@@ -211,18 +211,18 @@ class _Recording(TorchFunctionMode):
         super().__init__()
         self._first = first
         self._calls: list[tuple[Any, Any, Any, Tensor]] = []
-        self._known = {id(first)}
+        self._traced = {id(first)}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and tree_any(lambda each: id(each) in self._known, (args, kwargs)):
+        if isinstance(result, Tensor) and tree_any(lambda each: id(each) in self._traced, (args, kwargs)):
             self._calls.append((func, args, kwargs or {}, result))  # keeps the result alive: no other gets its id
-            self._known.add(id(result))
+            self._traced.add(id(result))
         return result
 
     def repeat(self, other: Tensor, *, result: Tensor) -> Tensor:
         """Return what `result` would be if the computation had begun with `other`."""
-        assert id(result) in self._known, "the logits are not computed from the output embedding by torch's functions"
+        assert id(result) in self._traced, "the logits are not computed from the output embedding by torch's functions"
         values = {id(self._first): other}
         for func, args, kwargs, found in self._calls:
             args, kwargs = tree_map(lambda each: values.get(id(each), each), (args, kwargs))

@@ -127,7 +127,7 @@ def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     return list(groups.values())
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """Return the whole of a tensor. Every rank must call this at once."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
@@ -147,7 +147,7 @@ def collect(named: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
     wholes: dict[int, Tensor] = {}
     for tensor in named.values():
         if id(tensor) not in wholes:
-            full = whole(tensor)
+            full = full_tensor(tensor)
             wholes[id(tensor)] = full.cpu().contiguous() if ranks.leads else torch.empty(0)
     return {name: wholes[id(tensor)] for name, tensor in named.items()} if ranks.leads else {}
 

@@ -17,7 +17,7 @@ from clew.errors import RecordError
 from clew.printing import visible
 from clew.record.rejected import Rejected
 from clew.record.run import RunDirectory, changes_in_words
-from clew.record.warned import Warned
+from clew.record.run_warnings import RunWarning
 from clew.view import health
 from clew.view.find import settings_of
 from clew.view.health import Concern, History
@@ -27,7 +27,7 @@ STEPS_LOOKED_INTO = 5
 """Maximum number of steps whose batch is read to tell groups whose rewards are all 0 from those with all 1."""
 
 
-def judge(run: RunDirectory, history: History, rejected: Rejected, warned: Sequence[Warned]) -> list[Concern]:
+def judge(run: RunDirectory, history: History, rejected: Rejected, warned: Sequence[RunWarning]) -> list[Concern]:
     """Return what deserves a look in this run, in the order of importance.
 
     Fallen rewards and evaluations come first, then causes that spoil what is learned, then what only wastes time.

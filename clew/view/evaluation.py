@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from clew.printing import counted
-from clew.record.warned import named_kinds
+from clew.record.run_warnings import named_kinds
 from clew.view.text import MISSING, Rows, number, one_line, prompt_text
 
 MISSED_SHOWN = 10

@@ -20,7 +20,7 @@ from clew.algorithms import ADVANTAGES, WITHIN_GROUP
 from clew.printing import counted
 from clew.record.chain import is_unknown
 from clew.record.rejected import Rejected
-from clew.record.warned import Warned, in_words
+from clew.record.run_warnings import RunWarning, warnings_in_words
 
 OFTEN = 0.1
 """Share of all steps from which an observation counts as a habit. A rarer one is an accident, and no concern."""
@@ -109,13 +109,13 @@ class History:
     seconds: dict[str, float] = field(default_factory=dict)
     """Sums of the steps' timings over the run."""
 
-    def known(self, name: str) -> bool:
+    def has(self, name: str) -> bool:
         """Return whether any step has the metric."""
         return bool(np.isfinite(self.metrics[name]).any())
 
     def unjudged(self) -> list[str]:
         """Return what cannot be judged because no step has the metric for it."""
-        return [cause for name, cause in WATCHED.items() if cause and not self.known(name)]
+        return [cause for name, cause in WATCHED.items() if cause and not self.has(name)]
 
 
 class Collector:
@@ -167,7 +167,7 @@ def equal_steps(history: History, advantages: str) -> list[int]:
     Advantages within groups, and a user's own without a critic, need rewards that differ within a group; the others
     need rewards that differ within the batch.
     """
-    own_without_critic = advantages not in ADVANTAGES and not history.known("critic/loss")
+    own_without_critic = advantages not in ADVANTAGES and not history.has("critic/loss")
     if advantages in WITHIN_GROUP or own_without_critic:
         equal = history.metrics["equal_groups_share"] > EQUAL_GROUPS
     else:
@@ -331,7 +331,7 @@ def rejections(rejected: Rejected, history: History) -> Concern | None:
     return Concern(cause="rejected", evidence="; ".join(parts), then=f"show RUN {example}".strip()) if parts else None
 
 
-def warnings(warned: Sequence[Warned], last: int) -> Concern | None:
+def warnings(warned: Sequence[RunWarning], last: int) -> Concern | None:
     """Return the concern that there are warnings.
 
     Args:
@@ -340,7 +340,7 @@ def warnings(warned: Sequence[Warned], last: int) -> Concern | None:
     """
     if not warned:
         return None
-    which = f"{counted(len(in_words(list(warned))), 'kind')} of warning, listed above"
+    which = f"{counted(len(warnings_in_words(list(warned))), 'kind')} of warning, listed above"
     steps = [one.step for one in warned if one.step is not None and 0 <= one.step <= last]
     return Concern(cause="warnings", evidence=which, then=f"show RUN {steps[-1]}" if steps else "status RUN")
 
@@ -422,7 +422,7 @@ def negative_rewards(history: History, highest: float) -> Concern | None:
         highest: The highest reward of an episode of the newest step; NaN if it is unknown.
     """
     rewards = history.metrics["reward"]
-    if not (history.known("reward") and highest <= 0 and np.nanmax(rewards) <= 0 and np.nanmin(rewards) < 0):
+    if not (history.has("reward") and highest <= 0 and np.nanmax(rewards) <= 0 and np.nanmin(rewards) < 0):
         return None
     return Concern(
         cause="negative rewards",

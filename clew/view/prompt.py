@@ -52,7 +52,7 @@ def show_prompt(console: Console, run: RunDirectory, wanted: str) -> None:
             without a row is searched for as text; one whose row has no group is compared with whole prompts.
     """
     config = settings_of(run)
-    content, attempts, of_row = _found(run, config, wanted)
+    content, attempts, of_row = _find_prompt(run, config, wanted)
     trained = sum(attempt.step is not None for attempt in attempts)
     facts = [(f"data.{name}", one_line(as_text(value))) for name, value in _decoded(content).items()]
     of_file = [("row", f"{wanted} of {config.get('data.path')}, counted from 0")] if of_row else []
@@ -69,7 +69,7 @@ def show_prompt(console: Console, run: RunDirectory, wanted: str) -> None:
     console.print(made)
 
 
-def _found(run: RunDirectory, config: Mapping[str, Any], wanted: str) -> tuple[str, list[Attempt], bool]:
+def _find_prompt(run: RunDirectory, config: Mapping[str, Any], wanted: str) -> tuple[str, list[Attempt], bool]:
     """Return the data row of the prompt that is meant, as the record has it, its groups, and whether `wanted` is the
     number of the row. Raises RecordError if no prompt is meant, or several."""
     column = str(config.get("data.prompt", "prompt"))
@@ -86,22 +86,22 @@ def _found(run: RunDirectory, config: Mapping[str, Any], wanted: str) -> tuple[s
     if row is not None and (of_row := _gathered(run, lambda known: known == row)):
         return next(iter(of_row)), [attempt for attempts in of_row.values() for attempt in attempts], True
     if row is not None:  # only whole prompts: a number is part of many
-        found = _gathered(run, lambda known: text_of(known).strip() == wanted)
+        groups_by_row = _gathered(run, lambda known: text_of(known).strip() == wanted)
     else:
-        found = _gathered(run, lambda known: wanted in text_of(known))
-    if not found:
+        groups_by_row = _gathered(run, lambda known: wanted in text_of(known))
+    if not groups_by_row:
         raise RecordError(f"{no_row} {_nothing(run, wanted, row, column)}".lstrip())
-    texts = {content: text_of(_decoded(content)) for content in found}
-    whole = [content for content, text in texts.items() if text == wanted]
-    if len(found) > 1 and len(whole) != 1:
+    texts = {content: text_of(_decoded(content)) for content in groups_by_row}
+    exact = [content for content, text in texts.items() if text == wanted]
+    if len(groups_by_row) > 1 and len(exact) != 1:
         listed = "; ".join(repr(text[:80]) for text in list(texts.values())[:CANDIDATES])
         more = f"; and {len(texts) - CANDIDATES} more" if len(texts) > CANDIDATES else ""
         raise RecordError(
             f"--prompt {wanted!r} is in {len(texts)} prompts of this run: {listed}{more}. Give more of its text, or "
             f"the number of its row in the data file. {no_row}".rstrip()
         )
-    content = whole[0] if len(whole) == 1 else next(iter(found))
-    return content, found[content], False
+    content = exact[0] if len(exact) == 1 else next(iter(groups_by_row))
+    return content, groups_by_row[content], False
 
 
 def _cells(attempt: Attempt) -> list[Any]:

@@ -21,8 +21,8 @@ from clew.record.bundle import opened
 from clew.record.rejected import count_rejected
 from clew.record.rows import Sequence, by_episode
 from clew.record.run import RunDirectory, open_run
+from clew.record.run_warnings import read_warnings, warnings_in_words
 from clew.record.steps import parse_steps
-from clew.record.warned import in_words, read_warnings
 from clew.view.checkup import changes_of, judge, print_health
 from clew.view.episode import lag, read_stages, rejected_of, rewards_by_name, show_episode, versions
 from clew.view.find import Found, Name, committed_steps, find_group, read_batch, settings_of
@@ -190,7 +190,7 @@ def _show_run(
         console.print(Text(line, "yellow"))
     if warned:
         console.print()
-        console.print(pairs(("warning", line) for line in in_words(warned)))
+        console.print(pairs(("warning", line) for line in warnings_in_words(warned)))
     _show_evaluations(console, run.read_evals())
     if chosen:
         columns = SUPERVISED_COLUMNS if run.supervised else COLUMNS
@@ -411,22 +411,22 @@ def _flat(value: Any) -> str:
 # A group --------------------------------------------------------------------------------------------------------------
 
 
-def _show_group(console: Console, run: RunDirectory, found: Found) -> None:
-    episodes = found.episodes()
+def _show_group(console: Console, run: RunDirectory, group: Found) -> None:
+    episodes = group.episodes()
     if not episodes:
-        console.print(pairs([("group", found.id), ("fate", found.fate)]))
+        console.print(pairs([("group", group.id), ("fate", group.fate)]))
         return
     first = next(iter(episodes.values()))[0]
     admitted = f"{moment(first.admitted_at)}, at version {first.admitted_version}"
     facts = [
-        ("group", found.id),
-        ("fate", found.fate),
-        *([] if run.supervised else [("admitted", admitted), ("lag", lag(found.sequences, found.step))]),
+        ("group", group.id),
+        ("fate", group.fate),
+        *([] if run.supervised else [("admitted", admitted), ("lag", lag(group.sequences, group.step))]),
         *((f"data.{name}", _field(value)) for name, value in first.data.items()),
     ]
     console.print(pairs(facts))
     console.print()
-    stages = read_stages(console, run, found.step if found.committed else None)
+    stages = read_stages(console, run, group.step if group.committed else None)
     rejected, advantages = stages.get("rejected"), stages.get("advantages", {})
     rows = Rows(
         *("episode", "sequences", "tokens", *["rejected"] * (rejected is not None)),

@@ -25,8 +25,8 @@ from clew.printing import print
 from clew.processes import is_lock_free
 from clew.reading import STRICT, Count, Moment, read_json
 from clew.record.run import RunDirectory, read_evaluation
+from clew.record.run_warnings import read_warnings, warnings_in_words
 from clew.record.summary import spent
-from clew.record.warned import in_words, read_warnings
 from clew.view.find import settings_of
 from clew.view.text import MISSING, Rows, number, one_line, pairs
 from clew.waits import OLD_S
@@ -121,7 +121,7 @@ def show_status(console: Console, run: RunDirectory) -> None:
     console.print(status_table(run))
     if line := ended_early(run, with_error=False):  # the table shows the error
         console.print(Text(line, "yellow"))
-    if warned := in_words(read_warnings(run.warnings_path)[0]):
+    if warned := warnings_in_words(read_warnings(run.warnings_path)[0]):
         console.print()
         console.print(pairs(("warning", line) for line in warned))
 

@@ -33,8 +33,8 @@ from clew.record.bundle import opened, write_bundle
 from clew.record.run import RunDirectory
 from clew.training import checkpoint, metrics
 from clew.training.custom import digest_of_file
-from clew.training.digests import digest_tensors
 from clew.training.engine import TrainEngine
+from clew.training.sharded_digest import digest_tensors
 from clew.view.show import show
 from tests.diagnose.planted import REWARD, change_stage, configure, everything, generated_at, seal
 from tests.models import tiny_model, tiny_tokenizer

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from clew.diagnose.stages import suggestions
-from clew.loop.tolerances import Difference, in_stage, in_tensors
-from clew.record.digest import to_hex
+from clew.loop.differences import Difference, in_stage, in_tensors
+from clew.record.batch_digest import to_hex
 from clew.record.run import RunDirectory
 from tests.diagnose.planted import seal
 

@@ -64,7 +64,7 @@ def test_the_reward_that_a_bundle_names_is_not_loaded_without_trust(planted: Run
     assert not (tmp_path / "was-imported").exists()
     assert not again(bundle, "planted_here", reward=True)  # another reward than the recorded one
     assert (tmp_path / "was-called").exists()
-    assert not dotted.guards  # nothing is left of the rule
+    assert not dotted.trust_rules  # nothing is left of the rule
     again(planted.path, reward=True)  # one's own run needs no trust
 
 

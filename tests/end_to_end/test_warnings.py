@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from clew.record.warned import read_warnings
+from clew.record.run_warnings import read_warnings
 from tests.end_to_end.project import USER_CODE, Project
 
 ALIKE = """

@@ -235,14 +235,14 @@ def test_threads_may_ask_for_the_tokens_of_images_at_once(folder: Path, monkeypa
             time.sleep(0.05)
             super().__setitem__(key, value)
 
-    vision._known = Slow()
+    vision._tokens_by_image = Slow()
     images = [picture(color) for color in ("red", "blue", "green", "white")]
     expected = [Seeing(folder).vision.tokens_of(image) for image in images]
     vision.tokens_of(images[0])  # from here on, each new image takes the place of another
     with ThreadPoolExecutor(len(images)) as pool:
         for _ in range(3):
             assert list(pool.map(vision.tokens_of, images)) == expected
-    assert len(vision._known) == 1
+    assert len(vision._tokens_by_image) == 1
 
 
 def test_what_is_no_image_is_refused(folder: Path) -> None:

@@ -49,7 +49,7 @@ class Talk:
 
 def openai_message(reply: Reply) -> Message:
     """The reply as a client sends it back."""
-    return dict(openai_chat._said(reply))
+    return dict(openai_chat._assistant_message(reply))
 
 
 def test_a_turn_that_extends_another_extends_its_exact_tokens(tmp_path: Path) -> None:

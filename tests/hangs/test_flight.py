@@ -16,7 +16,7 @@ from clew.hang.flight import calls_of, parse_record
 from clew.hang.judge import judge
 from clew.hang.observed import Call, Process, Snapshot, snapshot_from
 from clew.hang.reduce import reduced, to_judge
-from clew.launch.ranks import named
+from clew.launch.ranks import rank_variables
 from clew.processes import SOCKET_VARIABLE, free_port
 from tests.hangs.test_judge import judged, rank
 
@@ -44,7 +44,7 @@ def test_the_ranks_of_a_trainer_serve_what_they_have_called(tmp_path: Path) -> N
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", JOINED],
-            env={**os.environ, **named(n, 2, port), SOCKET_VARIABLE: sockets[n]},
+            env={**os.environ, **rank_variables(n, 2, port), SOCKET_VARIABLE: sockets[n]},
             stdout=subprocess.PIPE,
         )
         for n in (0, 1)

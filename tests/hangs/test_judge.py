@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clew.hang import classes, source
+from clew.hang import equal_stacks, source
 from clew.hang.activity import C10D, Activity, new_group_members
 from clew.hang.engines import answers
 from clew.hang.examine import enough
@@ -484,7 +484,7 @@ def test_sinks_are_where_the_waiting_ends() -> None:
 
 @given(st.sets(st.integers(0, 40)))
 def test_ranges_hold_each_rank_once(ranks: set[int]) -> None:
-    pairs = classes.as_ranges(ranks)
+    pairs = equal_stacks.as_ranges(ranks)
     assert [n for first, last in pairs for n in range(first, last + 1)] == sorted(ranks)
     assert all(last + 1 < first for (_, last), (first, _) in pairwise(pairs))
 

@@ -373,7 +373,7 @@ def test_a_load_that_fails_is_refused_and_one_that_cannot_be_undone_ends_the_eng
 
     async def scenario() -> None:
         core = engines(folder_with(tmp_path / "model"))[1]
-        core.received = 1, {}
+        core.pending_weights = 1, {}
         engine = LocalEngine(core, threaded=threaded)
         with pytest.raises(EngineError, match=r"Cannot load weights from .*sent: .*broadcast\.json"):
             await asyncio.wait_for(engine.load_weights(sent), 10)

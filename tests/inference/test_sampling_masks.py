@@ -18,7 +18,7 @@ from clew.inference.resubmit import generate_through_aborts
 from clew.inference.sampling import RowParams, choose
 from clew.models.loading import load_model
 from clew.record import rows
-from clew.record.digest import digest_rows
+from clew.record.batch_digest import digest_rows
 from clew.record.rows import Sequence
 from clew.training.scoring import score
 from clew.training.tokens import MicroBatch, Tokens

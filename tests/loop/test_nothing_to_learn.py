@@ -13,7 +13,7 @@ from clew import config as configuration
 from clew.loop.nothing_to_learn import WARN_STEPS, NothingToLearn
 from clew.loop.trainer_process import learn_inline
 from clew.record.run import RunDirectory
-from clew.record.warned import in_words, read_warnings
+from clew.record.run_warnings import read_warnings, warnings_in_words
 from clew.view.terminal import status_table
 from tests.models import tiny_model, tiny_tokenizer
 
@@ -102,7 +102,7 @@ def test_a_run_whose_rewards_are_all_equal(tmp_path: Path, caplog: pytest.LogCap
         in (record.getMessage())
     )
     assert "nothing to learn for 5 steps" in " ".join(seen[-1].split())
-    kept = in_words(read_warnings(RunDirectory(config.run_path).warnings_path)[0])
+    kept = warnings_in_words(read_warnings(RunDirectory(config.run_path).warnings_path)[0])
     zero, equal = (" ".join(each.split()) for each in kept)
     assert zero.startswith("trainer, steps 0 to 1, 2 times: all advantages are zero (2 such steps so far)")
     assert equal.startswith("trainer, step 3: nothing to learn for 4 steps")

@@ -20,13 +20,13 @@ from clew.diagnose.blame import blame
 from clew.diagnose.diff import diff
 from clew.diagnose.rerun import Options, rerun
 from clew.errors import ConfigError, DataError, RecordError
+from clew.loop.differences import DifferenceFound
 from clew.loop.replay import engine_at, replay
 from clew.loop.sft import sft
-from clew.loop.tolerances import DifferenceFound
 from clew.loop.trainer_process import learn
 from clew.models.loading import load_tokenizer
 from clew.record import chain
-from clew.record.digest import digest_batch, digest_rows
+from clew.record.batch_digest import digest_batch, digest_rows
 from clew.record.rows import to_table
 from clew.record.run import RunDirectory
 from clew.training.demonstrations import Demonstrations

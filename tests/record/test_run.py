@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from clew.config import Config
 from clew.errors import RecordError
 from clew.record import rows
-from clew.record.digest import digest_rows
+from clew.record.batch_digest import digest_rows
 from clew.record.files import explain_disk_errors
 from clew.record.run import RunDirectory, Server, open_run
 from tests.record.test_rows import a_sequence, same

@@ -15,7 +15,7 @@ from clew.cli.record import bundle
 from clew.errors import RecordError
 from clew.loop.step_summary import summarize
 from clew.record import Writer, rows
-from clew.record.digest import digest_batch, digest_rows
+from clew.record.batch_digest import digest_batch, digest_rows
 from clew.record.run import RunDirectory, open_run
 from clew.record.weights import WeightRef
 from clew.training.engine import TrainEngine

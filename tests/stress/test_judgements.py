@@ -32,12 +32,12 @@ from clew.stress.gateway import Noted
 from clew.stress.growth import Sample, grows
 from clew.stress.judge import _held, judge
 from clew.stress.origins import Origins, Written, judge_written
-from clew.stress.process import ProcessState
-from clew.stress.repeat import Told
+from clew.stress.process_state import ProcessState
+from clew.stress.repeat import Behaviour
 from clew.stress.report import Report, parts
 from clew.stress.requests import Request, Requests
 from clew.stress.serial import Crowd, Waits
-from clew.stress.shared import Change
+from clew.stress.shared import ObjectChange
 from clew.stress.standin import StandIn, byte_tokenizer, offered_tools
 from clew.stress.steps import Episode
 from clew.stress.variables import Sources, Uses
@@ -288,7 +288,7 @@ def episodes() -> tuple[Episode, Episode]:
     return first, second
 
 
-def changes_of(agent: Any, steps: list[tuple[Episode, Any]]) -> list[Change]:
+def changes_of(agent: Any, steps: list[tuple[Episode, Any]]) -> list[ObjectChange]:
     state = shared.State(agent, Code(agent))
     for episode, change in steps:
         change(agent)
@@ -478,14 +478,14 @@ def test_episodes_one_after_another_may_use_the_same_attribute() -> None:
 
 
 def test_a_difference_is_the_agents_only_if_the_model_said_the_same() -> None:
-    base = Told(requests=[request("a", "p", "x"), request("a", "p x", "y")], reward=1.0)
-    swapped = Told(requests=base.requests[::-1], reward=1.0)
-    other = Told(requests=[request("a", "p", "x"), request("a", "p z", "y")], reward=1.0)
-    model = Told(requests=[request("a", "p", "w"), request("a", "p w", "y")], reward=0.0)
-    rewarded = Told(requests=base.requests, reward=0.5)
+    base = Behaviour(requests=[request("a", "p", "x"), request("a", "p x", "y")], reward=1.0)
+    swapped = Behaviour(requests=base.requests[::-1], reward=1.0)
+    other = Behaviour(requests=[request("a", "p", "x"), request("a", "p z", "y")], reward=1.0)
+    model = Behaviour(requests=[request("a", "p", "w"), request("a", "p w", "y")], reward=0.0)
+    rewarded = Behaviour(requests=base.requests, reward=0.5)
 
-    def differs(told: Told) -> list[str]:
-        return [what for _, what in repeat.differences({"a": base}, {"a": told})]
+    def differs(behaviour: Behaviour) -> list[str]:
+        return [what for _, what in repeat.differences({"a": base}, {"a": behaviour})]
 
     assert differs(base) == differs(swapped) == differs(model) == []
     assert differs(other) == ["request 1 differs: 'p x', then 'p z'"]
@@ -518,7 +518,7 @@ def test_episodes_that_differ_are_counted_among_those_that_were_compared() -> No
 def test_a_model_that_answers_by_chance_is_no_difference_of_the_agents() -> None:
     def found(first: list[tuple[str, str]], second: list[tuple[str, str]], *rewards: Any) -> list[str]:
         told = [
-            {"a": Told(requests=[request("a", *each) for each in exchanges], reward=reward)}
+            {"a": Behaviour(requests=[request("a", *each) for each in exchanges], reward=reward)}
             for exchanges, reward in zip((first, second), rewards or (0.0, 0.0), strict=True)
         ]
         return [what for _, what in repeat.differences(*told)] or [f"chance {repeat.by_chance(*told)}"]
@@ -534,9 +534,9 @@ def test_a_model_that_answers_by_chance_is_no_difference_of_the_agents() -> None
 
 
 def test_a_reward_may_be_named_by_an_id_that_was_drawn_by_chance() -> None:
-    def told(id: str, reward: float) -> dict[str, Told]:
+    def told(id: str, reward: float) -> dict[str, Behaviour]:
         asked = Request(episode="a", asked="p", answered="x", came=0.0, done=1.0, id=id)
-        return {"a": Told(requests=[asked], reward={id: reward})}
+        return {"a": Behaviour(requests=[asked], reward={id: reward})}
 
     assert repeat.differences(told("chatcmpl-1", 1.0), told("chatcmpl-2", 1.0)) == []
     ((_, what),) = repeat.differences(told("chatcmpl-1", 1.0), told("chatcmpl-2", 0.5))

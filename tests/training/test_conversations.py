@@ -186,7 +186,7 @@ def test_rows_of_each_form_go_together(settings, tokenizer, tmp_path):
             {"prompt": [ASK, ANSWER, AGAIN], "completion": "no"},
         ],
     )
-    batch = Demonstrations(make_config(**settings), tokenizer, context=None).whole()
+    batch = Demonstrations(make_config(**settings), tokenizer, context=None).all_rows()
     found = {
         name: (tokenizer.decode(ids[~mask]), tokenizer.decode(ids[mask]))
         for name, ids, mask in zip(
@@ -204,7 +204,7 @@ def test_a_misspelt_column_is_refused(settings, tokenizer, tmp_path):
     with pytest.raises(DataError, match=r"row 1 has no column 'message'; it has 'messages'\. Did you mean 'messages'?"):
         Demonstrations(make_config(**settings), tokenizer, context=None)
     settings["data"]["prompt"] = "prompt"  # the default, as the config.yaml of a run spells it out
-    assert Demonstrations(make_config(**settings), tokenizer, context=None).whole().ids == ["g000000.e0.s0"]
+    assert Demonstrations(make_config(**settings), tokenizer, context=None).all_rows().ids == ["g000000.e0.s0"]
 
 
 def test_parquet_fills_messages_with_empty_fields(settings, tokenizer, tmp_path):
@@ -218,7 +218,7 @@ def test_parquet_fills_messages_with_empty_fields(settings, tokenizer, tmp_path)
         "{{ message['content'] }}",
     )
     settings["data"] = {"path": str(tmp_path / "data.parquet")}
-    batch = Demonstrations(make_config(**settings), tokenizer, context=None).whole()
+    batch = Demonstrations(make_config(**settings), tokenizer, context=None).all_rows()
     assert tokenizer.decode(batch.input_ids_S[batch.loss_mask_S]) == "1<eos>2<eos>"
 
 

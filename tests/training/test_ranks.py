@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from transformers import AutoModelForCausalLM
 
 from clew.errors import LaunchError, ModelError
-from clew.launch.ranks import named
+from clew.launch.ranks import rank_variables
 from clew.processes import free_port
 from clew.training.batching import deal
 from clew.training.ranks import ALONE, Ranks
@@ -34,7 +34,7 @@ class Group:
 
     def __init__(self, ranks: int) -> None:
         port = free_port()
-        self._children = [Forked(listen, variables=named(rank, ranks, port)) for rank in range(ranks)]
+        self._children = [Forked(listen, variables=rank_variables(rank, ranks, port)) for rank in range(ranks)]
 
     def __call__(self, request: dict[str, Any]) -> None:
         for child in self._children:

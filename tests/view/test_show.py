@@ -20,8 +20,8 @@ from tokenizers.models import WordLevel
 from clew.cli.record import bundle
 from clew.errors import RecordError
 from clew.record import rows
+from clew.record.batch_digest import digest_rows
 from clew.record.bundle import write_bundle
-from clew.record.digest import digest_rows
 from clew.record.files import write_json
 from clew.record.inbox import Inbox
 from clew.record.rows import Sequence

@@ -23,11 +23,11 @@ from clew.errors import EngineError
 from clew.inference import weight_group
 from clew.inference.protocol import EngineUnreachable
 from clew.inference.serve import serve
-from clew.loop import sender
+from clew.loop import weight_sender
 from clew.loop.publisher import Publisher
-from clew.loop.sender import buckets, host_for
 from clew.loop.server_control import ServerControl
 from clew.loop.stopwatch import Clock
+from clew.loop.weight_sender import buckets, host_for
 from clew.record.broadcast import Broadcast
 from clew.record.run import RunDirectory
 from clew.record.weights import read_broadcast
@@ -120,7 +120,7 @@ def serve_and_fall_in_mid_broadcast(config: Config, number: signal.Signals, **op
             yield bucket
 
     fallen: list[Broadcast] = []
-    whole, local.received = local.received, fall
+    whole, local.receive_buckets = local.receive_buckets, fall
     serve(config, **options)
 
 
@@ -129,7 +129,7 @@ def test_a_server_that_dies_or_freezes_in_mid_broadcast_is_taken_out_and_the_oth
     folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     monkeypatch.setattr(weight_group, "PATIENCE", datetime.timedelta(seconds=4))
-    monkeypatch.setattr(sender, "BUCKET", 10_000)
+    monkeypatch.setattr(weight_sender, "BUCKET", 10_000)
     bad = functools.partial(serve_and_fall_in_mid_broadcast, number=number)
     with servers(folder, serve, bad) as both, publishing(folder) as (engine, publisher, run):
         publisher(engine)
@@ -151,7 +151,7 @@ def test_an_attached_server_that_froze_in_mid_broadcast_is_sent_the_weights_when
     folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weight_group, "PATIENCE", datetime.timedelta(seconds=4))
-    monkeypatch.setattr(sender, "BUCKET", 10_000)
+    monkeypatch.setattr(weight_sender, "BUCKET", 10_000)
     monkeypatch.setenv("CLEW_LLM_SERVER_TOKEN", "secret")
     bad = functools.partial(serve_and_fall_in_mid_broadcast, number=signal.SIGSTOP)
     with servers(folder, serve, bad) as both:
@@ -184,7 +184,7 @@ def corrupt(config: Config, **options: Any) -> None:
             next(iter(bucket.values())).view(-1)[0] += 1
             yield bucket
 
-    whole, local.received = local.received, other
+    whole, local.receive_buckets = local.receive_buckets, other
     serve(config, **options)
 
 
@@ -205,7 +205,7 @@ def refuse(config: Config, **options: Any) -> None:
         raise weight_group.MemberLost("this one is odd")
         yield {}
 
-    local.received = none
+    local.receive_buckets = none
     serve(config, **options)
 
 

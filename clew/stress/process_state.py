@@ -29,7 +29,7 @@ CALLS: dict[str, tuple[ModuleType, tuple[str, ...]]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
+class ProcessChange:
     """One change that an episode left behind at the end of a step."""
 
     name: str
@@ -55,7 +55,7 @@ class ProcessState:
         self._entered = ExitStack()
         self._left = False
         """True after the exit. Tasks that an episode left behind still run then, while other watches restore state."""
-        self.changes: list[Change] = []
+        self.changes: list[ProcessChange] = []
 
     async def __aenter__(self) -> ProcessState:
         self._first = self._before = _now()
@@ -96,7 +96,7 @@ class ProcessState:
                     used.add(kind)
                     where = self._called.get(kind) or str(self._code.place(stack_of_coroutine(episode.coroutine)) or "")
                     before, after = self._before.get(name), now.get(name)
-                    change = Change(name=name, before=before, now=after, where=where, episode=episode.id)
+                    change = ProcessChange(name=name, before=before, now=after, where=where, episode=episode.id)
                     self.changes.append(change)
             for kind in used:
                 self._called.pop(kind, None)  # a later change may be that of a library's thread
@@ -135,7 +135,7 @@ def _restore(name: str, value: Any) -> None:
         locale.setlocale(locale.LC_ALL, value)
 
 
-def judge_process(changes: list[Change]) -> list[Verdict]:
+def judge_process(changes: list[ProcessChange]) -> list[Verdict]:
     """Return a verdict for each name that was changed.
 
     An environment variable that all episodes set to the same value may be intended, and is only a suspicion.

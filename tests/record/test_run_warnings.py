@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from clew.record.run import RunDirectory
-from clew.record.warned import in_words, read_warnings
+from clew.record.run_warnings import read_warnings, warnings_in_words
 from clew.view.show import show
 from clew.view.terminal import Progress
 
@@ -31,7 +31,7 @@ def test_warnings_are_kept_while_a_process_reports_and_listed_with_their_number(
         file.write(b"[" * 100_000 + b"\n{}\n\xff\n" + b'{"time": 1, "process": "half')
     warnings, offset = read_warnings(run.warnings_path)
     assert [(each.process, each.step) for each in warnings] == [("rollout", None), ("rollout", 3), ("rollout", 5)]
-    assert in_words(warnings) == [
+    assert warnings_in_words(warnings) == [
         "rollout: the tool fell over",
         "rollout, steps 3 to 5, 2 times: episode g000005.e0 failed",
     ]
@@ -47,7 +47,7 @@ def test_the_step_of_a_warning_is_said_once(tmp_path: Path, capsys: pytest.Captu
         reporter.set(version=10)
         log.warning("step 9: all advantages are zero")
     assert capsys.readouterr().err == "warning (trainer, step 9): all advantages are zero\n"
-    assert in_words(read_warnings(run.warnings_path)[0]) == ["trainer, step 9: all advantages are zero"]
+    assert warnings_in_words(read_warnings(run.warnings_path)[0]) == ["trainer, step 9: all advantages are zero"]
 
 
 def test_the_supervisor_shows_new_warnings_on_stderr_also_in_a_pipe(

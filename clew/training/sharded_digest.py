@@ -1,4 +1,4 @@
-"""Digests of tensors, as `clew.record.array_digest` defines them."""
+"""Digests of tensors that are sharded over ranks, as `clew.record.array_digest` defines them."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as hnp
 
 from clew.record import rows
 from clew.record.array_digest import digest_array, digest_arrays
-from clew.record.digest import digest_rows
+from clew.record.batch_digest import digest_rows
 from tests.record.test_rows import a_sequence
 
 BLOCK = 65536

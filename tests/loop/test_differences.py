@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from clew.loop.tolerances import EXACT, TOLERANCES, Tolerance, in_stage
+from clew.loop.differences import EXACT, TOLERANCES, Tolerance, in_stage
 
 
 @pytest.mark.parametrize("tolerance", [EXACT, TOLERANCES["float32"]])

@@ -15,7 +15,7 @@ import numpy as np
 
 from clew.errors import RecordError
 from clew.record import rows
-from clew.record.digest import RowDigest, digest_batch, digest_rows, from_hex
+from clew.record.batch_digest import RowDigest, digest_batch, digest_rows, from_hex
 from clew.record.run import RunDirectory
 
 STAGES = (
@@ -110,9 +110,9 @@ class Difference:
     """Usual cause of such a difference; empty if none is known."""
 
     def __str__(self) -> str:
-        return self.told("recorded", "here")
+        return self.in_words("recorded", "here")
 
-    def told(self, recorded: str, found: str) -> str:
+    def in_words(self, recorded: str, found: str) -> str:
         """Return the difference as one line, in which the two sides have these names."""
         place = f"{self.where}, token {self.position}" if self.position is not None else self.where
         then, now = (_shown(each) for each in (self.recorded, self.found))
@@ -254,14 +254,14 @@ def of_sequences(differing: Sequence[str], ids: Sequence[str], largest: float, a
         after_update: See `in_stage`.
     """
     groups = {name.partition(".")[0] for name in differing}
-    whole = [name for name in ids if name.partition(".")[0] in groups]
+    of_groups = [name for name in ids if name.partition(".")[0] in groups]
     if after_update and len(differing) == len(ids):
         return f"the gradients of the update before agree and all sequences differ after it: {_OF_OPTIMIZER}"
     if largest <= TINY and len(differing) > 1:
         return f"no value differs by more than {largest:.1e}: this is rounding, as by another processor or library"
     if len(differing) == 1 and len(ids) > 1:
         return "one sequence differs alone: its row was altered, or what it was computed from"
-    if len(groups) == 1 and len(whole) == len(differing) < len(ids):
+    if len(groups) == 1 and len(of_groups) == len(differing) < len(ids):
         return f"exactly the sequences of the group {groups.pop()} differ: its prompt does, or a reward"
     return ""
 
@@ -302,7 +302,7 @@ def in_tensors(
     """Return the first parameter whose digest differs.
 
     Args:
-        recorded: Digests as `clew.record.digest.to_hex` writes them.
+        recorded: Digests as `clew.record.batch_digest.to_hex` writes them.
         found: The other side, in the same form.
         update: Text that follows the parameter's name in the message and says which update it is.
     """
@@ -333,7 +333,7 @@ def in_batch(
     step: int,
     recorded: Mapping[str, RowDigest],
     batch: Sequence[rows.Sequence],
-    whole: str | None = None,
+    digest_of_all: str | None = None,
     *,
     rewards_add_up: bool = True,
 ) -> Difference | None:
@@ -341,7 +341,7 @@ def in_batch(
 
     Args:
         recorded: The recorded digests of its sequences.
-        whole: The digest of all sequences, from the step's JSON; None if the step was not committed.
+        digest_of_all: The digest of all sequences, from the step's JSON; None if the step was not committed.
         rewards_add_up: Whether each reward must be the sum of its parts, as Clew's own are.
     """
     digests = digest_rows(batch)
@@ -353,14 +353,14 @@ def in_batch(
         origins = ({name: each.origin for name, each in side.items()} for side in sides)
         found = _in_digests(step, *origins, what=f", its {ORIGIN}")
     now = digest_batch(digests)
-    if found is not None or whole in (None, now):
+    if found is not None or digest_of_all in (None, now):
         return found
     # Several ranks record their rows in another order than the batch has. So rows were moved only if the digest fits
     # the recorded order.
     exchanged = [(then, row.id) for then, row in zip(recorded, batch, strict=False) if then != row.id]
     in_recorded_order = {name: digests[name] for name in recorded if name in digests}
-    if not exchanged or digest_batch(in_recorded_order) != whole:
-        return Difference(step=step, stage="data", where="all, in their order", recorded=whole, found=now)
+    if not exchanged or digest_batch(in_recorded_order) != digest_of_all:
+        return Difference(step=step, stage="data", where="all, in their order", recorded=digest_of_all, found=now)
     then, here = exchanged[0]
     where = f"the order of the sequences, number {list(recorded).index(then)}"
     more = f"{len(exchanged)} sequences are in other places"

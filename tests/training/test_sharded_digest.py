@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from clew.models.tensor_digest import AT_ONCE, as_array, begin_on_device, digest_scattered
 from clew.record.array_digest import digest_array
-from clew.training.digests import digest_tensors
+from clew.training.sharded_digest import digest_tensors
 
 TYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool)
 

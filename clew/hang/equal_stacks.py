@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from clew.hang.observed import APART, Process, Thread
+from clew.hang.observed import PIDS_PER_NODE, Process, Thread
 
 Stack = tuple[str, ...]
-Classes = dict[Stack, tuple[tuple[int, int], ...]]
+RanksByStack = dict[Stack, tuple[tuple[int, int], ...]]
 """Ranks of each stack, as ranges of first and last."""
 
 
@@ -20,8 +20,8 @@ def stack_of(thread: Thread) -> Stack:
     )
 
 
-def classes_of(processes: Iterable[Process]) -> Classes:
-    """Return the classes of the main threads of processes. A process without a rank is named by its negative pid."""
+def ranks_by_stack(processes: Iterable[Process]) -> RanksByStack:
+    """Return the ranks of each stack of a main thread. A process without a rank is named by its negative pid."""
     found: dict[Stack, list[int]] = {}
     for process in processes:
         if (thread := process.main) is not None:
@@ -44,7 +44,7 @@ def as_ranges(numbers: Iterable[int]) -> tuple[tuple[int, int], ...]:
 
 def ranges(numbers: Iterable[int]) -> str:
     """Return numbers as text, such as 0-3, 7."""
-    return in_words(as_ranges(numbers))
+    return ranges_text(as_ranges(numbers))
 
 
 def by_value(texts: Iterable[tuple[int, str]]) -> str:
@@ -55,12 +55,12 @@ def by_value(texts: Iterable[tuple[int, str]]) -> str:
     return "; ".join(f"rank {ranges(numbers)}: {text}" for text, numbers in shared.items())
 
 
-def in_words(pairs: Iterable[tuple[int, int]]) -> str:
+def ranges_text(pairs: Iterable[tuple[int, int]]) -> str:
     """Return ranges as text; a negative number is a pid."""
     said = []
     for first, last in pairs:
         if first < 0:
-            said += [f"pid {-number % APART}" for number in range(first, last + 1)]
+            said += [f"pid {-number % PIDS_PER_NODE}" for number in range(first, last + 1)]
         else:
             said.append(str(first) if first == last else f"{first}-{last}")
     return ", ".join(said)

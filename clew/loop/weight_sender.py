@@ -29,7 +29,7 @@ from clew.record.run import Server
 from clew.record.weights import Digests
 from clew.training.engine import TrainEngine
 from clew.training.published_weights import public_tensors
-from clew.training.sharding import whole
+from clew.training.sharding import full_tensor
 
 log = logging.getLogger("clew.trainer")
 
@@ -40,7 +40,7 @@ TRIES = 3
 """Number of broadcasts after which a server that did not receive one is given up."""
 
 
-class Sender:
+class WeightSender:
     """The trainer's end of broadcasts."""
 
     def __init__(self, config: Config, control: ServerControl) -> None:
@@ -137,7 +137,7 @@ class Sender:
         digests: dict[str, str] = {}
         sums, error = Sums(), ""
         for name, tensor in tensors.items():
-            full = whole(tensor)  # a collective: every rank must call it, even if nothing can be sent any more
+            full = full_tensor(tensor)  # a collective: every rank must call it, even if nothing can be sent any more
             if not engine.ranks.leads:
                 continue
             for sent_as, part in self._sent_as(engine, name, full).items():

@@ -19,7 +19,7 @@ _STEP = re.compile(r"step (\d{1,12}): ")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Warned:
+class RunWarning:
     """One warning."""
 
     time: float
@@ -64,26 +64,26 @@ def kept_warnings(path: Path, reporter: Reporter) -> Iterator[None]:
         logger.removeHandler(handler)
 
 
-def read_warnings(path: Path, offset: int = 0) -> tuple[list[Warned], int]:
+def read_warnings(path: Path, offset: int = 0) -> tuple[list[RunWarning], int]:
     """Return the warnings in warnings.jsonl from `offset` (in bytes) on, and the offset after its last complete line.
 
     A line that Clew did not write is left out: a killed process may have left half of one. Many texts begin with
-    "step N: ", because a log line has no other place for the step; it is moved to `Warned.step`.
+    "step N: ", because a log line has no other place for the step; it is moved to `RunWarning.step`.
     """
     if not path.is_file():
         return [], offset
     with path.open("rb") as file:
         file.seek(offset)
-        whole, ended, _ = file.read().rpartition(b"\n")
-    found = []
-    for line in whole.splitlines():
+        lines, ended, _ = file.read().rpartition(b"\n")
+    warnings = []
+    for line in lines.splitlines():
         try:
             entry = json.loads(line)
             step, text = entry["step"], str(entry["text"])
             if (named := _STEP.match(text)) is not None:
                 step, text = named[1], text[named.end() :]
-            found.append(
-                Warned(
+            warnings.append(
+                RunWarning(
                     time=float(entry["time"]),
                     process=str(entry["process"]),
                     step=None if step is None else int(step),
@@ -92,7 +92,7 @@ def read_warnings(path: Path, offset: int = 0) -> tuple[list[Warned], int]:
             )
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             continue
-    return found, offset + len(whole) + len(ended)
+    return warnings, offset + len(lines) + len(ended)
 
 
 def kind_of(error: str) -> str:
@@ -112,13 +112,13 @@ def named_kinds(errors: Sequence[str]) -> list[str]:
     return [names[kind_of(error)] for error in errors]
 
 
-def in_words(warnings: list[Warned]) -> list[str]:
+def warnings_in_words(warnings: list[RunWarning]) -> list[str]:
     """Return a line for each kind of warning of each process, in the order of first appearance.
 
     A line has the newest warning of the kind and how often the kind occurred. Warnings that differ only in numbers are
     of one kind.
     """
-    kinds: dict[tuple[str, str], list[Warned]] = {}
+    kinds: dict[tuple[str, str], list[RunWarning]] = {}
     for warning in warnings:
         kinds.setdefault((warning.process, kind_of(warning.text)), []).append(warning)
     lines = []
