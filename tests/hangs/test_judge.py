@@ -264,15 +264,15 @@ def test_a_launcher_whose_ranks_were_not_there_yet_is_no_job_without_stacks() ->
 
 
 FILLS = (
-    "def fill(n):\n    while len(rows) < n:\n        num_gen += 1\n        one = generate()\n        rows.append(one)\n",
-    "def fill(n):\n    for num_gen in count():\n        if len(rows) >= n: break\n        one = generate()\n"
+    "def fill(n):\n    while len(rows) < n:\n        rounds += 1\n        one = generate()\n        rows.append(one)\n",
+    "def fill(n):\n    for rounds in count():\n        if len(rows) >= n: break\n        one = generate()\n"
     "        if one: rows.append(one)\n",
-    "def fill(n):\n  while True:\n    rows, num_gen = [], 0\n    while len(rows) < n:\n      num_gen += generate()\n"
+    "def fill(n):\n  while True:\n    rows, rounds = [], 0\n    while len(rows) < n:\n      rounds += generate()\n"
     "      rows += []\n",
 )
 WAITS = (
-    "def fill(n):\n    while len(rows) < n:\n        num_gen += 1\n        generate()\n        done = 0\n",
-    "def fill(n):\n    while len(rows) < n:\n        num_gen += 1\n        rows.extend(poll())\n        time.sleep(1)\n",
+    "def fill(n):\n    while len(rows) < n:\n        rounds += 1\n        generate()\n        done = 0\n",
+    "def fill(n):\n    while len(rows) < n:\n        rounds += 1\n        rows.extend(poll())\n        time.sleep(1)\n",
 )
 
 
@@ -290,7 +290,7 @@ def test_a_loop_that_keeps_nothing_in_many_rounds_never_fills_its_batch(
 ) -> None:
     looks = []
     for n in range(6):
-        values = {"len(rows)": str(kept), "num_gen": str(last - 5 + n), "n": "4"}
+        values = {"len(rows)": str(kept), "rounds": str(last - 5 + n), "n": "4"}
         frame = Frame(function="fill", file="train.py", line=5, locals=values)
         thread = Thread(name="MainThread", os_id=100, frames=(frame,))
         looks.append(Look(at=0.5 * n, state="S", switches=7 + n, threads=(thread,)))
