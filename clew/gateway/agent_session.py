@@ -170,7 +170,6 @@ class AgentSession:
         return request
 
     async def count_tokens(self, ask: Ask) -> int:
-        """Return the number of tokens that the request would give to the model."""
         return len((await self._prompt(ask)).input_ids)
 
     def set_reward(self, reward: float, id: str | None = None) -> None:

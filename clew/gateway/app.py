@@ -393,5 +393,4 @@ async def disconnected(http: HTTPRequest) -> None:
 
 
 def json_response(content: Any, status: int = 200) -> Response:
-    """Return a JSON response; see `encoded`."""
     return Response(encoded(content), status, media_type="application/json")

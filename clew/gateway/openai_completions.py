@@ -1,4 +1,4 @@
-"""POST /v1/completions: text that goes to the model as it is.
+"""Dialect of POST /v1/completions: text that goes to the model as it is.
 
 https://platform.openai.com/docs/api-reference/completions
 """
@@ -41,7 +41,6 @@ class CompletionRequest(SamplingBody):
 
 
 def parse(body: dict[str, Any]) -> Ask:
-    """See `Dialect.parse`."""
     request, notes = read(CompletionRequest, body)
     if request.best_of not in (None, 1, request.n):
         message = f"Cannot honour best_of={request.best_of}: choose the best of n replies yourself. Leave it out."
@@ -59,7 +58,6 @@ def parse(body: dict[str, Any]) -> Ask:
 
 
 def respond(ask: Ask, replies: Sequence[Reply]) -> dict[str, Any]:
-    """See `Dialect.respond`."""
     choices = [
         _choice(ask, index, reply.id, reply.content, reply.tokens, finish_reason=_reason(reply))
         | token_ids_of(ask, reply)

@@ -86,7 +86,6 @@ def _as_items(content: Any) -> Any:
 
 
 Items = Annotated[list[Item], Field(min_length=1), BeforeValidator(_as_items)]
-"""Type of the field `input`."""
 
 
 def messages_of(items: Sequence[Item], images: dict[str, bytes]) -> list[Message]:
