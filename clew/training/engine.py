@@ -65,7 +65,6 @@ class _PolicyUpdates(Updates):
     lr: float = 0.0
 
     def add(self, micro: MicroBatch, scores: Scores, loss: PolicyLoss) -> None:
-        """Add the results of a micro-batch."""
         self.logprobs_S[micro.where_N] = scores.logprobs_N.detach().cpu().numpy()
         self.entropies_S[micro.where_N] = scores.entropies_N.detach().cpu().numpy()
         self.loss_S[micro.where_N] = loss.per_token_N.detach().cpu().numpy()
