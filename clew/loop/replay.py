@@ -54,11 +54,8 @@ class Replayed:
 def engine_at(run: RunDirectory, step: int, device: str | None = None, ranks: Ranks = ALONE) -> TrainEngine:
     """Return an engine at the nearest checkpoint at or before `step`, configured as the run is.
 
-    It needs nothing but the run directory: even the reference model is in it, as the run's first checkpoint.
-
-    Args:
-        device: Device to use in place of the run's; None: the run's.
-        ranks: Ranks of the engine; the run may have had others.
+    It needs nothing but the run directory: even the reference model is in it, as the run's first checkpoint. Device and
+    ranks may be others than the run had.
 
     Raises:
         RecordError: There is no such checkpoint, or it was altered.
@@ -156,7 +153,8 @@ def replay(run: RunDirectory, engine: TrainEngine, last: int, *, verify: bool = 
     drifted = ""
     for step in range(engine.version, last + 1):
         recorded = RecordedStep.read(run, step)
-        if verify and (altered := recorded.altered()) is not None:
+        whole = recorded.summary["digests"]["data"]
+        if verify and (altered := differences.in_batch(step, recorded.stages.digests, recorded.batch, whole)):
             raise DifferenceFound(run, altered)
         configure_as(run, engine, recorded.summary)
         done = _train_again(recorded, engine, drifted, verify=verify)

@@ -53,15 +53,11 @@ def restore(config: Config, run: RunDirectory, ranks: Ranks, *, supervised: bool
         if ranks.leads:
             checkpoint.point("latest", saved[-1])  # a newer one may have been removed
     if committed and ranks.leads:
-        _warn_of_changed_code(config, run, committed - 1)
+        before = run.steps.read(committed - 1).get("code", {})
+        for field, digest in code_of(config).items():
+            if before.get(field, digest) != digest:
+                log.warning("the file of %s has changed since step %d was trained", field, committed - 1)
     return engine
-
-
-def _warn_of_changed_code(config: Config, run: RunDirectory, step: int) -> None:
-    before = run.steps.read(step).get("code", {})
-    for field, digest in code_of(config).items():
-        if before.get(field, digest) != digest:
-            log.warning("the file of %s has changed since step %d was trained", field, step)
 
 
 def _refuse_other_runs(run: RunDirectory, version: int, committed: int, supervised: bool) -> None:

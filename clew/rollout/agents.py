@@ -199,10 +199,6 @@ class AgentWorkflow:
 
 
 def agent_workflow(config: Config, gateway: GatewayThread) -> AgentWorkflow:
-    """Return the agent that the configuration names, as a workflow.
-
-    Raises:
-        ConfigError: The agent cannot be loaded; see `load_agent`.
-    """
+    """Return the agent that the configuration names, as a workflow. Raises ConfigError as `load_agent` does."""
     assert config.rollout.agent is not None
     return AgentWorkflow(load_agent(config.rollout.agent, config.rollout.workflow_kwargs), gateway)

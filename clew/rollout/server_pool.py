@@ -68,7 +68,6 @@ class ServerPool(HTTPEngine):
         """Unreachable servers, by address and pid: monotonic time until which it is avoided; half the next period."""
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Complete one sequence at the server of its episode; see the protocol."""
         _episode.set(request.id.rpartition(".")[0])
         return await super().generate(request)
 
@@ -130,7 +129,9 @@ class ServerPool(HTTPEngine):
             self._frozen.add(key)
             for task in self._busy[key]:
                 task.cancel()
-            while not await client.answers() and self._lists(key):  # noqa: ASYNC110 - other processes end this
+            while not await client.answers():
+                if key not in {(known.address, known.pid) for known in self._known()}:
+                    break
                 await asyncio.sleep(LOOK_S)
         finally:
             self._frozen.discard(key)
@@ -167,9 +168,6 @@ class ServerPool(HTTPEngine):
             self._servers = self._run.inference_servers()
             self._looked_at = now
         return self._servers
-
-    def _lists(self, key: tuple[str, int]) -> bool:
-        return key in {(server.address, server.pid) for server in self._known()}
 
     def _ready(self) -> list[Server]:
         now = time.monotonic()
