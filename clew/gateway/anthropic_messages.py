@@ -276,11 +276,7 @@ def _of_user(
 
 
 def _definition(reference: _ToolReference, tools: dict[str, dict[str, Any]]) -> str:
-    """Return the text that tells the model of a tool that was found.
-
-    Raises:
-        Refusal: There is no tool of that name.
-    """
+    """Return the text that tells the model of a tool that was found."""
     if reference.tool_name not in tools:
         message = f"Cannot read messages: tool_reference names {reference.tool_name!r}, which is not among the tools."
         raise Refusal(400, message, param="messages")

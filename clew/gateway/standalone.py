@@ -120,10 +120,8 @@ class StandaloneGateway:
     def _make_room(self, key: str) -> None:
         """End the sessions that were unused for longest, until there is room for a request with this key.
 
-        The session of this key is not ended: it would split a conversation into two episodes.
-
-        Raises:
-            Refusal: The remaining sessions are in use.
+        The session of this key is not ended: it would split a conversation into two episodes. The request is refused
+        if the remaining sessions are in use.
         """
         new = key not in self._sessions
         while len(self._sessions) + new > MAX_SESSIONS or self._bytes() >= MAX_BYTES:

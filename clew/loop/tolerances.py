@@ -277,11 +277,7 @@ ORIGIN = "group, episode, turns, finish reason, rewards by name, data or interac
 def _in_digests(
     step: int, recorded: Mapping[str, int], found: Mapping[str, int], *, what: str = ""
 ) -> Difference | None:
-    """Return the first sequence whose digest differs, or that only one side has.
-
-    Args:
-        what: Text that follows the sequence's ID in the message.
-    """
+    """Return the first sequence whose digest differs, or that only one side has. `what` follows its ID in messages."""
     differing = [name for name in {**recorded, **found} if recorded.get(name) != found.get(name)]
     if not differing:
         return None

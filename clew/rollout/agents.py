@@ -177,11 +177,7 @@ class AgentWorkflow:
         await self._client.really_close()
 
     def _rewards(self, returned: Any, session: EpisodeEngine) -> Reward:
-        """Return the episode's reward, and put rewards of single interactions into the session.
-
-        Raises:
-            EpisodeError: A reward is not a finite number, or names an interaction that this episode does not have.
-        """
+        """Return the episode's reward, and put rewards of single interactions into the session."""
         own = session.turn_rewards
         if isinstance(returned, dict):
             known = {interaction.id for interaction in session.interactions}

@@ -409,11 +409,7 @@ class TrainEngine:
         return norm_problem(norm, self.optimizer, self.recent_norms, factor, self.ranks)
 
     def _refuse(self, problem: str, done: _PolicyUpdates) -> None:
-        """Drop the gradient of an update because of `problem`, and count the update as skipped.
-
-        Raises:
-            GradientError: training.on_bad_gradient is "stop".
-        """
+        """Drop the gradient of an update because of `problem`, and count the update as skipped, or stop."""
         self.optimizer.forget()
         refused = f"step {self.version}: {problem} This update was not made."
         where = f"`clew blame RUN --step {self.version}` finds the cause"
@@ -425,10 +421,9 @@ class TrainEngine:
         log.warning("%s %s.", refused, where)
 
     def _fit_critic(self, step: Prepared, done: _PolicyUpdates) -> dict[str, float]:
-        """Train the critic, if there is one, on the step's returns. Add the digests of its gradients to `done`.
+        """Train the critic, if there is one, on the step's returns, and return its metrics.
 
-        Returns:
-            The critic's metrics; {} if there is no critic.
+        The digests of its gradients are added to `done`.
         """
         if self.critic is None or step.values_S is None or step.returns_S is None:
             return {}
