@@ -19,13 +19,12 @@ from collections.abc import Sequence as SequenceABC
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from clew.algorithms.losses import PolicyLoss
+from clew.algorithms.losses import PolicyLoss, TrainedTokens
 from clew.algorithms.rejection import rejects
 from clew.config import Algorithm, Config, Training, check_critic_fields
 from clew.errors import ModelError, TrainingError, first_line
@@ -300,19 +299,19 @@ class TrainEngine:
         def here(values_S: np.ndarray) -> Tensor:
             return torch.from_numpy(values_S[micro.where_N]).to(self.policy.device)
 
-        inputs: dict[str, Any] = {
-            "logprobs_N": scores.logprobs_N,
-            "proximal_N": scores.logprobs_N.detach() if step.proximal_S is None else here(step.proximal_S),
-            "behaviour_N": here(step.behaviour_S),
-            "advantages_N": here(step.advantages_S),
-            "reference_N": None if step.reference_S is None else here(step.reference_S),
-            "entropies_N": scores.entropies_N if self.config.algorithm.entropy_coef else None,
-            "rows_N": micro.rows_N,
-        }
-        scope = {"batch": step.batch, "tokens": step.tokens, "micro": micro}
-        self.watch("loss", {**scope, **inputs})
-        loss = self._loss(**inputs)
-        self.watch("backward", {**scope, "loss": loss, **inputs})
+        trained = TrainedTokens(
+            logprobs_N=scores.logprobs_N,
+            proximal_N=scores.logprobs_N.detach() if step.proximal_S is None else here(step.proximal_S),
+            behaviour_N=here(step.behaviour_S),
+            advantages_N=here(step.advantages_S),
+            reference_N=None if step.reference_S is None else here(step.reference_S),
+            entropies_N=scores.entropies_N if self.config.algorithm.entropy_coef else None,
+            rows_N=micro.rows_N,
+        )
+        scope = {"batch": step.batch, "tokens": step.tokens, "micro": micro, **vars(trained)}
+        self.watch("loss", scope)
+        loss = self._loss(trained)
+        self.watch("backward", {**scope, "loss": loss})
         return loss if step.weights_S is None else replace(loss, per_token_N=loss.per_token_N * here(step.weights_S))
 
     def _supervised_step(self, sequences: SequenceABC[Sequence]) -> StepResult:
