@@ -158,7 +158,7 @@ def in_stages(
         parameters: Names of the parameters, in the order of the digests.
         exact: Stages that must agree bit for bit, whatever the tolerance.
     """
-    digests = {kind: [side.get(kind) for side in tensors] for kind in ("gradients", "weights")}
+    digests: dict[str, list[Any]] = {kind: [side.get(kind) for side in tensors] for kind in ("gradients", "weights")}
     compared = {kind for kind, sides in digests.items() if tolerance.exact and None not in sides}
 
     def in_values(name: str, rows: Iterable[int], update: int = 0) -> Iterator[Difference | None]:
