@@ -98,6 +98,7 @@ def a_sequence(group: int, sample: int, tokens: int) -> Sequence:
 def commit(run: RunDirectory, step: int, batch: list[Sequence], like: dict[str, Any]) -> None:
     """Commit a step with stages that follow from its data. like: JSON of a real step, for all other fields."""
     from clew.algorithms import grpo
+    from clew.algorithms.losses import TrainedTokens
     from clew.config import Algorithm, Training
     from clew.training.losses import loss_function
 
@@ -107,12 +108,8 @@ def commit(run: RunDirectory, step: int, batch: list[Sequence], like: dict[str, 
     loss = []
     for row, advantage in zip(batch, advantages, strict=True):
         behaviour, its = torch.from_numpy(row.logprobs), torch.from_numpy(advantage)
-        per_token = loss_function(Algorithm())(
-            logprobs_N=behaviour,
-            proximal_N=behaviour,
-            behaviour_N=behaviour,
-            advantages_N=its,
-        ).per_token_N.numpy()
+        tokens = TrainedTokens(logprobs_N=behaviour, proximal_N=behaviour, behaviour_N=behaviour, advantages_N=its)
+        per_token = loss_function(Algorithm())(tokens).per_token_N.numpy()
         loss.append(np.where(row.loss_mask, per_token, np.float32(0)))
     stages = {"advantages": advantages, "proximal_logprobs": logprobs, "logprobs": logprobs, "loss": loss}
     groups = sorted({row.group_id for row in batch})

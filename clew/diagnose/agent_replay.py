@@ -29,7 +29,6 @@ from clew.record.rows import Sequence as Row
 from clew.record.run import RunDirectory
 from clew.rollout.agents import AgentWorkflow, load_agent
 from clew.rollout.rewards import total
-from clew.training import checkpoint
 
 
 @dataclass(kw_only=True)
@@ -94,8 +93,8 @@ def replay_agent(run: RunDirectory, rows: Sequence[Row], *, agent: str | None, b
 async def _replay(
     config: Config, run: RunDirectory, rows: Sequence[Row], answers: list[Interaction], agent: Any, base_url: str | None
 ) -> Replay:
-    folders = checkpoint.saved(run.checkpoints)
-    tokenizer = load_tokenizer(str(folders[0]) if folders else config.model.path)
+    versions = run.checkpointed()
+    tokenizer = load_tokenizer(str(run.checkpoint(versions[0])) if versions else config.model.path)
     found = await find_engine(base_url, configuration.provider()[1]) if base_url is not None else None
     if base_url is not None and found is None:
         raise EngineError(

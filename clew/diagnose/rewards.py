@@ -21,7 +21,6 @@ from clew.record.run import RunDirectory
 from clew.rollout.reward_pool import RewardPool
 from clew.rollout.rewards import by_name
 from clew.rollout.setup import load_reward, load_workflow
-from clew.training import checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +62,8 @@ async def recompute_rewards(
             f"`clew agent replay {run.path} --episode ID` runs it again on the recorded answers."
         )
     workflow, reward = load_workflow(config), load_reward(config)
-    folders = checkpoint.saved(run.checkpoints)
-    tokenizer = load_tokenizer(str(folders[0]) if folders else config.model.path)
+    versions = run.checkpointed()
+    tokenizer = load_tokenizer(str(run.checkpoint(versions[0])) if versions else config.model.path)
     engine: Any = None  # a RecordedModel that is not live never asks it
     shared = resources(config, engine, tokenizer, reward, vision=load_vision(tokenizer.name_or_path))
     found: list[Disagreement] = []

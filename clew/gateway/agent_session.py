@@ -170,7 +170,6 @@ class AgentSession:
         return request
 
     async def count_tokens(self, ask: Ask) -> int:
-        """Return the number of tokens that the request would give to the model."""
         return len((await self._prompt(ask)).input_ids)
 
     def set_reward(self, reward: float, id: str | None = None) -> None:
@@ -213,9 +212,6 @@ class AgentSession:
         """Return the prompt of a request; see `Turns.prompt`.
 
         A long one, or one with images, is made in a thread, so that other sessions do not have to wait for it.
-
-        Raises:
-            Refusal: The messages are too long or do not fit the template, or the session has ended.
         """
         if ask.characters > (limit := max_text(self.engine.resources.context)):
             message = (
@@ -243,8 +239,7 @@ class AgentSession:
     def _constrained(self, ask: Ask) -> tuple[Ask, str]:
         """Return the request as the engine can honour it, and the text that the reply begins with to force a tool call.
 
-        Raises:
-            Refusal: The engine or the chat template cannot meet the demands.
+        A demand that cannot be met is refused.
         """
         if ask.logprobs:
             field = "top_logprobs" if ask.text is None else "logprobs"
@@ -283,10 +278,8 @@ class AgentSession:
         """Drop variables that the template does not know, if that does no harm.
 
         A variable that is False, such as enable_thinking, is dropped silently: there is nothing to turn off. Thinking
-        or an effort is dropped with a warning, because frameworks ask for it by default for some model names.
-
-        Raises:
-            Refusal: The template does not know another variable.
+        or an effort is dropped with a warning, because frameworks ask for it by default for some model names. Any other
+        variable is refused.
         """
         unknown = [name for name in ask.template if name not in self.turns.variables]
         for name in unknown:

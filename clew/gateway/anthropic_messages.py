@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens. https://docs.anthropic.com/en/api/messages"""
+"""Dialect of POST /v1/messages and /v1/messages/count_tokens. https://docs.anthropic.com/en/api/messages"""
 
 from __future__ import annotations
 
@@ -172,7 +172,6 @@ class MessagesRequest(CountRequest, SampledBody):
 
 
 def parse(body: dict[str, Any]) -> Ask:
-    """See `Dialect.parse`."""
     request, notes = read(MessagesRequest, body)
     sampling = set_values(
         max_new_tokens=request.max_tokens,
@@ -219,7 +218,6 @@ def _ask(request: CountRequest, notes: list[str], **more: Any) -> Ask:
 
 
 def _variables(request: CountRequest) -> dict[str, Any]:
-    """Return the variables of the chat template."""
     thinking, effort = request.thinking, request.output_config.effort
     variables: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking.type != "disabled"}
     if effort not in (None, "high"):  # high is what a request without effort gets
@@ -278,11 +276,7 @@ def _of_user(
 
 
 def _definition(reference: _ToolReference, tools: dict[str, dict[str, Any]]) -> str:
-    """Return the text that tells the model of a tool that was found.
-
-    Raises:
-        Refusal: There is no tool of that name.
-    """
+    """Return the text that tells the model of a tool that was found."""
     if reference.tool_name not in tools:
         message = f"Cannot read messages: tool_reference names {reference.tool_name!r}, which is not among the tools."
         raise Refusal(400, message, param="messages")
@@ -299,7 +293,6 @@ def _of_assistant(message: _Assistant) -> Message:
 
 
 def respond(ask: Ask, replies: Sequence[Reply]) -> dict[str, Any]:
-    """See `Dialect.respond`."""
     [reply] = replies
     return {
         **_begun(ask, reply.id, reply.input_tokens),
@@ -440,7 +433,6 @@ def _json_of(input: dict[str, Any]) -> str:
 
 
 def refuse(refusal: Refusal) -> dict[str, Any]:
-    """See `Dialect.refuse`."""
     kind = ERRORS.get(refusal.status, "api_error" if refusal.status >= 500 else "invalid_request_error")
     error: dict[str, Any] = {"type": kind, "message": str(refusal)}
     if refusal.code == "context_length_exceeded":  # agents recognise the provider's wording, and shorten their context
@@ -451,7 +443,6 @@ def refuse(refusal: Refusal) -> dict[str, Any]:
 
 
 def refuse_in_stream(refusal: Refusal, place: int) -> bytes:
-    """See `Dialect.refuse_in_stream`."""
     return typed_event(refuse(refusal))
 
 

@@ -77,22 +77,19 @@ def _differing(before: Message, after: Message) -> str | None:
 
 def _missing_or_new(recorded: Sequence[Message], sent: Sequence[Message], index: int) -> Difference | None:
     """Return a difference if messages were removed or inserted before the next one that both share; else None."""
-    before, after = [key_of(message) for message in recorded[index:]], [key_of(message) for message in sent[index:]]
-    if before[0] == after[0]:  # they differ only in what a key leaves out, such as reasoning
+    before, after = ([key_of(message) for message in messages[index:]] for messages in (recorded, sent))
+    removed, inserted = after[0] in before, before[0] in after
+    if removed == inserted:  # both also if their keys are equal: then they differ in reasoning, which keys leave out
         return None
-    if after[0] in before and before[0] not in after:
-        count = before.index(after[0])
+    count = before.index(after[0]) if removed else after.index(before[0])
+    numbers = f"message {index + 1}" if count == 1 else f"messages {index + 1} to {index + count}"
+    if removed:
         roles = ", ".join(str(message.get("role")) for message in recorded[index : index + count])
-        numbers = f"message {index + 1}" if count == 1 else f"messages {index + 1} to {index + count}"
         what = f"{numbers} ({_short(roles)}) of the recorded conversation {'is' if count == 1 else 'are'} left out"
         return Difference(index=index, kind="messages left out", what=what)
-    if before[0] in after and after[0] not in before:
-        count = after.index(before[0])
-        numbers = f"message {index + 1}" if count == 1 else f"messages {index + 1} to {index + count}"
-        first = _short(_text(sent[index], "content"))
-        what = f"{numbers} ({sent[index].get('role')}) {'was' if count == 1 else 'were'} inserted: {first!r}"
-        return Difference(index=index, kind="messages put in", what=what)
-    return None
+    first = _short(_text(sent[index], "content"))
+    what = f"{numbers} ({sent[index].get('role')}) {'was' if count == 1 else 'were'} inserted: {first!r}"
+    return Difference(index=index, kind="messages put in", what=what)
 
 
 def _changed(before: Message, after: Message, index: int, field: str, *, reply: bool) -> Difference:

@@ -70,7 +70,6 @@ class WarningLog:
         self._logged: set[str] = set()
 
     def add(self, episode_id: str, warning: str, kind: str) -> None:
-        """Log a warning, unless one of its kind has been logged."""
         if kind not in self._logged:
             self._logged.add(kind)
             self._log.warning("%s: %s (further warnings of this kind are not shown)", episode_id, warning)
@@ -120,7 +119,6 @@ class EpisodeEngine:
         return self._requests - 1
 
     def interaction_id(self, index: int) -> str:
-        """Return the ID of this episode's interaction with that index."""
         return f"{self.episode_id}.i{index}"
 
     async def generate(

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions. https://platform.openai.com/docs/api-reference/chat"""
+"""Dialect of POST /v1/chat/completions. https://platform.openai.com/docs/api-reference/chat"""
 
 from __future__ import annotations
 
@@ -178,7 +178,6 @@ class ChatRequest(SamplingBody):
 
 
 def parse(body: dict[str, Any]) -> Ask:
-    """See `Dialect.parse`."""
     request, notes = read(ChatRequest, body)
     if request.top_logprobs and not request.logprobs:
         message = "Cannot honour top_logprobs: it needs logprobs=true. Set it, or leave top_logprobs out."
@@ -243,7 +242,6 @@ def _message_of(message: _Given | _Said, images: dict[str, bytes]) -> Message:
 
 
 def respond(ask: Ask, replies: Sequence[Reply]) -> dict[str, Any]:
-    """See `Dialect.respond`."""
     choices = [
         {
             "index": index,
@@ -295,7 +293,6 @@ def _assistant_message(reply: Reply) -> dict[str, Any]:
 
 
 def logprob_of(token: Token) -> dict[str, Any]:
-    """Return the logprob of one token of a reply."""
     return {"token": token.text, "logprob": token.logprob, "bytes": list(token.text.encode()), "top_logprobs": []}
 
 
@@ -368,7 +365,6 @@ async def events(ask: Ask, stream: Stream) -> AsyncIterator[bytes]:
 
 
 def event(content: dict[str, Any]) -> bytes:
-    """Return a server-sent event."""
     return b"data: " + encoded(content) + b"\n\n"
 
 
@@ -378,7 +374,6 @@ def model(name: str) -> dict[str, Any]:
 
 
 def refuse(refusal: Refusal) -> dict[str, Any]:
-    """See `Dialect.refuse`."""
     kind = "server_error" if refusal.status >= 500 else "invalid_request_error"
     message = str(refusal)
     if refusal.code == "context_length_exceeded":  # frameworks recognise the provider's wording
@@ -387,5 +382,4 @@ def refuse(refusal: Refusal) -> dict[str, Any]:
 
 
 def refuse_in_stream(refusal: Refusal, place: int) -> bytes:
-    """See `Dialect.refuse_in_stream`."""
     return event(refuse(refusal))

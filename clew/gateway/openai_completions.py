@@ -1,4 +1,4 @@
-"""POST /v1/completions: text that goes to the model as it is.
+"""Dialect of POST /v1/completions: text that goes to the model as it is.
 
 https://platform.openai.com/docs/api-reference/completions
 """
@@ -41,7 +41,6 @@ class CompletionRequest(SamplingBody):
 
 
 def parse(body: dict[str, Any]) -> Ask:
-    """See `Dialect.parse`."""
     request, notes = read(CompletionRequest, body)
     if request.best_of not in (None, 1, request.n):
         message = f"Cannot honour best_of={request.best_of}: choose the best of n replies yourself. Leave it out."
@@ -59,7 +58,6 @@ def parse(body: dict[str, Any]) -> Ask:
 
 
 def respond(ask: Ask, replies: Sequence[Reply]) -> dict[str, Any]:
-    """See `Dialect.respond`."""
     choices = [
         _choice(ask, index, reply.id, reply.content, reply.tokens, finish_reason=_reason(reply))
         | token_ids_of(ask, reply)
@@ -105,24 +103,18 @@ async def events(ask: Ask, stream: Stream) -> AsyncIterator[bytes]:
     head = _head(ask, stream.ids[0], stream.created_at)
     usage = {"usage": None} if ask.extras["usage"] else {}
     offsets = [0] * len(stream.ids)
-    opened: set[int] = set()
-
-    def opens(index: int) -> dict[str, Any]:
-        """Return the prompt's tokens for the first chunk of each choice, and nothing for later chunks."""
-        if index in opened:
-            return {}
-        opened.add(index)
-        return prompt_token_ids(ask, stream.input_ids)
-
+    prompts = [prompt_token_ids(ask, stream.input_ids) for _ in stream.ids]
+    """Fields for the first chunk of each choice, and {} once it has been sent."""
     async for part in stream.deltas:
         index = part.index
         offset, offsets[index] = offsets[index], offsets[index] + sum(len(token.text) for token in part.tokens)
         choice = _choice(ask, index, stream.ids[index], part.content, part.tokens, finish_reason=None, offset=offset)
-        yield event({**head, "choices": [choice | opens(index)], **usage})
+        yield event({**head, "choices": [choice | prompts[index]], **usage})
+        prompts[index] = {}
     done = await stream.replies()
     for index, reply in enumerate(done):
         choice = _choice(ask, index, reply.id, "", finish_reason=_reason(reply))
-        yield event({**head, "choices": [choice | opens(index) | token_ids_of(ask, reply)], **usage})
+        yield event({**head, "choices": [choice | prompts[index] | token_ids_of(ask, reply)], **usage})
     if usage:
         yield event({**head, "choices": [], "usage": usage_of(done)})
     yield DONE

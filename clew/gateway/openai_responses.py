@@ -1,4 +1,4 @@
-"""POST /v1/responses. https://platform.openai.com/docs/api-reference/responses"""
+"""Dialect of POST /v1/responses. https://platform.openai.com/docs/api-reference/responses"""
 
 from __future__ import annotations
 
@@ -156,7 +156,12 @@ def parse(body: dict[str, Any]) -> Ask:
     request, notes = read(ResponsesRequest, body)
     choice = request.tool_choice
     functions = _functions(request)
-    notes += [*notes_on_strict(functions), *_notes(request)]
+    notes += notes_on_strict(functions)
+    for tool in request.tools:
+        if isinstance(tool, _WebSearch):
+            notes.append(f"the client offers {tool.type}, a tool of the provider's own: the model is not told of it")
+    if request.truncation == "auto":
+        notes.append("the client asks for truncation: the gateway leaves the context as it is")
     if isinstance(choice, _AllowedTools):
         names = [tool.name for tool in choice.tools]
         functions, tool_choice, note = allowed_functions(functions, names, choice.mode)
@@ -192,7 +197,6 @@ def parse(body: dict[str, Any]) -> Ask:
 
 
 def _functions(request: ResponsesRequest) -> list[Function]:
-    """Return the tools that the model is told of."""
     functions: list[Function] = []
     for tool in request.tools:
         if isinstance(tool, _Namespace):
@@ -200,17 +204,6 @@ def _functions(request: ResponsesRequest) -> list[Function]:
         elif isinstance(tool, _Tool):
             functions.append(tool)
     return functions
-
-
-def _notes(request: ResponsesRequest) -> list[str]:
-    notes = [
-        f"the client offers {tool.type}, a tool of the provider's own: the model is not told of it"
-        for tool in request.tools
-        if isinstance(tool, _WebSearch)
-    ]
-    if request.truncation == "auto":
-        notes.append("the client asks for truncation: the gateway leaves the context as it is")
-    return notes
 
 
 def _echo(request: ResponsesRequest) -> dict[str, Any]:
@@ -242,7 +235,6 @@ def _shown(tool: _Tool | _Namespace | _WebSearch) -> dict[str, Any]:
 
 
 def respond(ask: Ask, replies: Sequence[Reply]) -> dict[str, Any]:
-    """See `Dialect.respond`."""
     [reply] = replies
     return _finished(ask, _begun(ask, reply.id, int(reply.created_at)), reply)
 
@@ -373,23 +365,20 @@ class _StreamedItems:
                 yield from _about(index, item, _end_of(item))
 
     def _item_so_far(self) -> dict[str, Any]:
-        return _item_of(self._ask, self._id, self._open, self._calls - 1)
+        """Return the item that the open deltas make."""
+        first = self._open[0]
+        if first.call is not None:
+            return _function_call(self._ask, self._id, self._calls - 1, first.call)
+        if first.reasoning:
+            return _reasoning(self._ask, self._id, "".join(delta.reasoning for delta in self._open))
+        tokens = [token for delta in self._open for token in delta.tokens]
+        return _message(self._id, "".join(delta.content for delta in self._open), tokens)
 
 
 def _about(index: int, item: dict[str, Any], events: Iterable[Event]) -> Iterator[Event]:
     """Add to each event the index of its item, and the item's ID unless the event holds the item."""
     for kind, fields in events:
         yield kind, {"output_index": index, **({} if "item" in fields else {"item_id": item["id"]}), **fields}
-
-
-def _item_of(ask: Ask, id: str, told: Sequence[Delta], number: int) -> dict[str, Any]:
-    """Return the item that these deltas make. `number` is the index of the function call, if it is one."""
-    if told[0].call is not None:
-        return _function_call(ask, id, number, told[0].call)
-    if told[0].reasoning:
-        return _reasoning(ask, id, "".join(delta.reasoning for delta in told))
-    tokens = [token for delta in told for token in delta.tokens]
-    return _message(id, "".join(delta.content for delta in told), tokens)
 
 
 def _beginning_of(item: dict[str, Any]) -> Iterator[Event]:
@@ -430,7 +419,6 @@ def _end_of(item: dict[str, Any]) -> Iterator[Event]:
 
 
 def refuse_in_stream(refusal: Refusal, place: int) -> bytes:
-    """See `Dialect.refuse_in_stream`."""
     error = refuse(refusal)["error"]
     said = {name: error[name] for name in ("code", "message", "param")}
     # The fields are sent twice: at the top, as documented, and under `error`, where the provider in fact puts them and

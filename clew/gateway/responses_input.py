@@ -86,7 +86,6 @@ def _as_items(content: Any) -> Any:
 
 
 Items = Annotated[list[Item], Field(min_length=1), BeforeValidator(_as_items)]
-"""Type of the field `input`."""
 
 
 def messages_of(items: Sequence[Item], images: dict[str, bytes]) -> list[Message]:
@@ -130,11 +129,7 @@ _SILENT: Message = {"role": "assistant", "content": ""}  # a message to which no
 
 
 def _reasoning_of(item: _Reasoning) -> str:
-    """Return the text of reasoning from its content, or else from encrypted_content, or else from its summary.
-
-    Raises:
-        Refusal: encrypted_content cannot be read.
-    """
+    """Return the text of reasoning from its content, or else from encrypted_content, or else from its summary."""
     if item.content or not item.encrypted_content:
         return "".join(thought.text for thought in item.content or item.summary)
     try:

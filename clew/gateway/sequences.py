@@ -98,9 +98,7 @@ def turn_returns(
 
     Args:
         chains: The interactions of each sequence (`assemble`).
-        episode: Reward of the episode.
         rewards: Rewards of single turns, by interaction ID.
-        discount: Factor for each turn.
     """
     children: dict[str | None, list[str]] = defaultdict(list)
     for chain in chains:
@@ -120,7 +118,6 @@ def sequences_of(engine: EpisodeEngine, rewards: dict[str, float], columns: dict
     """Return the rows of an episode, one for each sequence. Their rewards are the returns of their first interactions.
 
     Args:
-        engine: The episode's engine.
         rewards: Reward of the episode as named numbers, whose sum is what is trained on.
         columns: Columns that do not follow from the interactions.
     """

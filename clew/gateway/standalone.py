@@ -52,14 +52,14 @@ class StandaloneGateway:
     """The gateway's application, which `clew.inference.serve.serve` runs on a port of its own, and its open sessions.
 
     There is one session for each key. The first request with a key that `http_server.Guard` lets in opens it, even with
-    an empty key. /rl/start_session, which needs the run's token, hands out further keys.
+    an empty key. /rl/start_session, which needs the run's token, hands out further keys. The methods that requests use
+    (`find`, `own`, `start`, `end`) are described in `clew.gateway.app.Sessions`.
     """
 
     def __init__(self, resources: Resources, models: Sequence[str], *, key: str, record: Path | None) -> None:
         """Start without open sessions.
 
         Args:
-            resources: Resources that all sessions share.
             models: Names that clients may ask for; one at least.
             key: API key that clients have to send; empty if any will do.
             record: Run directory that ended sessions are written to; None: nothing is recorded.
@@ -77,25 +77,21 @@ class StandaloneGateway:
             self._count = 1 + max(numbers, default=-1)
 
     def find(self, key: str) -> AgentSession:
-        """See `Sessions.find` in `clew.gateway.app`."""
         self._make_room(key)
         if key not in self._sessions:
             self._open(key)
         return self._sessions[key]
 
     def own(self, key: str) -> AgentSession:
-        """See `Sessions.own`."""
         if not key or key not in self._sessions:
             message = "Cannot find the session: no open session has this API key. Use the key of the session itself."
             raise Refusal(401, message, code="invalid_api_key")
         return self._sessions[key]
 
     def has_session(self, key: str) -> bool:
-        """Return whether an open session has this key."""
         return key in self._sessions
 
     def start(self, key: str) -> tuple[AgentSession, str]:
-        """See `Sessions.start`."""
         new = f"sk-clew-{secrets.token_urlsafe(12)}"
         self._make_room(new)
         self._open(new)
@@ -124,10 +120,8 @@ class StandaloneGateway:
     def _make_room(self, key: str) -> None:
         """End the sessions that were unused for longest, until there is room for a request with this key.
 
-        The session of this key is not ended: it would split a conversation into two episodes.
-
-        Raises:
-            Refusal: The remaining sessions are in use.
+        The session of this key is not ended: it would split a conversation into two episodes. The request is refused
+        if the remaining sessions are in use.
         """
         new = key not in self._sessions
         while len(self._sessions) + new > MAX_SESSIONS or self._bytes() >= MAX_BYTES:
@@ -218,9 +212,6 @@ def make_gateway(
     """Return a gateway for an engine that runs on this event loop.
 
     Args:
-        config: Configuration.
-        engine: Engine that generates.
-        tokenizer: Tokenizer of the model.
         model: Folder or hub name of the model.
         record: Run directory that ended sessions are written to; None: nothing is recorded.
         key: API key that clients have to send; empty if any will do.

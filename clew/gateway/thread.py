@@ -98,7 +98,6 @@ class ServingThread:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
 
     def stop(self) -> None:
-        """End the thread."""
         self._server.should_exit = True
         self._thread.join()
 

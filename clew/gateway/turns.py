@@ -127,13 +127,6 @@ class Turns:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, context: int | None = None, vision: ImageExpander | None = None
     ) -> None:
-        """Start without turns.
-
-        Args:
-            tokenizer: Tokenizer of the model.
-            context: Context length of the model in tokens, if it is known.
-            vision: Image input, if the model takes images.
-        """
         self._tokenizer = tokenizer
         self._context = context
         self._vision = vision
@@ -324,7 +317,6 @@ class Turns:
         )
 
     def count(self, text: str) -> int:
-        """Return the number of tokens of a text."""
         return len(self._encode(text))
 
     def _render(
@@ -412,7 +404,6 @@ def _goes_on_from(sent: Sequence[str], reworded: int, turn: Turn) -> bool:
     Args:
         sent: Keys of the request's messages.
         reworded: Index of the first assistant message that is in no recorded turn; 0 if there is none.
-        turn: The turn.
     """
     *asked, replied = turn.keys
     spoke = turn.reply.content.strip() or turn.reply.tool_calls

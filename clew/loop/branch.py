@@ -13,7 +13,6 @@ from clew.loop.replay import engine_at, replay
 from clew.record.files import explain_disk_errors, write_bytes
 from clew.record.origin import why_foreign
 from clew.record.run import RunDirectory
-from clew.training import checkpoint
 from clew.training.engine import TrainEngine
 from clew.training.ranks import Ranks
 from clew.training.saving import written_aside
@@ -31,7 +30,7 @@ def begin(config: Config, ranks: Ranks) -> Config:
     """
     assert config.debug.path is not None
     first, path, new = config.debug.first_step, Path(config.debug.path), RunDirectory(config.run_path)
-    if checkpoint.latest_version(new.checkpoints) >= first:
+    if max(new.checkpointed(), default=0) >= first:
         return _with_first_model(config, new)
     if not (path / "checkpoints").is_dir():
         raise RecordError(
@@ -53,7 +52,7 @@ def begin(config: Config, ranks: Ranks) -> Config:
 
 
 def _with_first_model(config: Config, run: RunDirectory) -> Config:
-    path = str(checkpoint.saved(run.checkpoints)[0])
+    path = str(run.checkpoint(run.checkpointed()[0]))
     return config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
 
 
@@ -63,7 +62,7 @@ def branch(source: RunDirectory, run: RunDirectory, engine: TrainEngine) -> None
     The commits of earlier steps are copied without their data. The engine's state becomes a checkpoint, and so does the
     first checkpoint of `source`: the model that both runs began with. Every rank calls this at once; rank 0 writes.
     """
-    if run.steps.count() or checkpoint.saved(run.checkpoints):
+    if run.steps.count() or run.checkpointed():
         raise RecordError(f"{run.path} has steps or checkpoints already. Choose another trial=NAME.")
     engine.ranks.meet()  # every rank has passed the check above, which fails once rank 0 writes
     if engine.ranks.leads:
@@ -73,7 +72,7 @@ def branch(source: RunDirectory, run: RunDirectory, engine: TrainEngine) -> None
         if source.media.folder.exists():
             with explain_disk_errors(run.media.folder):
                 shutil.copytree(source.media.folder, run.media.folder, dirs_exist_ok=True)
-        first = checkpoint.saved(source.checkpoints)[0]
+        first = source.checkpoint(source.checkpointed()[0])
         with written_aside(run.checkpoints / first.name) as aside:
             shutil.copytree(first, aside, dirs_exist_ok=True)
     save_checkpoint(run, engine)

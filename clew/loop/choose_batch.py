@@ -101,10 +101,8 @@ def choose_batch(
     because that would favour short episodes.
 
     Args:
-        step: The step that the batch is for.
         finished: Group ID to the version at which the group was admitted. A group in both mappings counts as finished.
         running: The same for running groups.
-        max_lag: Limit of the lag, in steps.
         late: "wait" makes the batch wait for groups that would become too old; "train" takes the batch without them.
     """
     outstanding = {**running, **finished}

@@ -38,10 +38,6 @@ class RecordedStep:
         summary, batch = run.steps.read(step), run.steps.read_data(step)
         return cls(run=run, step=step, summary=summary, batch=batch, stages=run.steps.read_stages(step))
 
-    def altered(self) -> Difference | None:
-        """Return the first place where the batch is not what was trained on."""
-        return differences.in_batch(self.step, self.stages.digests, self.batch, self.summary["digests"]["data"])
-
 
 def repeats(then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """Return whether a step made in one environment should repeat bit for bit in the other.

@@ -158,7 +158,8 @@ def in_stages(
         parameters: Names of the parameters, in the order of the digests.
         exact: Stages that must agree bit for bit, whatever the tolerance.
     """
-    gradients, weights = (_of_both(tensors, kind) if tolerance.exact else None for kind in ("gradients", "weights"))
+    digests: dict[str, list[Any]] = {kind: [side.get(kind) for side in tensors] for kind in ("gradients", "weights")}
+    compared = {kind for kind, sides in digests.items() if tolerance.exact and None not in sides}
 
     def in_values(name: str, rows: Iterable[int], update: int = 0) -> Iterator[Difference | None]:
         if name in recorded and name in found:
@@ -179,20 +180,14 @@ def in_stages(
             rows = sorted(row for micro in minibatch for row in micro)
             for name in OF_UPDATES:
                 yield from in_values(name, rows, update)
-            if gradients is not None:
-                then, now = (side[update] if update < len(side) else "" for side in gradients)
+            if "gradients" in compared:
+                then, now = (side[update] if update < len(side) else "" for side in digests["gradients"])
                 which = f", update {update}" if len(plan) > 1 else ""
                 yield in_tensors(step, "gradients", parameters, then, now, which)
-        if weights is not None:
-            yield in_tensors(step, "update", parameters, *weights)
+        if "weights" in compared:
+            yield in_tensors(step, "update", parameters, *digests["weights"])
 
     return (difference for difference in in_order() if difference is not None)
-
-
-def _of_both(sides: tuple[Mapping[str, Any], Mapping[str, Any]], name: str) -> tuple[Any, Any] | None:
-    """Return the values of two sides; None if one of them has none."""
-    then, now = (side.get(name) for side in sides)
-    return None if then is None or now is None else (then, now)
 
 
 def on_one_side(
@@ -282,11 +277,7 @@ ORIGIN = "group, episode, turns, finish reason, rewards by name, data or interac
 def _in_digests(
     step: int, recorded: Mapping[str, int], found: Mapping[str, int], *, what: str = ""
 ) -> Difference | None:
-    """Return the first sequence whose digest differs, or that only one side has.
-
-    Args:
-        what: Text that follows the sequence's ID in the message.
-    """
+    """Return the first sequence whose digest differs, or that only one side has. `what` follows its ID in messages."""
     differing = [name for name in {**recorded, **found} if recorded.get(name) != found.get(name)]
     if not differing:
         return None

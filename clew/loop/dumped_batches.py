@@ -133,7 +133,6 @@ class DumpedBatches:
                 )
 
     def write(self, step: int) -> None:
-        """Write the batch of a step into the run directory, unless it is there."""
         if not self._run.steps.has_data(step):
             kept = self._filtered(step, _read(self._folder, step))
             self._run.steps.write_data(step, rows.to_table(kept))

@@ -102,6 +102,7 @@ def _loss(
     """Return the loss of each token by sequence ID, computed from the recorded logprobs and advantages."""
     import torch
 
+    from clew.algorithms.losses import TrainedTokens
     from clew.training.batching import loss_weights
     from clew.training.losses import loss_function
 
@@ -124,7 +125,7 @@ def _loss(
         "rows_N": torch.from_numpy(rows_S[mask_S]),
     }
     loss_S = np.zeros(len(mask_S), np.float32)
-    loss_S[mask_S] = loss_function(algorithm)(**inputs).per_token_N.numpy()
+    loss_S[mask_S] = loss_function(algorithm)(TrainedTokens(**inputs)).per_token_N.numpy()
     if (weights := loss_weights(batch, plan, algorithm)) is not None:
         loss_S *= weights[rows_S]
     pieces = np.split(loss_S, np.cumsum([len(row.input_ids) for row in batch])[:-1])

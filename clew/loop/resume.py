@@ -39,8 +39,8 @@ def restore(config: Config, run: RunDirectory, ranks: Ranks, *, supervised: bool
         run.clean_after_trainer()
         remove_strays(run.checkpoints, "*")
     ranks.meet()
-    saved = checkpoint.saved(run.checkpoints)
-    version, committed = checkpoint.latest_version(run.checkpoints), run.steps.count()
+    saved, committed = run.checkpointed(), run.steps.count()
+    version = max(saved, default=0)
     _refuse_other_runs(run, version, committed, supervised)
     if run.newest_weights() is not None or (supervised and committed):
         _refuse_changes(config, run, version, committed)
@@ -48,20 +48,17 @@ def restore(config: Config, run: RunDirectory, ranks: Ranks, *, supervised: bool
         log.info("resuming: checkpoint %d, then steps %d to %d from the record", version, version, committed - 1)
     engine = TrainEngine(config, ranks=ranks, media=run.media, supervised=supervised)
     if saved:
-        checkpoint.check_files(saved[-1])
-        checkpoint.load(engine, saved[-1])
+        newest = run.checkpoint(version)
+        checkpoint.check_files(newest)
+        checkpoint.load(engine, newest)
         if ranks.leads:
-            checkpoint.point("latest", saved[-1])  # a newer one may have been removed
+            checkpoint.point("latest", newest)  # a newer one may have been removed
     if committed and ranks.leads:
-        _warn_of_changed_code(config, run, committed - 1)
+        before = run.steps.read(committed - 1).get("code", {})
+        for field, digest in code_of(config).items():
+            if before.get(field, digest) != digest:
+                log.warning("the file of %s has changed since step %d was trained", field, committed - 1)
     return engine
-
-
-def _warn_of_changed_code(config: Config, run: RunDirectory, step: int) -> None:
-    before = run.steps.read(step).get("code", {})
-    for field, digest in code_of(config).items():
-        if before.get(field, digest) != digest:
-            log.warning("the file of %s has changed since step %d was trained", field, step)
 
 
 def _refuse_other_runs(run: RunDirectory, version: int, committed: int, supervised: bool) -> None:
@@ -84,7 +81,7 @@ def check_chain(run: RunDirectory) -> None:
 
     All commits are checked, and the data and stages of the steps that are trained again.
     """
-    again = range(checkpoint.latest_version(run.checkpoints), run.steps.count())
+    again = range(max(run.checkpointed(), default=0), run.steps.count())
     for found in chain.breaks(run, again):
         if not found.harmless:
             raise RecordError(

@@ -48,7 +48,7 @@ class Outcome:
 
 
 class ServerControl:
-    """Client of all inference servers of a run, which are asked at the same time."""
+    """The `Inference` of servers in other processes, which are all asked at the same time."""
 
     def __init__(
         self, run: RunDirectory, lease_s: float = LEASE_S, frozen_s: float = FROZEN_S, *, patient: bool = False
@@ -180,8 +180,7 @@ class ServerControl:
             self._ask("resume", HTTPEngine.resume_memory)
 
     def let_rollout_run(self) -> None:
-        """Sleep for a moment; rollout runs in processes of its own."""
-        time.sleep(POLL_S)
+        time.sleep(POLL_S)  # rollout runs in processes of its own
 
     def close(self) -> None:
         for engine in self._engines.values():

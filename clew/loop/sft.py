@@ -90,14 +90,12 @@ class SftSurroundings(Surroundings):
         reporter: Reporter,
         interrupts: Interrupts,
     ) -> None:
-        """Train on `demonstrations`, and compute the loss of `held_out` where evaluations are due."""
         super().__init__(config, run, ranks, batches=self, reporter=reporter, interrupts=interrupts)
         self._console = console
         self._demonstrations = demonstrations
         self._held_out = held_out
 
     def before_first_step(self, engine: TrainEngine) -> None:
-        """Refuse a run that already has too many steps."""
         if engine.version > (steps := self.config.training.steps):
             raise RecordError(
                 f"{self.run.path} has {engine.version} steps behind it, but training.steps is {steps}. Raise it, "

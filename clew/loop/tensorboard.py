@@ -20,7 +20,6 @@ class Tensorboard:
         self._evaluated = {each["version"] for each in run.read_evals() if each["version"] < first_step - 1}
 
     def add(self, step: int, summary: dict[str, Any]) -> None:
-        """Add a committed step, and the evaluations that are not there yet."""
         with only_shown("TensorBoard's files"):
             for name, value in summary["metrics"].items():
                 self._writer.add_scalar(name, value, step)

@@ -46,7 +46,7 @@ def learn(config: Config, on_step: OnStep = lambda step, summary: None) -> None:
 
 
 class EngineHere:
-    """The engine of launch.mode=inline, and the rollout that runs in turns with the trainer."""
+    """The `Inference` of launch.mode=inline: an engine, and the rollout that runs in turns with the trainer."""
 
     def __init__(self, config: Config, run: RunDirectory, loop: asyncio.AbstractEventLoop) -> None:
         """Load the engine and prepare rollout, which runs in `loop`."""
@@ -64,12 +64,10 @@ class EngineHere:
         self.interrupts = Interrupts()
 
     def load(self, ref: WeightRef) -> Timings:
-        """Have the engine load and serve these weights. Return the seconds that each part took."""
         return self._ask(self._engine.load_weights(ref))
 
     @contextmanager
     def released(self) -> Iterator[None]:
-        """Free the memory of the engine's cache inside this block."""
         self._ask(self._engine.release_memory())
         try:
             yield

@@ -177,11 +177,7 @@ class AgentWorkflow:
         await self._client.really_close()
 
     def _rewards(self, returned: Any, session: EpisodeEngine) -> Reward:
-        """Return the episode's reward, and put rewards of single interactions into the session.
-
-        Raises:
-            EpisodeError: A reward is not a finite number, or names an interaction that this episode does not have.
-        """
+        """Return the episode's reward, and put rewards of single interactions into the session."""
         own = session.turn_rewards
         if isinstance(returned, dict):
             known = {interaction.id for interaction in session.interactions}
@@ -199,10 +195,6 @@ class AgentWorkflow:
 
 
 def agent_workflow(config: Config, gateway: GatewayThread) -> AgentWorkflow:
-    """Return the agent that the configuration names, as a workflow.
-
-    Raises:
-        ConfigError: The agent cannot be loaded; see `load_agent`.
-    """
+    """Return the agent that the configuration names, as a workflow. Raises ConfigError as `load_agent` does."""
     assert config.rollout.agent is not None
     return AgentWorkflow(load_agent(config.rollout.agent, config.rollout.workflow_kwargs), gateway)

@@ -76,7 +76,6 @@ async def run_episode(
     because no further episode would fare better.
 
     Args:
-        data: Row of the data set.
         admitted_version: Version of the weights when the group was admitted.
         admitted_at: Time when the group was admitted, in seconds since the epoch.
     """

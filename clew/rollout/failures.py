@@ -40,13 +40,7 @@ class FailureWatch:
     """Looks at the last groups and stops the run when too many of their episodes failed."""
 
     def __init__(self, max_share: float, batch_groups: int, where: str) -> None:
-        """Watch one run.
-
-        Args:
-            max_share: rollout.max_failed_share.
-            batch_groups: groups in a step.
-            where: the folder with the failed episodes, for the message.
-        """
+        """Watch one run. `where` is the folder with the failed episodes, for the message."""
         self._max_share = max_share
         self._where = where
         self.window, self._threshold = window_of(max_share, batch_groups)

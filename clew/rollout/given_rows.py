@@ -37,7 +37,6 @@ async def run_rows(
     Args:
         load: Loads the engine. It is called after the user's code is loaded, and the engine is closed at the end.
         name: Returns the group ID of a row by its place. The seeds of its episodes derive from it.
-        n_samples: Number of episodes per row.
         done: Called after each episode.
     """
     gateway = agent = reward = None

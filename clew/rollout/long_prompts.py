@@ -21,12 +21,8 @@ def leave_out_overlong(
 ) -> list[dict[str, Any]]:
     """Return the rows whose prompt is short enough, and warn with the number of the others.
 
-    Args:
-        path: Path of the data, for messages.
-        needed: Minimum number of rows that must be left.
-
     Raises:
-        DataError: Fewer rows are left.
+        DataError: Fewer than `needed` rows are left.
     """
     limit = config.data.max_prompt_tokens
     if limit is None:

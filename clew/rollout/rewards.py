@@ -24,7 +24,6 @@ class RewardFunction:
         """Import the function.
 
         Args:
-            path: Dotted path of the function.
             prompt_column: Column of the data that TRL's functions get as `prompts`.
 
         Raises:
@@ -87,8 +86,7 @@ def checked(value: Any, what: str, where: str = "") -> Reward:
     """Return `value` as a float, or as named floats.
 
     Args:
-        value: The value that a reward function, workflow or agent returned.
-        what: Name of what returned it, for the message.
+        value: The value that a reward function, workflow or agent (`what`) returned.
         where: Sentence that ends the message.
 
     Raises:

@@ -68,16 +68,11 @@ class ServerPool(HTTPEngine):
         """Unreachable servers, by address and pid: monotonic time until which it is avoided; half the next period."""
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Complete one sequence at the server of its episode; see the protocol."""
         _episode.set(request.id.rpartition(".")[0])
         return await super().generate(request)
 
     def _fitting(self, request: GenerateRequest) -> SamplingParams:
-        """Return the request's parameters.
-
-        Raises:
-            SchemaUnsupported: They have a JSON schema, which is never applied in training.
-        """
+        """Return the request's parameters, unless they have a JSON schema: it is never applied in training."""
         if request.params.json_schema is not None:
             raise SchemaUnsupported(
                 "in training no output is held to a JSON schema: its tokens' logprobs would be those among what the "
@@ -130,7 +125,9 @@ class ServerPool(HTTPEngine):
             self._frozen.add(key)
             for task in self._busy[key]:
                 task.cancel()
-            while not await client.answers() and self._lists(key):  # noqa: ASYNC110 - other processes end this
+            while not await client.answers():
+                if key not in {(known.address, known.pid) for known in self._known()}:
+                    break
                 await asyncio.sleep(LOOK_S)
         finally:
             self._frozen.discard(key)
@@ -167,9 +164,6 @@ class ServerPool(HTTPEngine):
             self._servers = self._run.inference_servers()
             self._looked_at = now
         return self._servers
-
-    def _lists(self, key: tuple[str, int]) -> bool:
-        return key in {(server.address, server.pid) for server in self._listed()}
 
     def _ready(self) -> list[Server]:
         now = time.monotonic()

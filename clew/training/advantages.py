@@ -62,12 +62,7 @@ def advantages_function(algorithm: Algorithm) -> Compute:
 
 
 def _without_critic(
-    compute: Callable[..., Any],
-    algorithm: Algorithm,
-    sequences: SequenceABC[Sequence],
-    reference: Arrays,
-    values: Arrays,
-    bootstrap: Arrays = None,
+    compute: Callable[..., Any], algorithm: Algorithm, sequences: SequenceABC[Sequence], reference: Arrays, *_: Arrays
 ) -> TokenAdvantages:
     of_rows = compute(shaped_rewards(sequences, algorithm, reference))
     aligned = [np.where(row.loss_mask, of_row, np.float32(0)) for row, of_row in zip(sequences, of_rows, strict=True)]
@@ -112,15 +107,10 @@ def _aligned(sequence: Sequence, numbers_N: np.ndarray, dtype: np.dtype) -> np.n
 # What is taken off a reward ------------------------------------------------------------------------------------------
 
 
-def shaped_rewards(
-    sequences: SequenceABC[Sequence], algorithm: Algorithm, reference: SequenceABC[np.ndarray] | None
-) -> SequenceABC[Sequence]:
+def shaped_rewards(sequences: SequenceABC[Sequence], algorithm: Algorithm, reference: Arrays) -> SequenceABC[Sequence]:
     """Return the sequences with the overlong penalty and the KL term subtracted from their rewards, if they are set.
 
     With algorithm.kl_in=reward, the KL term is kl_coef times the sequence's KL divergence from the reference model.
-
-    Args:
-        reference: Logprobs of the reference model, [T] for each sequence; None if there is no KL term.
     """
     sequences = without_overlong(sequences, algorithm)
     if algorithm.kl_in != "reward" or algorithm.kl_coef <= 0:

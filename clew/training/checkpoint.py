@@ -204,16 +204,6 @@ def check_files(folder: Path) -> None:
         raise _altered(folder, problem)
 
 
-def saved(checkpoints: Path) -> list[Path]:
-    """Return the checkpoints in a folder of checkpoints, oldest first."""
-    return [folder for folder in chain.checkpoint_folders(checkpoints) if (folder / "checkpoint.json").exists()]
-
-
-def latest_version(checkpoints: Path) -> int:
-    """Return the version of the newest checkpoint; 0 if there is none, as the run then begins with its model."""
-    return max(map(chain.version_of, saved(checkpoints)), default=0)
-
-
 def prune(run: RunDirectory, wanted: Checkpoint) -> None:
     """Remove all checkpoints but the first, the last `keep` and, with `keep_best`, the one with the best evaluation.
 

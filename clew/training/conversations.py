@@ -93,11 +93,7 @@ def _without_space(turn: str, tokenizer: Any) -> str:
 
 
 def _for_template(message: Any, where: str) -> Message:
-    """Return a message as chat templates take it: without empty fields, and with the arguments of calls as objects.
-
-    Raises:
-        DataError: The message is invalid.
-    """
+    """Return a message as chat templates take it: without empty fields, and with the arguments of calls as objects."""
     if not isinstance(message, dict):
         raise DataError(f"{where} is {type(message).__name__}; expected an object with role and content.")
     # Parquet gives every message all fields that any message has, filled with null.

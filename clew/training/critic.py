@@ -49,7 +49,6 @@ class Critic:
         self.optimizer = Optimizer(self.inner, self._own(config.training), total_updates=total)
 
     def configure(self, training: Training, algorithm: Algorithm) -> None:
-        """Continue with other settings."""
         self._training, self._algorithm = training, algorithm
         self.optimizer.configure(self._own(training), total_updates=training.steps * algorithm.minibatches)
 

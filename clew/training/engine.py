@@ -19,13 +19,12 @@ from collections.abc import Sequence as SequenceABC
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from clew.algorithms.losses import PolicyLoss
+from clew.algorithms.losses import PolicyLoss, TrainedTokens
 from clew.algorithms.rejection import rejects
 from clew.config import Algorithm, Config, Training, check_critic_fields
 from clew.errors import ModelError, TrainingError, first_line
@@ -65,7 +64,6 @@ class _PolicyUpdates(Updates):
     lr: float = 0.0
 
     def add(self, micro: MicroBatch, scores: Scores, loss: PolicyLoss) -> None:
-        """Add the results of a micro-batch."""
         self.logprobs_S[micro.where_N] = scores.logprobs_N.detach().cpu().numpy()
         self.entropies_S[micro.where_N] = scores.entropies_N.detach().cpu().numpy()
         self.loss_S[micro.where_N] = loss.per_token_N.detach().cpu().numpy()
@@ -301,19 +299,19 @@ class TrainEngine:
         def here(values_S: np.ndarray) -> Tensor:
             return torch.from_numpy(values_S[micro.where_N]).to(self.policy.device)
 
-        inputs: dict[str, Any] = {
-            "logprobs_N": scores.logprobs_N,
-            "proximal_N": scores.logprobs_N.detach() if step.proximal_S is None else here(step.proximal_S),
-            "behaviour_N": here(step.behaviour_S),
-            "advantages_N": here(step.advantages_S),
-            "reference_N": None if step.reference_S is None else here(step.reference_S),
-            "entropies_N": scores.entropies_N if self.config.algorithm.entropy_coef else None,
-            "rows_N": micro.rows_N,
-        }
-        scope = {"batch": step.batch, "tokens": step.tokens, "micro": micro}
-        self.watch("loss", {**scope, **inputs})
-        loss = self._loss(**inputs)
-        self.watch("backward", {**scope, "loss": loss, **inputs})
+        trained = TrainedTokens(
+            logprobs_N=scores.logprobs_N,
+            proximal_N=scores.logprobs_N.detach() if step.proximal_S is None else here(step.proximal_S),
+            behaviour_N=here(step.behaviour_S),
+            advantages_N=here(step.advantages_S),
+            reference_N=None if step.reference_S is None else here(step.reference_S),
+            entropies_N=scores.entropies_N if self.config.algorithm.entropy_coef else None,
+            rows_N=micro.rows_N,
+        )
+        scope = {"batch": step.batch, "tokens": step.tokens, "micro": micro, **vars(trained)}
+        self.watch("loss", scope)
+        loss = self._loss(trained)
+        self.watch("backward", {**scope, "loss": loss})
         return loss if step.weights_S is None else replace(loss, per_token_N=loss.per_token_N * here(step.weights_S))
 
     def _supervised_step(self, sequences: SequenceABC[Sequence]) -> StepResult:
@@ -410,11 +408,7 @@ class TrainEngine:
         return norm_problem(norm, self.optimizer, self.recent_norms, factor, self.ranks)
 
     def _refuse(self, problem: str, done: _PolicyUpdates) -> None:
-        """Drop the gradient of an update because of `problem`, and count the update as skipped.
-
-        Raises:
-            GradientError: training.on_bad_gradient is "stop".
-        """
+        """Drop the gradient of an update because of `problem`, and count the update as skipped, or stop."""
         self.optimizer.forget()
         refused = f"step {self.version}: {problem} This update was not made."
         where = f"`clew blame RUN --step {self.version}` finds the cause"
@@ -426,10 +420,9 @@ class TrainEngine:
         log.warning("%s %s.", refused, where)
 
     def _fit_critic(self, step: Prepared, done: _PolicyUpdates) -> dict[str, float]:
-        """Train the critic, if there is one, on the step's returns. Add the digests of its gradients to `done`.
+        """Train the critic, if there is one, on the step's returns, and return its metrics.
 
-        Returns:
-            The critic's metrics; {} if there is no critic.
+        The digests of its gradients are added to `done`.
         """
         if self.critic is None or step.values_S is None or step.returns_S is None:
             return {}

@@ -20,29 +20,25 @@ from clew.config import Algorithm
 from clew.errors import ConfigError, TrainingError, did_you_mean
 from clew.training.custom import UserFunction
 
+Loss = Callable[[TrainedTokens], PolicyLoss]
 
-def loss_function(algorithm: Algorithm) -> Callable[..., PolicyLoss]:
+
+def loss_function(algorithm: Algorithm) -> Loss:
     """Return the function that algorithm.loss names, with a loss of 0 for rejected tokens.
-
-    Call it with the fields of `TrainedTokens` by name.
 
     Raises:
         ConfigError: A dotted path names no function that can be called this way.
     """
     if algorithm.loss in LOSSES:
-        loss: Callable[..., PolicyLoss] = partial(_of_page, page(LOSSES[algorithm.loss]).loss, algorithm)
+        loss: Loss = partial(page(LOSSES[algorithm.loss]).loss, options=algorithm)
     else:
         loss = CustomLoss(algorithm)
     return partial(_of_kept, loss, algorithm) if rejects(algorithm) else loss
 
 
-def _of_page(loss: Callable[..., PolicyLoss], algorithm: Algorithm, **tensors: Any) -> PolicyLoss:
-    return loss(TrainedTokens(**tensors), algorithm)
-
-
-def _of_kept(loss: Callable[..., PolicyLoss], algorithm: Algorithm, **tensors: Any) -> PolicyLoss:
+def _of_kept(loss: Loss, algorithm: Algorithm, tokens: TrainedTokens) -> PolicyLoss:
     """Return a loss that is 0 where a token is rejected. NaN stays NaN: a rejection must not hide it."""
-    everything, rejected_N = loss(**tensors), rejections(TrainedTokens(**tensors), algorithm)
+    everything, rejected_N = loss(tokens), rejections(tokens, algorithm)
     return replace(everything, per_token_N=everything.per_token_N * (rejected_N == 0), rejected_N=rejected_N)
 
 
@@ -92,15 +88,15 @@ class CustomLoss:
         takes_any = any(p.kind is p.VAR_KEYWORD for p in wanted)
         self._takes = set(offered) if takes_any else set(offered) & {p.name for p in wanted}
 
-    def __call__(self, **tensors: Any) -> PolicyLoss:
-        """Return the user's loss. `tensors` are the fields of TrainedTokens.
+    def __call__(self, tokens: TrainedTokens) -> PolicyLoss:
+        """Return the user's loss.
 
         Raises:
             TrainingError: The function raised, changed its input, or returned something that cannot be a loss.
         """
-        name, logprobs_N = self._function.name, tensors["logprobs_N"]
+        name, logprobs_N, tensors = self._function.name, tokens.logprobs_N, vars(tokens)
         before = {key: value._version for key, value in tensors.items() if value is not None}  # counts changes in place
-        inputs = {**tensors, **self._options, "tokens": TrainedTokens(**tensors), "options": self._algorithm}
+        inputs = {**tensors, **self._options, "tokens": tokens, "options": self._algorithm}
         taken = {key: value for key, value in inputs.items() if key in self._takes}
         try:
             returned = self._function(**taken)

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from clew.config import Training
 from clew.errors import TrainingError
-from clew.training.schedule import learning_rate
 from clew.training.sharding import by_mesh, full_tensor, like
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
@@ -56,7 +55,6 @@ class Optimizer:
         )
 
     def configure(self, training: Training, *, total_updates: int) -> None:
-        """Continue with other settings."""
         self._training, self.total_updates = training, total_updates
         for group in self._adamw.param_groups:
             group.update(betas=training.betas, weight_decay=training.weight_decay if group["decays"] else 0.0)
@@ -130,3 +128,22 @@ class Optimizer:
                 }
             else:  # no update has reached it yet
                 self._adamw.state.pop(master, None)
+
+
+def learning_rate(update: int, *, total: int, training: Training) -> float:
+    """Return the learning rate of optimizer update number `update` (from 0) of `total`.
+
+    The rate rises in equal steps over `warmup_steps` updates and reaches its peak in the one after them. linear and
+    cosine then fall, and would reach 0 in the update after the last.
+    """
+    warmup = training.warmup_steps
+    if update < warmup:
+        return training.lr * (update + 1) / (warmup + 1)
+    done = min(1.0, (update - warmup) / max(1, total - warmup))
+    match training.schedule:
+        case "constant":
+            return training.lr
+        case "linear":
+            return training.lr * (1 - done)
+        case "cosine":
+            return training.lr * (1 + math.cos(math.pi * done)) / 2

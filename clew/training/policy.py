@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from collections.abc import Sequence as SequenceABC
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -24,7 +23,6 @@ from clew.models.architecture import context_in, positions_go_on, width_of
 from clew.models.loading import check_vocabulary, load_model, load_tokenizer, load_value_model, pick_device
 from clew.models.vision import load_vision
 from clew.record.media import Media
-from clew.record.rows import Sequence
 from clew.training.batching import Plan, deal
 from clew.training.isolation import keeps_rows_apart
 from clew.training.ranks import Ranks
@@ -59,7 +57,7 @@ class Policy:
             ModelError: The model cannot be loaded or trained.
         """
         self.config = config
-        self.ranks = ranks = ranks.grouped(config.training.tp)
+        self.ranks = ranks = Ranks(ranks.rank, ranks.size, config.training.tp)
         self._media = media
         self.device = pick_device(config.model.device)
         wants_adapters = config.training.lora_rank is not None
@@ -112,11 +110,6 @@ class Policy:
         """Device on which a model is loaded, before it is sharded over the ranks."""
         return self.device if self.ranks.size == 1 else torch.device("cpu")
 
-    @property
-    def context(self) -> int | None:
-        """Maximum number of tokens of a sequence; None if the model does not say."""
-        return context_in(self.model.config)[0]
-
     def read(self, path: str, device: torch.device) -> Any:
         """Load a model of the kind that is trained here, unsharded, from a folder or the hub."""
         if self.scores_rewards:
@@ -136,12 +129,6 @@ class Policy:
         yield from ((name, tensor) for name, tensor in self.model.named_parameters() if tensor.requires_grad == trained)
 
     # Scoring ---------------------------------------------------------------------------------------------------------
-
-    def score(self, sequences: SequenceABC[Sequence]) -> list[np.ndarray]:
-        """Return the policy's current logprobs of the trained tokens, [T] for each sequence. Changes nothing."""
-        tokens = Tokens.of(sequences)
-        check_tokens(tokens, self.model, "the model")
-        return tokens.split(self.score_all(tokens, self.plan(tokens)))
 
     def score_all(self, tokens: Tokens, plan: Plan) -> np.ndarray:
         """Return the logprobs [S] that the policy gives the trained tokens.
@@ -280,13 +267,7 @@ class Policy:
 
 
 def check_tokens(tokens: Tokens, model: Any, name: str) -> None:
-    """Raise TrainingError for rows that are too long for a model, or have tokens for which it has no embedding.
-
-    Args:
-        tokens: Rows of a batch.
-        model: Policy or critic.
-        name: Name of the model in the message.
-    """
+    """Raise TrainingError for rows that are too long for a model, or have tokens for which it has no embedding."""
     context, field = context_in(model.config)
     longest = tokens.lengths.max()
     if context is not None and longest > context and not positions_go_on(model.config):

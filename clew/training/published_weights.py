@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from clew.errors import TrainingError
+from clew.models.architecture import context_in
 from clew.models.tensor_digest import hex_digests
 from clew.record.files import write_json
 from clew.record.weights import BROADCAST_FILE, DIGEST_KEY, DIGESTS_KEY, Digests, WeightRef
@@ -22,7 +22,7 @@ from clew.training.sharding import collect
 PROBE_TOKENS = 32
 """Length of the sequence that is scored after each load."""
 PROBE_ROOM = 8
-"""Number of tokens that the probe leaves free in the model's context."""
+"""Number of tokens that the probe leaves free in the model's context; engines refuse a request that fills it."""
 
 
 def write_weights(engine: TrainEngine, folder: Path, version: int, *, sent: Digests | None = None) -> WeightRef:
@@ -64,8 +64,7 @@ def write_weights(engine: TrainEngine, folder: Path, version: int, *, sent: Dige
             else:
                 save_file(tensors, aside / "model.safetensors", metadata=metadata)
                 engine.policy.model.config.save_pretrained(aside)
-    probe = _probe(engine)
-    logprob = _probe_logprob(engine, probe)
+    probe, logprob = _probe(engine)
     return WeightRef(version=version, path=str(folder), digest=digest, probe_ids=probe, probe_logprob=logprob)
 
 
@@ -98,20 +97,18 @@ def _check_sent(engine: TrainEngine, digests: dict[str, str], version: int) -> N
         )
 
 
-def _probe(engine: TrainEngine) -> list[int]:
-    """Return token IDs spread over the vocabulary, the same for every version of a model; fewer for a short context."""
-    length = PROBE_TOKENS
-    if engine.policy.context:  # vLLM 0.32 wants room for one more token, SGLang 0.5.23 for six; otherwise they refuse
-        length = max(2, min(length, engine.policy.context - PROBE_ROOM))
-    return [7919 * (i + 1) % engine.policy.model.config.get_text_config().vocab_size for i in range(length)]
-
-
 @torch.no_grad()
-def _probe_logprob(engine: TrainEngine, probe_ids: Sequence[int]) -> float:
-    """Return the logprob of the probe's last token under the published weights, at temperature 1."""
-    ids_BT = torch.tensor([probe_ids], device=engine.policy.device)
-    row_N, column_N = torch.tensor([[0], [len(probe_ids) - 1]], device=engine.policy.device)
-    ones_N = torch.ones(1, device=engine.policy.device)
+def _probe(engine: TrainEngine) -> tuple[list[int], float]:
+    """Return the probe, and the logprob of its last token under the published weights, at temperature 1.
+
+    Its tokens are spread over the vocabulary, and the same for every version of a model; fewer for a short context.
+    """
+    model, device, length = engine.policy.model, engine.policy.device, PROBE_TOKENS
+    if context := context_in(model.config)[0]:  # vLLM 0.32 wants room for one more token, SGLang 0.5.23 for six
+        length = max(2, min(length, context - PROBE_ROOM))
+    probe = [7919 * (i + 1) % model.config.get_text_config().vocab_size for i in range(length)]
+    row_N, column_N = torch.tensor([[0], [length - 1]], device=device)
     adapters = None if engine.config.sends_adapters else engine.policy.adapters
     with nullcontext() if adapters is None else adapters.rounded():
-        return float(score(engine.policy.model, ids_BT, row_N, column_N, ones_N).logprobs_N)
+        scores = score(model, torch.tensor([probe], device=device), row_N, column_N, torch.ones(1, device=device))
+    return probe, float(scores.logprobs_N)

@@ -70,10 +70,6 @@ class Ranks:
         self.size = size
         self.tp = tp
 
-    def grouped(self, tp: int) -> Ranks:
-        """Return the same processes, in groups of `tp`."""
-        return Ranks(self.rank, self.size, tp)
-
     @classmethod
     @contextmanager
     def joined(cls) -> Iterator[Ranks]:

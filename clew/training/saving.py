@@ -59,7 +59,6 @@ def save_model(model: Any, folder: Path, weights: dict[str, Tensor]) -> None:
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Write the tokenizer in transformers' form."""
     try:
         tokenizer.save_pretrained(folder)
     except Exception as error:  # the tokenizers library raises nothing more specific for a full disk

@@ -165,13 +165,9 @@ def _check_split(
 ) -> None:
     """Raise ModelError when the split model does not work.
 
-    Its output must be that of the whole model, and ranks of a group must get equal gradients of each parameter that all
-    of them have; otherwise the plan lacks something. This is tried out, because it depends on all of an architecture's
-    code.
-
-    Args:
-        mesh: Mesh with the dimensions "fsdp" and "tp".
-        whole_BTD: Result of `_try_out` for the whole model.
+    Its output must be that of the whole model (`whole_BTD`, from `_try_out`), and ranks of a group must get equal
+    gradients of each parameter that all of them have; otherwise the plan lacks something. This is tried out, because it
+    depends on all of an architecture's code.
     """
     trained = any(parameter.requires_grad for parameter in model.parameters())
     with torch.set_grad_enabled(trained):

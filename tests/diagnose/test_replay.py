@@ -832,7 +832,7 @@ def test_dumped_batches_train_another_run_alike(folder: Path, original: Path, tm
     more = configure(folder, *options, "training.steps=5", "trial=again", *replaying_from(dumped))
     with pytest.raises(RecordError, match=r"has no batch of step 3 \(it has steps 0 to 2\)"):
         learn_from_record(more, lambda step, summary: None)
-    assert checkpoint.latest_version(second.checkpoints) == 3
+    assert second.checkpointed()[-1] == 3
 
 
 def test_a_run_on_other_batches_is_refused(run: RunDirectory, folder: Path, tmp_path: Path) -> None:

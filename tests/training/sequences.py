@@ -9,6 +9,8 @@ import numpy as np
 
 from clew.config import Config
 from clew.record.rows import Sequence
+from clew.training.policy import Policy
+from clew.training.tokens import Tokens
 
 
 def make_sequence(
@@ -58,6 +60,12 @@ def make_batch(*, groups: int = 4, samples: int = 3, seed: int = 0, **options: A
         for group in range(groups)
         for sample in range(samples)
     ]
+
+
+def score(policy: Policy, sequences: list[Sequence]) -> list[np.ndarray]:
+    """Return the policy's current logprobs of the trained tokens, [T] for each sequence."""
+    tokens = Tokens.of(sequences)
+    return tokens.split(policy.score_all(tokens, policy.plan(tokens)))
 
 
 def make_config(model: Path | str, *, dtype: str = "float32", **sections: Any) -> Config:

@@ -180,22 +180,17 @@ def test_pruning_keeps_the_first_and_the_last(tmp_path):
         checkpoint.save(engine, tmp_path / "checkpoints" / f"step-{version:06d}")
     run, two = RunDirectory(tmp_path), make_config("unused", checkpoint={"keep": 2}).checkpoint
     checkpoint.prune(run, two)
-    assert [folder.name for folder in checkpoint.saved(tmp_path / "checkpoints")] == [
-        "step-000000",
-        "step-000003",
-        "step-000004",
-    ]
+    assert run.checkpointed() == [0, 3, 4]
     assert (tmp_path / "checkpoints" / "latest").resolve().name == "step-000004"
-    assert checkpoint.latest_version(tmp_path / "checkpoints") == 4
+    assert run.checkpointed()[-1] == 4
     assert list((tmp_path / "checkpoints").glob(".*")) == []
     (tmp_path / "checkpoints" / ".step-000005.123").mkdir()  # what a killed process leaves
-    assert checkpoint.latest_version(tmp_path / "checkpoints") == 4
+    assert run.checkpointed()[-1] == 4
     remove_strays(tmp_path / "checkpoints", "*")
     assert list((tmp_path / "checkpoints").glob(".*")) == []
     shutil.copytree(tmp_path / "checkpoints" / "step-000003", tmp_path / "checkpoints" / "step-000003-copy")
     checkpoint.prune(run, two)
-    assert len(checkpoint.saved(tmp_path / "checkpoints")) == 3
-    assert checkpoint.latest_version(tmp_path / "checkpoints") == 4
+    assert run.checkpointed() == [0, 3, 4]
     assert (tmp_path / "checkpoints" / "step-000003-copy").exists()
 
 
@@ -214,15 +209,14 @@ def test_the_best_evaluated_checkpoint_is_never_pruned(tmp_path):
     for version, score in scores.items():
         run.write_eval(version, [], {"pass@1": score, "reward": score})
     checkpoint.prune(run, config.checkpoint)
-    kept = [folder.name for folder in checkpoint.saved(run.checkpoints)]
-    assert kept == ["step-000000", "step-000004", "step-000008", "step-000010"]
+    assert run.checkpointed() == [0, 4, 8, 10]
     assert (run.checkpoints / "best").readlink() == Path("step-000004")
     checkpoint.point("latest", run.checkpoints / "step-000010")
     assert run.best_in_words() == f"  Best evaluation: {run.checkpoints}/best (step-000004)"
     run.write_eval(10, [], {"pass@1": 0.7, "reward": 0.8})
     checkpoint.prune(run, config.checkpoint)
     assert (run.checkpoints / "best").readlink() == Path("step-000010") and run.best_in_words() == ""
-    assert [folder.name for folder in checkpoint.saved(run.checkpoints)] == ["step-000000", *kept[2:]]
+    assert run.checkpointed() == [0, 8, 10]
 
 
 def test_keep_best_can_be_turned_off(tmp_path):
@@ -233,5 +227,5 @@ def test_keep_best_can_be_turned_off(tmp_path):
         write_json(run.checkpoints / f"step-{version:06d}" / "checkpoint.json", {})
         run.write_eval(version, [], {"pass@1": 1.0 - version / 10, "reward": 0.0})
     checkpoint.prune(run, config.checkpoint)
-    assert [folder.name for folder in checkpoint.saved(run.checkpoints)] == ["step-000000", "step-000004"]
+    assert run.checkpointed() == [0, 4]
     assert not (run.checkpoints / "best").exists() and run.best_in_words() == ""

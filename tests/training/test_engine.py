@@ -20,7 +20,7 @@ from clew.training.gradient_checks import ENOUGH_NORMS
 from clew.training.published_weights import write_weights
 from clew.training.sequence_gradients import first_not_finite
 from tests.models import tiny_model, tiny_tokenizer
-from tests.training.sequences import make_batch, make_config, make_sequence
+from tests.training.sequences import make_batch, make_config, make_sequence, score
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def on_policy(engine, batch):
     """The batch as if the engine's present weights had sampled it."""
     return [
         dataclasses.replace(row, logprobs=logprobs, versions=np.where(row.loss_mask, engine.version, np.int32(-1)))
-        for row, logprobs in zip(batch, engine.policy.score(batch), strict=True)
+        for row, logprobs in zip(batch, score(engine.policy, batch), strict=True)
     ]
 
 
@@ -101,9 +101,9 @@ def test_positions_that_change_with_the_longest_row_are_not_computed(tmp_path):
     tiny_model(tmp_path / "model", "phi3", more={"rope_parameters": rope, "original_max_position_embeddings": 40})
     engine = TrainEngine(make_config(tmp_path / "model"))
     batch = [make_sequence(f"g0.e{i}.s0", response=length - 3, reward=i) for i, length in enumerate((9, 40, 14))]
-    packed = engine.policy.score(batch)
+    packed = score(engine.policy, batch)
     for row, logprobs in zip(batch, packed, strict=True):
-        assert engine.policy.score([row])[0] == pytest.approx(logprobs, abs=1e-5)
+        assert score(engine.policy, [row])[0] == pytest.approx(logprobs, abs=1e-5)
     with pytest.raises(TrainingError, match=r"has 41 tokens, and the model takes at most 40 \(original_max"):
         engine.train_step([*batch, make_sequence("g0.e7.s0", response=38)])
     served = build_engine(load_model(str(tmp_path / "model"), "float32", torch.device("cpu")), None, max_running=4)
@@ -301,7 +301,7 @@ def test_temperature_divides_the_logits(model):
     ids = torch.from_numpy(row.input_ids).long()
     logprobs = (engine.policy.model(input_ids=ids[None]).logits[0] / 0.5).log_softmax(-1).tolist()
     expected = [logprobs[i - 1][ids[i]] if i >= 3 else 0.0 for i in range(7)]
-    assert engine.policy.score([row])[0] == pytest.approx(expected, abs=1e-5)
+    assert score(engine.policy, [row])[0] == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_sequence_without_trained_tokens_changes_nothing(model):
@@ -389,7 +389,7 @@ def test_published_weights_load_in_the_inference_engine(tmp_path, family, tie):
     engine.train_step(batch)
     core.load_weights(write_weights(engine, tmp_path / "version-000001", engine.version))
     row = batch[0]
-    last = float(engine.policy.score([row])[0][-1])
+    last = float(score(engine.policy, [row])[0][-1])
     assert core.version == 1 and core.score(row.input_ids.tolist()) == pytest.approx(last, abs=1e-5)
 
 

@@ -19,7 +19,7 @@ from clew.training import checkpoint
 from clew.training.engine import TrainEngine
 from clew.training.published_weights import write_weights
 from tests.models import tiny_model, tiny_tokenizer
-from tests.training.sequences import make_batch, make_config, make_sequence
+from tests.training.sequences import make_batch, make_config, make_sequence, score
 
 CPU = torch.device("cpu")
 LORA = {"lora_rank": 4, "lora_alpha": 12.0}
@@ -64,7 +64,7 @@ def test_the_adapters_alone_are_trained_and_everybody_reads_the_same_model(tmp_p
     core = build_engine(base, engine.policy.tokenizer)
     core.load_weights(write_weights(engine, tmp_path / "version-000003", engine.version))
     (row, *_) = make_batch()
-    assert core.score(row.input_ids.tolist()) == pytest.approx(float(engine.policy.score([row])[0][-1]), abs=1e-4)
+    assert core.score(row.input_ids.tolist()) == pytest.approx(float(score(engine.policy, [row])[0][-1]), abs=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -136,7 +136,7 @@ def test_in_bfloat16_the_probe_is_of_the_rounded_weights(tmp_path: Path, family:
     ref = write_weights(engine, tmp_path / "version-000006", engine.version)
     core.load_weights(ref)
     assert core.score(ref.probe_ids) == pytest.approx(ref.probe_logprob, abs=0.02)  # as close as two kernels are
-    exact = float(engine.policy.score([with_ids(ref.probe_ids)])[0][-1])
+    exact = float(score(engine.policy, [with_ids(ref.probe_ids)])[0][-1])
     assert exact != ref.probe_logprob  # the trainer's own, whose adapters are not rounded into the weights
 
 
@@ -175,7 +175,7 @@ def test_the_reference_is_the_base(tmp_path: Path):
     train(engine, 0, 1, 2)
     batch = make_batch(seed=3)
     result = engine.train_step(batch)
-    for found, expected in zip(result.stages["reference_logprobs"], plain.policy.score(batch), strict=True):
+    for found, expected in zip(result.stages["reference_logprobs"], score(plain.policy, batch), strict=True):
         assert np.array_equal(found, expected)
     assert result.metrics["kl"] > 1e-4
 

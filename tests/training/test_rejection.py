@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from clew.algorithms.losses import TrainedTokens
 from clew.algorithms.rejection import rejections
 from clew.config import Algorithm
 from clew.training.engine import TrainEngine
@@ -40,7 +41,7 @@ def tokens_of(proximal: Tensor, behaviour: Tensor, rows: list[int]) -> dict[str,
 
 
 def reasons(inputs: dict[str, Any], **options: Any) -> list[float]:
-    loss = loss_function(algorithm(**options))(**inputs)
+    loss = loss_function(algorithm(**options))(TrainedTokens(**inputs))
     assert loss.rejected_N is not None and loss.rejected_N.dtype == torch.float32
     return loss.rejected_N.tolist()
 
@@ -69,7 +70,7 @@ def reasons(inputs: dict[str, Any], **options: Any) -> list[float]:
 def test_what_is_rejected_by_hand(reject: dict[str, Any], expected: list[float]):
     inputs = tokens_of(logs(0.2, 0.6, 0.6, 0.3), logs(0.5, 0.4, 0.2, 0.3), [0, 0, 1, 1])
     assert reasons(inputs, reject=reject) == expected
-    loss = loss_function(algorithm(reject=reject))(**inputs).per_token_N
+    loss = loss_function(algorithm(reject=reject))(TrainedTokens(**inputs)).per_token_N
     kept = [-weight * (not why) for weight, why in zip([0.4, 1.5, 2.0, 1.0], expected, strict=True)]
     assert loss.tolist() == pytest.approx(kept)
     (gradient,) = torch.autograd.grad(loss.sum(), inputs["logprobs_N"])
@@ -98,7 +99,7 @@ def test_a_rejected_token_leaves_the_kl_term_and_the_bonus_too():
     inputs = tokens_of(logs(0.2, 0.6), logs(0.5, 0.6), [0, 1])
     inputs |= {"reference_N": logs(0.1, 0.3), "entropies_N": torch.tensor([0.5, 0.5])}
     reject = {"by": "ratio", "over": "token", "low": 0.5}
-    loss = loss_function(algorithm(reject=reject, kl_coef=0.1, entropy_coef=0.2))(**inputs)
+    loss = loss_function(algorithm(reject=reject, kl_coef=0.1, entropy_coef=0.2))(TrainedTokens(**inputs))
     k3 = 0.5 - LN(0.5) - 1
     assert loss.per_token_N.tolist() == pytest.approx([0, -1 + 0.1 * k3 - 0.2 * 0.5])
 
@@ -120,7 +121,7 @@ def test_probabilities_however_far_apart_are_judged_rightly(apart: float, over: 
     assert reasons(inputs, reject={"by": "k3", "over": over, "high": 10}, veto=1e-4) == [0, 1 if apart > 0 else 3]
     by_ratio = reasons(inputs, reject={"by": "ratio", "over": over, "high": 100})
     assert by_ratio == [0, apart > 0]
-    loss = loss_function(algorithm(reject={"by": "ratio", "over": over, "high": 100}))(**inputs)
+    loss = loss_function(algorithm(reject={"by": "ratio", "over": over, "high": 100}))(TrainedTokens(**inputs))
     assert loss.per_token_N.isfinite().all()
 
 
@@ -128,7 +129,9 @@ def test_a_rejection_does_not_hide_nan():
     inputs = tokens_of(torch.tensor([math.nan, -1.0]), torch.tensor([-1.0, -1.0]), [0, 1])
     for over in ("token", "sequence_mean", "sequence_max"):
         reject = {"by": "ratio", "over": over, "high": 2}
-        loss = loss_function(algorithm(reject=reject, veto=0.1, off_policy_delta=0.1))(**inputs).per_token_N
+        loss = loss_function(algorithm(reject=reject, veto=0.1, off_policy_delta=0.1))(
+            TrainedTokens(**inputs)
+        ).per_token_N
         assert loss.isnan().tolist() == [True, False]
 
 
@@ -155,12 +158,12 @@ def plain(logprobs_N: Tensor) -> tuple[Tensor, dict[str, Any]]:
 def test_it_works_beside_a_loss_of_the_users_own():
     inputs = tokens_of(logs(0.2, 0.6), logs(0.5, 0.6), [0, 1])
     own = algorithm(loss="tests.training.test_rejection.plain", veto=0.5)
-    assert loss_function(own)(**inputs).per_token_N.tolist() == pytest.approx([0, -LN(0.6)])
+    assert loss_function(own)(TrainedTokens(**inputs)).per_token_N.tolist() == pytest.approx([0, -LN(0.6)])
 
 
 def test_without_it_nothing_is_judged():
     inputs = tokens_of(logs(0.2, 0.6), logs(0.5, 0.6), [0, 1])
-    assert loss_function(algorithm())(**inputs).rejected_N is None
+    assert loss_function(algorithm())(TrainedTokens(**inputs)).rejected_N is None
 
 
 # In a step -----------------------------------------------------------------------------------------------------------
@@ -216,9 +219,9 @@ def test_a_mask_of_token_weights_is_a_rejection_bit_for_bit():
     torch.manual_seed(0)
     behaviour = -3 * torch.rand(10_000)
     inputs = tokens_of(behaviour + 0.7 * torch.randn(10_000), behaviour, [0] * 10_000)
-    masked = loss_function(algorithm(importance="token_mask", importance_cap=1.7))(**inputs)
+    masked = loss_function(algorithm(importance="token_mask", importance_cap=1.7))(TrainedTokens(**inputs))
     reject = {"by": "ratio", "over": "token", "low": 1 / 1.7, "high": 1.7}
-    rejected = loss_function(algorithm(importance_cap=1.7, reject=reject))(**inputs)
+    rejected = loss_function(algorithm(importance_cap=1.7, reject=reject))(TrainedTokens(**inputs))
     assert torch.equal(masked.per_token_N, rejected.per_token_N)
     assert rejected.rejected_N is not None and 100 < int(rejected.rejected_N.sum()) < 9900
     of_both = (torch.autograd.grad(each.per_token_N.sum(), inputs["logprobs_N"])[0] for each in (masked, rejected))
@@ -378,7 +381,6 @@ def test_the_off_policy_mask_equals_trl_s(tmp_path: Path):
 
 def test_a_value_at_a_bound_is_kept():
     """verl, NeMo RL and TRL keep a value that equals a bound."""
-    from clew.algorithms.losses import TrainedTokens
 
     one = torch.zeros(3)
     two = torch.log(torch.tensor([0.5, 1.0, 2.0]))
