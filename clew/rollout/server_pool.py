@@ -126,7 +126,7 @@ class ServerPool(HTTPEngine):
             for task in self._busy[key]:
                 task.cancel()
             while not await client.answers():
-                if key not in {(known.address, known.pid) for known in self._known()}:
+                if key not in {(known.address, known.pid) for known in self._listed()}:
                     break
                 await asyncio.sleep(LOOK_S)
         finally:
