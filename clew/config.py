@@ -56,12 +56,14 @@ TOKEN_VARIABLE = "CLEW_LLM_SERVER_TOKEN"
 class Config(Section):
     """Settings of a run. A command ignores the sections that it does not need."""
 
-    experiment: str = Field(
-        pattern=r"^[\w-][\w.-]*$", description="Experiment, as in the run directory ROOT/EXPERIMENT/TRIAL."
-    )
-    trial: str = Field(default="0", pattern=r"^[\w-][\w.-]*$", description="Second part of the run directory.")
-    root: str = Field(default="runs", description="Folder that holds the run directories.")
-    seed: int = Field(default=1, ge=0, description="Seed of the run; all other seeds derive from it and from IDs.")
+    experiment: str = Field(pattern=r"^[\w-][\w.-]*$")
+    """Experiment, as in the run directory ROOT/EXPERIMENT/TRIAL."""
+    trial: str = Field(default="0", pattern=r"^[\w-][\w.-]*$")
+    """Second part of the run directory."""
+    root: str = "runs"
+    """Folder that holds the run directories."""
+    seed: int = Field(default=1, ge=0)
+    """Seed of the run; all other seeds derive from it and from IDs."""
     model: Model
     data: Data
     rollout: Rollout = Rollout()
