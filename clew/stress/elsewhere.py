@@ -43,7 +43,6 @@ class Source:
     """Recipe to create the agent in another process."""
 
     path: str
-    """Dotted path of the agent's class."""
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
@@ -59,11 +58,7 @@ class Elsewhere:
 async def run_some_elsewhere(source: Source, stage: Stage, crowd: Wave, first: Sequence[str]) -> Elsewhere:
     """Run a few episodes of the crowd in two other processes. Each runs different rows, unless there is only one.
 
-    Args:
-        source: Recipe to create the agent there.
-        stage: Stage on which the crowd ran: its gateway and time limit are used.
-        crowd: Wave to choose from. Episodes that failed are not run.
-        first: IDs of the episodes to prefer.
+    Episodes that failed are not run. Those whose ID is in `first` are preferred.
     """
     sound = {episode.id: episode for episode in crowd.episodes if episode.error is None}
     wanted = [*(sound[id] for id in first if id in sound), *sound.values()]
@@ -206,7 +201,6 @@ async def _work(task: dict[str, Any]) -> dict[str, tuple[Any, str | None, str]]:
 
 
 def main() -> None:
-    """Run the child process."""
     die_with_parent()
     task = json.loads(sys.stdin.buffer.read())
     sys.path[:] = task["sys_path"]

@@ -126,7 +126,6 @@ class BeforeProvider(ServingThread):
         super().__init__(self._provider, close=passed_on.close)
 
     async def close(self, key: str) -> None:
-        """Close the session of an episode that is over."""
         await self.call(self._provider.close(key))
 
 

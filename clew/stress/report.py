@@ -59,7 +59,6 @@ class WaveReport:
 
     name: str
     width: int
-    """Number of episodes at once, as requested."""
     episodes: int
     seconds: float
     episodes_per_s: float
@@ -82,8 +81,6 @@ class WaveReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Results of a stress."""
-
     agent: str
     batch: int
     group: int
@@ -91,9 +88,8 @@ class Report:
     width: int
     """Number of episodes at once: batch / dp prompts, each `group` times."""
     rows: int
-    """Number of rows in the data."""
+    """Number of rows in the data, of which `rows_used` were run."""
     rows_used: int
-    """Number of rows that were run."""
     waves: list[WaveReport]
     failures: list[Failure]
     growth: list[Sample]
@@ -125,9 +121,7 @@ class Report:
 def parts(episode: Episode, requests: Sequence[Request], holds: Sequence[Interval]) -> dict[str, float]:
     """Return the seconds of each part of an episode, by PARTS.
 
-    Args:
-        requests: The episode's requests to the model.
-        holds: Times during which other episodes held the event loop for long.
+    `holds` are the times during which other episodes held the event loop for long.
     """
     modelled = [(request.came, request.done) for request in requests]
     answered = max((request.done for request in requests), default=episode.started)

@@ -36,7 +36,6 @@ Rows = list[list[str]]
 
 
 def rendered(report: Report) -> Group:
-    """Return the report in a form that rich's Console.print shows."""
     return Group(*_blocks(report))
 
 
@@ -64,7 +63,6 @@ def _blocks(report: Report) -> Iterator[RenderableType]:
 
 
 def page(report: Report) -> str:
-    """Return the whole HTML document."""
     return "\n".join(_lines(report))
 
 

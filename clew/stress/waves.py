@@ -102,7 +102,6 @@ class Wave:
 
     @property
     def told(self) -> dict[str, Told]:
-        """Requests and rewards of the episodes that did not fail, by episode ID."""
         return told_by_episode(self.episodes, self.requests)
 
     def asked_at(self, episode: str) -> str:
