@@ -45,8 +45,7 @@ def blame(target: Path, step: int, *, top: int, tokens: int, by: str | None, tru
     """Print the sequences of a step, worst first.
 
     Args:
-        top: Number of sequences to show.
-        tokens: Number of tokens to show for a sequence.
+        tokens: Number of tokens to show of each of the worst sequences.
         by: One of `BY`; None: the gradient, or the pull where only the record can be read.
         trust: Modules that may be imported, see `clew.dotted.only_trusted`.
 

@@ -165,8 +165,6 @@ class RecordedModel(EpisodeEngine):
 
 @dataclass(frozen=True)
 class Divergence:
-    """First difference between two requests."""
-
     where: str
     """Place in words: message, field, character."""
     then: str

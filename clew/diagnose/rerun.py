@@ -52,7 +52,6 @@ class Options:
     ranks: int = 1
     """Number of processes that train; this is one of them."""
     verify: bool = True
-    """True to compare with the record."""
     overrides: Sequence[str] = ()
     """Other settings to train with, as key=value."""
     trust: Sequence[str] = ()
@@ -150,7 +149,6 @@ def rerun(target: Path, options: Options) -> bool:
 
 
 def _range(run: RunDirectory, steps: str | None, bundle: dict[str, Any] | None) -> tuple[int, int]:
-    """Return the first and the last step to replay."""
     count = run.steps.count()
     if steps == str(count) and run.steps.has_data(count):
         return count, count  # it failed, or was interrupted

@@ -50,9 +50,7 @@ async def rewards_again(
 ) -> list[Disagreement]:
     """Return the episodes of these steps whose workflow and reward function now give another reward than recorded.
 
-    Args:
-        config: The run's configuration; its reward and workflow are imported as they are now.
-        only: ID of a group, an episode or a sequence to check alone.
+    `only` is the ID of a group, an episode or a sequence to check alone.
 
     Raises:
         ConfigError: The workflow or the reward function cannot be imported.

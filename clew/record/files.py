@@ -87,9 +87,7 @@ def _left(path: Path) -> str:
 def remove_strays(folder: Path, *names: str) -> None:
     """Remove files, and folders of weights, that a killed process left half-written in `folder`.
 
-    Args:
-        names: Patterns of the files that the caller writes, such as "g*.arrows". Others are left alone: another process
-            may still be writing them.
+    `names` are patterns of what the caller writes, such as "g*.arrows": another process may still write other files.
     """
     for name in names:
         for stray in folder.glob(f".{name}.*"):

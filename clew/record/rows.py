@@ -346,13 +346,7 @@ def read_table(path: Path, remedy: str = RESTORE) -> pa.Table:
 
 
 def sound(path: Path, read: Callable[[], pa.Table], size: int, remedy: str) -> pa.Table:
-    """Return the table that `read` returns, after checking its columns.
-
-    Args:
-        path: The file that is read, for the message.
-        read: Reads the table.
-        size: Size of the file in bytes, for the message.
-        remedy: What to do if it cannot be read, for the message.
+    """Return the table that `read` returns, after checking its columns. The other arguments are for error messages.
 
     Raises:
         RecordError: The table cannot be read, or lacks columns of its format.
@@ -386,11 +380,7 @@ def _strange_column(table: pa.Table) -> str:
 
 
 def unreadable(path: Path, why: str, size: int, remedy: str) -> RecordError:
-    """Return the RecordError for a file that cannot be read as it was written.
-
-    Args:
-        size: Size of the file in bytes.
-    """
+    """Return the RecordError for a file of `size` bytes that cannot be read as it was written."""
     return RecordError(
         f"{path} cannot be read ({why}); it has {size} bytes. It was truncated or altered after it was written: "
         f"{remedy}."

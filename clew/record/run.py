@@ -152,11 +152,7 @@ class RunDirectory:
     def hold(self, role: str, patience_s: float = PATIENCE_S) -> IO[str]:
         """Take the lock of `role` ("trainer", "rollout", "server", "server-1") of this run until the process ends.
 
-        Args:
-            patience_s: Seconds to wait for a process that is ending.
-
-        Raises:
-            RecordError: Another process has this role.
+        Raises RecordError if another process still has this role after `patience_s`.
         """
         return hold_lock(self.status / f"{role}.lock", role, patience_s)
 
@@ -276,7 +272,6 @@ class RunDirectory:
         rows.write_table(self.rejected / f"{name}.parquet", rows.to_table(sequences))
 
     def rejected_groups(self) -> set[str]:
-        """Return the IDs of the groups that were rejected as a whole."""
         return {path.stem for path in self.rejected.glob("g*.parquet") if "." not in path.stem}
 
     def finished_groups(self) -> set[str]:
@@ -309,7 +304,6 @@ class RunDirectory:
         return read_evaluation(path) if path else None
 
     def read_evals(self) -> list[dict[str, Any]]:
-        """Return all complete evaluations, in the order of their versions."""
         return [read_evaluation(path) for path in sorted(self.evals.glob("version-*.json"))]
 
     def best_eval(self, versions: Collection[int]) -> int | None:
@@ -405,10 +399,7 @@ def changes_in_words(changes: Mapping[str, Sequence[Any]]) -> str:
 def warn_of_changes(log: logging.Logger, config: Config, run: RunDirectory, step: int, until: int) -> None:
     """Log what changed in the configuration since the run was last trained.
 
-    Args:
-        config: The present configuration.
-        step: The next step.
-        until: Number of steps after which the run ends.
+    `step` is the next step; the run ends before step `until`.
     """
     if not (changed := run.changes(config)):
         return

@@ -127,11 +127,7 @@ def check(path: Path, step: int, summary: Any, *, by_clew: bool) -> None:
 
 
 def configured(path: Path, summary: dict[str, Any]) -> tuple[Training, Algorithm]:
-    """Return the configuration that Clew trained a step with.
-
-    Args:
-        path: File of the step's JSON, for the message.
-        summary: The content of the file.
+    """Return the configuration that Clew trained a step with, given the file of the step's JSON and its content.
 
     Raises:
         RecordError: The configuration was altered, or is of another version of Clew.

@@ -58,7 +58,6 @@ class Writer:
         """Create the run directory, or continue one that a Writer made.
 
         Args:
-            path: The run directory.
             config: Anything that JSON can hold; None leaves config.yaml as it is.
             trainer: The name of the trainer, for run.json.
 
@@ -164,8 +163,7 @@ class Writer:
 def complete(sequences: Iterable[Mapping[str, Any] | rows.Sequence], *, version: int) -> list[rows.Sequence]:
     """Return sequences with all columns; what is missing is filled in as docs/record.md says.
 
-    Args:
-        version: Version of the weights that sampled the tokens, for sequences that do not say.
+    Tokens of sequences that do not say were sampled by the weights of `version`.
 
     Raises:
         RecordError: A sequence lacks a needed column, or has an unknown or invalid one.

@@ -164,8 +164,7 @@ def lag(sequences: list[Sequence], step: int | None) -> str:
 def rejected_of(sequences: Iterable[Sequence], rejected: dict[str, np.ndarray]) -> str:
     """Return how many trained tokens of these sequences were rejected and why, as text.
 
-    Args:
-        rejected: Reason for each token, by sequence ID, see `clew.algorithms.rejection`.
+    `rejected` has the reason for each token, by sequence ID, see `clew.algorithms.rejection`.
     """
     recorded = [(each, rejected[each.id]) for each in sequences if each.id in rejected]
     known = [why_T[each.loss_mask] for each, why_T in recorded if len(why_T) == len(each.loss_mask)]  # else altered

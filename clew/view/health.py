@@ -90,8 +90,6 @@ WATCHED = {
 
 @dataclass(frozen=True, kw_only=True)
 class Concern:
-    """One thing that deserves a look."""
-
     cause: str
     evidence: str
     then: str
@@ -332,12 +330,7 @@ def rejections(rejected: Rejected, history: History) -> Concern | None:
 
 
 def warnings(warned: Sequence[Warned], last: int) -> Concern | None:
-    """Return the concern that there are warnings.
-
-    Args:
-        warned: All warnings of the run.
-        last: The number of the last committed step.
-    """
+    """Return the concern that there are warnings. `last` is the number of the last committed step."""
     if not warned:
         return None
     which = f"{counted(len(in_words(list(warned))), 'kind')} of warning, listed above"

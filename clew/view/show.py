@@ -175,12 +175,7 @@ def _show_run(
     *,
     broken: bool,
 ) -> None:
-    """Print a run, with the arguments `steps` and `path` of `show`.
-
-    Args:
-        bundle: Content of bundle.json; None for a run directory.
-        broken: True if the chain of commits does not fit together, which is printed below.
-    """
+    """Print a run, with the arguments `steps` and `path` of `show`. `bundle` is None for a run directory."""
     history, rejected = collector.history(), count_rejected(run)
     warned, _ = read_warnings(run.warnings_path)
     count = run.steps.count()
@@ -215,10 +210,7 @@ def _show_facts(
 ) -> None:
     """Print what the run is and how far it came.
 
-    Args:
-        bundle: Content of bundle.json; None for a run directory.
-        reasons: Lines that say why groups and episodes were rejected.
-        seconds: Sums of the steps' timings by name.
+    `reasons` say why groups and episodes were rejected. `seconds` are the sums of the steps' timings by name.
     """
     config, facts, supervised, count = settings_of(run), run.facts(), run.supervised, run.steps.count()
     model = [as_text(config.get(f"model.{name}", "")) for name in ("path", "dtype", "device")]
