@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -230,18 +229,11 @@ def _rows_of(file: Path) -> dict[str, str]:
 def _other_columns(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
     """Return a line that counts the groups whose rows of data differ, by column; no line if none differs."""
     both = [group for group in ours if group in theirs]
-    pairs = [(_decoded(ours[group]), _decoded(theirs[group])) for group in both if ours[group] != theirs[group]]
+    differing = [group for group in both if ours[group] != theirs[group]]
+    pairs = [(rows.parse_data(ours[group]), rows.parse_data(theirs[group])) for group in differing]
     columns = Counter(name for a, b in pairs for name in {**a, **b} if a.get(name) != b.get(name))
     which = ", ".join(f"{name} in {count}" for name, count in columns.items())
     return [f"of {len(both)} groups, {len(pairs)} have other rows of data ({which})"] if columns else []
-
-
-def _decoded(content: Any) -> dict[str, Any]:
-    try:
-        row = json.loads(content)
-    except (TypeError, ValueError):  # an altered file
-        return {}
-    return row if isinstance(row, dict) else {}
 
 
 def factor_between(runs: Pair, found: Difference, names: tuple[str, str]) -> str:

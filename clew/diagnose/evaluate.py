@@ -75,10 +75,7 @@ def evaluate(
 ) -> list[Evaluation]:
     """Evaluate each model on the same prompts, with the configuration that `_settings` chooses.
 
-    Args:
-        models: Folders or hub names of models, checkpoints of runs, or run directories (their newest checkpoint).
-        data: Held-out prompts, given like data.path; None: eval.path of the run.
-        reward: Dotted path of the reward function; None: that of the run.
+    The help of `clew eval` describes the arguments.
 
     Raises:
         ClewError: A model, the data or the reward cannot be loaded, or all episodes of a model failed.

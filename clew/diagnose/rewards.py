@@ -10,18 +10,14 @@ from typing import Any
 import numpy as np
 
 from clew.config import Config
-from clew.diagnose.recorded_model import RecordedModel, interactions_of
+from clew.diagnose.recorded_model import RecordedModel, interactions_of, resources_of
 from clew.diagnose.stages import chosen
 from clew.errors import ConfigError, EpisodeError
-from clew.gateway.episode_engine import resources
-from clew.models.loading import load_tokenizer
-from clew.models.vision import load_vision
 from clew.record.rows import by_episode
 from clew.record.run import RunDirectory
 from clew.rollout.reward_pool import RewardPool
 from clew.rollout.rewards import by_name
 from clew.rollout.setup import load_reward, load_workflow
-from clew.training import checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,10 +57,8 @@ async def rewards_again(
             f"`clew agent replay {run.path} --episode ID` runs it again on the recorded answers."
         )
     workflow, reward = load_workflow(config), load_reward(config)
-    folders = checkpoint.saved(run.checkpoints)
-    tokenizer = load_tokenizer(str(folders[0]) if folders else config.model.path)
     engine: Any = None  # a RecordedModel that is not live never asks it
-    shared = resources(config, engine, tokenizer, reward, vision=load_vision(tokenizer.name_or_path))
+    shared = resources_of(run, config, engine, reward)
     found: list[Disagreement] = []
     try:
         for step in steps:

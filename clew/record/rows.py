@@ -159,6 +159,15 @@ def by_episode(sequences: Iterable[Sequence]) -> dict[str, list[Sequence]]:
     return found
 
 
+def parse_data(cell: Any) -> dict[str, Any]:
+    """Return the data row in a cell of a table; empty if it is not a JSON object, as in an altered file."""
+    try:
+        row = json.loads(cell)
+    except (TypeError, ValueError):
+        return {}
+    return row if isinstance(row, dict) else {}
+
+
 def timeless(interaction: Any) -> Any:
     """Return an interaction without its times; unchanged if it is no object, as may be in another trainer's record."""
     if not isinstance(interaction, dict):

@@ -316,17 +316,11 @@ def _parse_line(line: bytes, step: int) -> dict[str, Any] | None:
         entry = _entry(parsed["step"], parsed) | ({"json": parsed["json"]} if "json" in parsed else {})
     except (orjson.JSONDecodeError, KeyError, TypeError):
         return None
-    return entry if entry["step"] == step and _is_entry(entry) else None
-
-
-def _is_entry(entry: Mapping[str, Any]) -> bool:
-    """Return whether an entry of the index has the types that a step gives it.
-
-    (A schema takes ten times as long, and there may be ten thousand lines.)
-    """
+    # A schema takes ten times as long, and there may be ten thousand lines.
     groups, versions, digests = (entry[key] for key in chain.INDEXED)
     lists = isinstance(groups, list) and isinstance(versions, list) and isinstance(digests, dict)
-    return lists and set(map(type, groups)) <= {str} and list(map(type, versions)) == [int, int]
+    typed = lists and set(map(type, groups)) <= {str} and list(map(type, versions)) == [int, int]
+    return entry if typed and entry["step"] == step else None
 
 
 def _line(entry: Mapping[str, Any]) -> bytes:

@@ -130,7 +130,7 @@ def _held(*crowds: Wave) -> list[Verdict]:
     latencies = [wave_report(wave, None).latency for wave in crowds]
     if not all(latencies):
         return []
-    share = min(each["blocked"].p50 / max(each["episode"].p50, 1e-9) for each in latencies)
+    share = min(each["blocked"]["p50"] / max(each["episode"]["p50"], 1e-9) for each in latencies)
     if share < BLOCKED_SHARE:
         return []
     what = f"episodes wait for the event loop for {share:.0%} of their time, perhaps for code slow on long texts"

@@ -32,15 +32,6 @@ PARTS = ("episode", "model", "agent code", "tools", "reward", "blocked")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Percentiles:
-    """Seconds per episode."""
-
-    p50: float
-    p90: float
-    p99: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class Failure:
     """Episodes that failed in the same way."""
 
@@ -71,8 +62,8 @@ class WaveReport:
 
     It is 1 when episodes run one after another although all have started, and also when no time alone is known.
     """
-    latency: dict[str, Percentiles]
-    """Seconds of the episodes that did not fail, by PARTS."""
+    latency: dict[str, dict[str, float]]
+    """Seconds of the episodes that did not fail, by PARTS: their percentiles p50, p90 and p99."""
     curve: list[tuple[float, int]]
     """Pairs of (seconds since the start, requests with the engine)."""
     cpu_share: float
@@ -191,6 +182,5 @@ def failures(episodes: Iterable[Episode]) -> list[Failure]:
     return sorted(found, key=lambda failure: -failure.count)
 
 
-def _percentiles(values: Sequence[float]) -> Percentiles:
-    p50, p90, p99 = np.percentile(values, [50, 90, 99])
-    return Percentiles(p50=float(p50), p90=float(p90), p99=float(p99))
+def _percentiles(values: Sequence[float]) -> dict[str, float]:
+    return {f"p{percent}": float(np.percentile(values, percent)) for percent in (50, 90, 99)}

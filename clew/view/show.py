@@ -56,15 +56,7 @@ def show(
     off_policy: bool = False,
     console: Console,
 ) -> None:
-    """Print what the record has.
-
-    Args:
-        path: A run directory, a bundle or, without `what`, a folder of runs.
-        what: The number of a step, or the ID of a group, an episode, a sequence or an interaction; None: the run.
-        steps: Which steps of a run to list, as a slice: "100:140" means 100 to 139.
-        tokens: Show the tokens of an episode or a sequence.
-        prompt: Show one prompt over time: the number of a row in the data file, or a text that the prompt holds.
-        off_policy: Show the most off-policy sequences of the run, or of `steps`.
+    """Print what the record has. The help of `clew show` describes the arguments.
 
     Raises:
         RecordError: There is no such thing on record, it cannot be read, or options do not go together.
