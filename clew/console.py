@@ -46,7 +46,6 @@ class EscapingConsole(Console):
         return text if self.is_terminal else re.sub(r" +$", "", text, flags=re.MULTILINE)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Return the text with control characters spelt out."""
         return super().render_str(visible(text, KEPT), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:

@@ -32,7 +32,6 @@ class Guard:
     record: str
     """Description of the record and why it is someone else's, for the message."""
     modules: frozenset[str]
-    """Modules that the user trusts."""
 
 
 guards: list[Guard] = []

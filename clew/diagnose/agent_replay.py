@@ -60,8 +60,6 @@ def replay_agent(run: RunDirectory, rows: Sequence[Row], *, agent: str | None, b
     The agent's code runs on this thread's event loop: execution may stay at a breakpoint in it for an hour.
 
     Args:
-        run: Run that recorded the episode; its configuration and a checkpoint's tokenizer are used.
-        rows: All rows of the episode.
         agent: Dotted path of the agent; None: the run's agent.
         base_url: URL of a served model, which answers from the first differing request on; None: stop there.
 

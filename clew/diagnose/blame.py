@@ -42,12 +42,7 @@ sequences are ranked by them."""
 
 
 def blame(target: Path, step: int, *, top: int, tokens: int, by: str | None, trust: SequenceABC[str] = ()) -> None:
-    """Print the sequences of a step, worst first.
-
-    Args:
-        tokens: Number of tokens to show of each of the worst sequences.
-        by: One of `BY`; None: the gradient, or the pull where only the record can be read.
-        trust: Modules that may be imported, see `clew.dotted.only_trusted`.
+    """Print the sequences of a step, worst first. The help of `clew blame` describes the arguments.
 
     Raises:
         ClewError: The step cannot be read or trained, or the measure is not known for it.

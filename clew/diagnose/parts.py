@@ -64,11 +64,7 @@ class Parts:
 
 
 def parts_of(run: RunDirectory, step: int) -> Parts:
-    """Return the parts of a step that was committed, or that failed.
-
-    Raises:
-        ClewError: The step cannot be read or trained again.
-    """
+    """Return the parts of a step that was committed, or that failed."""
     if not run.steps.by_clew:
         return _recorded(run, step, "another trainer wrote it, which leaves no checkpoint that Clew can train from")
     checkpoints = run.checkpointed()

@@ -24,8 +24,6 @@ from clew.training import checkpoint
 
 
 class RecordedModel(EpisodeEngine):
-    """EpisodeEngine that answers each request with the response that was recorded for the same request."""
-
     def __init__(
         self,
         shared: Resources,

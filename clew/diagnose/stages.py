@@ -141,11 +141,7 @@ def warn_if_altered(run: RunDirectory, batch: list[Sequence], stages: Stages, su
 
 
 def chosen(run: RunDirectory, step: int, batch: list[Sequence], only: str | None) -> list[Sequence]:
-    """Return the rows of a group, an episode or a sequence; all rows if `only` is None.
-
-    Raises:
-        RecordError: The batch has no such row.
-    """
+    """Return the rows of a group, an episode or a sequence; all if `only` is None. Raises RecordError without any."""
     found = [row for row in batch if only is None or only in (row.id, row.episode_id, row.group_id)]
     if not found:
         groups = sorted({row.group_id for row in batch})

@@ -40,8 +40,6 @@ def media_name(content: bytes) -> str:
 
 
 class Media:
-    """The folder of images of a run."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._looked_at = -LOOK_S

@@ -212,15 +212,11 @@ def _to_npy(array: np.ndarray) -> bytes:
     return file.getvalue()
 
 
-def _from_npy(content: bytes) -> np.ndarray:
-    return np.load(io.BytesIO(content), allow_pickle=False)
-
-
 _ENCODED: dict[str, Callable[[Any], Any]] = {"sampled_by": ENCODER.encode, "routed_experts": _to_npy}
 _DECODED: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(MASKS, lambda ids: np.array(ids, np.int32)),
     "sampled_by": DECODER.decode,
-    "routed_experts": _from_npy,
+    "routed_experts": lambda content: np.load(io.BytesIO(content), allow_pickle=False),
 }
 
 

@@ -113,8 +113,6 @@ class Evaluated(TypedDict):
 
 
 class RunDirectory:
-    """Paths and files of one run."""
-
     def __init__(self, path: Path, *, make: bool = True) -> None:
         """Open a run directory.
 

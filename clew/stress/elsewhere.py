@@ -15,8 +15,8 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -189,13 +189,11 @@ async def _work(task: dict[str, Any]) -> dict[str, tuple[Any, str | None, str]]:
     agent = load_agent(task["path"], task["arguments"])
     client, code, results = SharedClient(), Code(agent), {}
     for job in task["jobs"]:
-
-        @asynccontextmanager
-        async def open_episode(id: str, job: dict[str, Any] = job) -> AsyncIterator[tuple[str, str, Any]]:
-            yield job["base_url"], job["key"], client
-
+        session = contextlib.nullcontext((job["base_url"], job["key"], client))
         episode = Episode(id=job["id"], data=job["data"])
-        await run_episode(agent, episode, open_episode, timeout_s=task["timeout_s"], stepped=None, code=code)
+        await run_episode(
+            agent, episode, lambda _, own=session: own, timeout_s=task["timeout_s"], stepped=None, code=code
+        )
         results[episode.id] = (episode.reward, episode.error, episode.at)
     return results
 

@@ -15,19 +15,13 @@ from clew.algorithms.rejection import reasons_of
 from clew.errors import RecordError
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
-from clew.view.find import Found, Name
+from clew.view.find import Found, Name, episode_of
 from clew.view.text import MISSING, as_text, content_text, moment, number, pairs, visible
 from clew.view.tokens import load_tokenizer, show_tokens
 
 
 def show_episode(console: Console, run: RunDirectory, found: Found, name: Name, tokens: bool) -> None:
-    episodes = found.episodes()
-    sequences = episodes.get(name.episode or "", [])
-    if not sequences:
-        there = f"its episodes are {', '.join(episodes)}" if episodes else "it has no episode yet"
-        raise RecordError(
-            f"{run.path} has no episode {name.episode}. Group {found.id}: {visible(found.fate, keep='')}; {there}."
-        )
+    sequences = episode_of(run, found, name)
     parts = {sequence.id: [sequence.id, *(str(i.get("id")) for i in sequence.interactions)] for sequence in sequences}
     shown = [sequence for sequence in sequences if name.part is None or name.part in parts[sequence.id]]
     if not shown:

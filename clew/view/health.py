@@ -195,7 +195,6 @@ def equal_rewards(history: History, steps: Sequence[int], kinds: Mapping[float, 
 
 
 def truncation(history: History) -> Concern | None:
-    """Return the concern that many episodes are cut off at a limit."""
     cut = history.metrics["truncated_share"] > TRUNCATED
     what = f"more than {_percent(TRUNCATED)} of the episodes were cut off at sampling.max_new_tokens or another limit"
     if (history.metrics["truncated_share"] >= ALMOST_ALL).any():
@@ -225,7 +224,6 @@ def mismatch(history: History) -> Concern | None:
 
 
 def clipping(history: History, ratio: str) -> Concern | None:
-    """Return the concern that many tokens are clipped, and so have no gradient."""
     limit = CLIPPED.get(ratio, CLIPPED["token"])
     clipped = history.metrics["clip_share"] > limit
     what = f"more than {_percent(limit)} of the tokens are clipped, and so have no gradient"
@@ -311,7 +309,6 @@ def contradiction(history: History) -> Concern | None:
 
 
 def rejections(rejected: Rejected, history: History) -> Concern | None:
-    """Return the concern that many episodes failed or many groups were left out."""
     parts, example = [], ""
     failed, filtered = rejected.episodes.total(), rejected.filtered_groups.total()
     trained, groups = (float(np.nansum(history.metrics[name])) for name in ("episodes", "groups"))
