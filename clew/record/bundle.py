@@ -19,7 +19,7 @@ from typing_extensions import TypedDict
 from clew.dotted import only_trusted
 from clew.errors import ClewError, RecordError
 from clew.reading import STRICT, Count, read_json
-from clew.record import rows
+from clew.record import rows, summary
 from clew.record.files import explain_disk_errors, write_json
 from clew.record.origin import NAME, why_foreign
 from clew.record.run import RunDirectory, no_run, open_run
@@ -44,20 +44,6 @@ class Bundle(TypedDict):
     first: Count
     stages_only: bool
     run: str
-
-
-UNKNOWN = {
-    "tensors": {},
-    "metrics": {},
-    "evaluation": None,
-    "plan": [],
-    "environment": {},
-    "config": {},
-    "code": {},
-    "committed_at": None,
-    "timings": {},
-}
-"""Placeholder JSON for the steps before a bundle's first one. The bundle holds only their index lines."""
 
 
 def write_bundle(run: RunDirectory, step: int, *, stages_only: bool, to: Path | None = None) -> Path:
@@ -239,11 +225,11 @@ def _unpack(path: Path, folder: Path) -> None:
 
 
 def _contents(path: Path, folder: Path) -> dict[str, Any]:
-    """Return the content of bundle.json, and write placeholders for the steps before the first. Raises RecordError."""
+    """Return the content of bundle.json, and write placeholders for the earlier steps, which have only index lines."""
     contents = read_json(folder / NAME, Bundle)
     rows.check_format(path, contents["clew_format"])
     steps = RunDirectory(folder).steps
     for entry in steps.index_lines()[: contents["first"]]:
         if not steps.json_path(entry["step"]).exists():
-            write_json(steps.json_path(entry["step"]), {"clew_format": rows.FORMAT, **UNKNOWN, **entry})
+            write_json(steps.json_path(entry["step"]), {"clew_format": rows.FORMAT, **summary.UNKNOWN, **entry})
     return contents

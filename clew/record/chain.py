@@ -51,7 +51,6 @@ _SEALED = (b'"seal": "', b'"rows": "', b'"follows": "', b'"follows": null')
 _CHECKPOINT = re.compile(r"checkpoints/step-\d{6,}/checkpoint\.json")
 _EVALUATION = re.compile(r"evals/version-\d{6,}\.json")
 CHECKPOINT_FOLDER = re.compile(r"step-\d{6,}")
-"""Name of a checkpoint's folder."""
 
 
 def checkpoint_folders(checkpoints: Path) -> list[Path]:

@@ -281,10 +281,8 @@ class RunDirectory:
     def write_eval(self, version: int, sequences: Sequence[rows.Sequence], summary: dict[str, Any] | None) -> None:
         """Write an evaluation. Its JSON is written last, which marks it as complete.
 
-        `rows` in the JSON is the digest of the file with the sequences.
-
-        Args:
-            summary: Content of the JSON; None if too many episodes failed, so that the evaluation is not complete.
+        `rows` in the JSON is the digest of the file with the sequences. `summary` is None if too many episodes failed,
+        so that the evaluation is not complete.
         """
         path = self.evals / f"version-{version:06d}.parquet"
         rows.write_table(path, rows.to_table(sequences))

@@ -23,6 +23,19 @@ Digests = Annotated[str, Field(pattern="^([0-9a-f]{16})*$")]
 AtLeastOne = Annotated[int, Field(strict=True, ge=1, lt=2**31)]
 Plan = list[list[list[Count]]]
 
+UNKNOWN = {
+    "tensors": {},
+    "metrics": {},
+    "evaluation": None,
+    "plan": [],
+    "environment": {},
+    "config": {},
+    "code": {},
+    "committed_at": None,
+    "timings": {},
+}
+"""Content of a step's JSON, apart from its index line, as far as it is not known."""
+
 
 @with_config(STRICT)
 class Committed(TypedDict):

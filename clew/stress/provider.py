@@ -48,7 +48,6 @@ class Exchange:
 
     episode: str
     came: float
-    """time.monotonic()"""
     done: float
     """time.monotonic() when its last message passed."""
     asked: bytes = b""

@@ -51,7 +51,6 @@ class Episode:
     stopped: str = ""
     """Reason why the episode was stopped; empty if it ended by itself."""
     stopped_at: float = 0.0
-    """time.monotonic() when the episode was stopped."""
     abandoned: bool = False
     """True if the next cancellation ends the episode although its code swallows CancelledError."""
     idle_from: float = 0.0

@@ -70,7 +70,6 @@ def _difference(bounds: Sequence[float] | None) -> str:
 
 
 def show_failed(console: Console, name: str, episodes: Sequence[dict[str, Any]]) -> None:
-    """Print how many episodes of a model failed, by the kind of their error."""
     kinds = Counter(named_kinds([each["error"] for each in episodes if each["error"] is not None]))
     if not kinds:
         return

@@ -246,9 +246,7 @@ def rejected_tokens(history: History) -> Concern | None:
 def gradients(history: History, factor: float | None, *, supervised: bool = False) -> Concern | None:
     """Return the concern that the gradient spiked, or that updates were left out.
 
-    Args:
-        factor: Value of training.spike_factor; None: `SPIKE`.
-        supervised: True for a run of `clew sft`, which `clew blame` does not take.
+    `factor` is training.spike_factor; None: `SPIKE`. `clew blame` does not take a `supervised` run, of `clew sft`.
     """
     spikes = find_spikes(history, factor or SPIKE)
     skipped = np.nan_to_num(history.metrics["updates_skipped"])
@@ -379,8 +377,7 @@ def _fall_at_once(rewards: np.ndarray, steps: np.ndarray, errors: np.ndarray) ->
 
     The noise of a step is estimated from the steps before it, or if these are few, from the rewards within them.
 
-    Args:
-        errors: Standard error of each step's reward [N]; NaN where it is unknown.
+    `errors` are the standard errors of the steps' rewards [N]; NaN where unknown.
     """
     falls = {}
     for place in range(1, len(rewards)):
@@ -408,8 +405,7 @@ def _fall_at_once(rewards: np.ndarray, steps: np.ndarray, errors: np.ndarray) ->
 def negative_rewards(history: History, highest: float) -> Concern | None:
     """Return the concern that no episode gets a reward above 0, as if the sign of the reward were wrong.
 
-    Args:
-        highest: The highest reward of an episode of the newest step; NaN if it is unknown.
+    `highest` is the highest reward of an episode of the newest step; NaN if it is unknown.
     """
     rewards = history.metrics["reward"]
     if not (history.known("reward") and highest <= 0 and np.nanmax(rewards) <= 0 and np.nanmin(rewards) < 0):

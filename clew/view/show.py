@@ -353,10 +353,9 @@ def _show_groups(console: Console, run: RunDirectory, step: int) -> None:
         groups.setdefault(sequence.group_id, []).append(sequence)
     column = settings_of(run).get("data.prompt", "prompt")
     stages = read_stages(console, run, step)
-    rejected, advantages = stages.get("rejected"), stages.get("advantages", {})
+    rejected, advantages = stages.get("rejected", {}), stages.get("advantages", {})
     rows = Rows(
-        *("group", "sequences", "lag", *["rejected"] * (rejected is not None)),
-        *("mean", "spread", "rewards", "advantages", "prompt"),
+        *("group", "sequences", "lag", "rejected", "mean", "spread", "rewards", "advantages", "prompt"),
         left=("group",),
         words=("rewards", "advantages", "prompt"),
         spare=("sequences", "spread", "mean", "advantages", "lag"),
@@ -367,7 +366,7 @@ def _show_groups(console: Console, run: RunDirectory, step: int) -> None:
             group,
             str(len(sequences)),
             lag(sequences, step),
-            *([rejected_of(sequences, rejected)] if rejected is not None else []),
+            rejected_of(sequences, rejected),
             number(float(np.mean(list(rewards.values())))),
             number(float(np.std(list(rewards.values())))),
             " ".join(number(reward, ".4g") for reward in rewards.values()),
@@ -411,10 +410,10 @@ def _show_group(console: Console, run: RunDirectory, found: Found) -> None:
     console.print(pairs(facts))
     console.print()
     stages = read_stages(console, run, found.step if found.committed else None)
-    rejected, advantages = stages.get("rejected"), stages.get("advantages", {})
+    rejected, advantages = stages.get("rejected", {}), stages.get("advantages", {})
     rows = Rows(
-        *("episode", "sequences", "tokens", *["rejected"] * (rejected is not None)),
-        *("reward", "advantage", "rewards", "finish", "versions", "completion"),
+        *("episode", "sequences", "tokens", "rejected", "reward", "advantage", "rewards", "finish", "versions"),
+        "completion",
         left=("episode", "finish", "versions"),
         words=("rewards", "completion"),
         spare=("sequences", "versions", "finish", "rewards", "advantage", "tokens"),
@@ -428,7 +427,7 @@ def _show_group(console: Console, run: RunDirectory, found: Found) -> None:
             episode,
             str(len(sequences)),
             str(sum(int(sequence.loss_mask.sum()) for sequence in sequences)),
-            *([rejected_of(sequences, rejected)] if rejected is not None else []),
+            rejected_of(sequences, rejected),
             number(last.reward, ".4g"),
             number(_mean_advantage(sequences, advantages), ".4g"),
             one_line(rewards_by_name(last.rewards)),
