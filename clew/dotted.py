@@ -30,7 +30,6 @@ class Guard:
     """A rule that applies while someone else's record is open: see `only_trusted`."""
 
     record: str
-    """Description of the record and why it is someone else's, for the message."""
     modules: frozenset[str]
 
 

@@ -88,7 +88,14 @@ def show(
         elif what.isdecimal():
             _show_step(console, run, int(what))
         else:
-            _show_named(console, run, what, tokens)
+            name = Name.parse(what)
+            found = find_group(run, name)
+            if name.episode is not None:
+                show_episode(console, run, found, name, tokens)
+            elif tokens:
+                raise RecordError(f"--tokens shows an episode or a sequence. Name one of them, such as {what}.e0.")
+            else:
+                _show_group(console, run, found)
         _show_breaks(console, broken)
 
 
@@ -100,17 +107,6 @@ def _show_breaks(console: Console, found: list[chain.Break]) -> None:
         console.print(Text(f"BROKEN CHAIN  {visible(str(each))}", style="red"))
     if len(found) > BREAKS_SHOWN:
         console.print(Text(f"and {len(found) - BREAKS_SHOWN} more places where the record does not fit together"))
-
-
-def _show_named(console: Console, run: RunDirectory, what: str, tokens: bool) -> None:
-    name = Name.parse(what)
-    found = find_group(run, name)
-    if name.episode is None and tokens:
-        raise RecordError(f"--tokens shows an episode or a sequence. Name one of them, such as {name.group}.e0.")
-    if name.episode is None:
-        _show_group(console, run, found)
-    else:
-        show_episode(console, run, found, name, tokens)
 
 
 # Runs -----------------------------------------------------------------------------------------------------------------
