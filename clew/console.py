@@ -33,8 +33,7 @@ class EscapingConsole(Console):
     def __init__(self, *, wide: int | None = None, **options: Any) -> None:
         """Create a Console with Rich's own options; `markup`, `emoji` and `highlight` are off by default.
 
-        Args:
-            wide: Width of what is printed to a file or a pipe; None for Rich's 80 columns.
+        `wide` is the width of what is printed to a file or a pipe; None for Rich's 80 columns.
         """
         width = None if sys.stdout.isatty() else wide
         super().__init__(**{"markup": False, "emoji": False, "highlight": False, "width": width, **options})

@@ -116,17 +116,11 @@ def _files(run: RunDirectory, steps: range, versions: list[int]) -> list[Path]:
         files += [run.steps.data_path(number), run.steps.json_path(number), *run.steps.stage_paths(number)]
     for version in versions:
         files += [file for file in sorted(run.checkpoint(version).rglob("*")) if file.is_file()]
-    for name in sorted({name for number in steps for name in _images(run, number)}):
+    tables = (rows.read_table(run.steps.data_path(number)) for number in steps if run.steps.has_data(number))
+    for name in sorted({name for table in tables for names in rows.images_of(table) for name in names}):
         run.media.read(name)  # raises the error
         files.append(run.media.path(name))
     return files
-
-
-def _images(run: RunDirectory, step: int) -> list[str]:
-    """Return the names of the images in a step's data, or an empty list if the data is gone."""
-    if not run.steps.has_data(step):
-        return []
-    return [name for names in rows.images_of(rows.read_table(run.steps.data_path(step))) for name in names]
 
 
 def _check_files(run: RunDirectory, step: int, files: list[Path]) -> None:

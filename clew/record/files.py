@@ -24,8 +24,7 @@ log = logging.getLogger("clew.record")
 def write_bytes(path: Path, content: bytes | memoryview, *, private: bool = False) -> None:
     """Write `content` to `path` atomically. Raises RecordError if the disk is full, or this user may not write there.
 
-    Args:
-        private: Let only this user read the file (mode 0600), from before it has any content.
+    A `private` file can be read only by this user (mode 0600), from before it has any content.
     """
     opener = (lambda name, flags: os.open(name, flags, 0o600)) if private else None
     beside = path.with_name(f".{path.name}.{os.getpid()}")

@@ -176,9 +176,8 @@ def equal_steps(history: History, advantages: str) -> list[int]:
 def equal_rewards(history: History, steps: Sequence[int], kinds: Mapping[float, int], looked: str) -> Concern | None:
     """Return the concern that too many groups teach nothing.
 
-    Args:
-        steps: Result of `equal_steps`.
-        kinds: Number of groups whose episodes all have the same reward, by that reward, in the steps `looked` names.
+    `steps` is the result of `equal_steps`. `kinds` counts the groups whose episodes all have the same reward, by that
+    reward, in the steps that `looked` names.
     """
     if not steps:
         return None
