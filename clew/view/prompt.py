@@ -64,7 +64,16 @@ def show_prompt(console: Console, run: RunDirectory, wanted: str) -> None:
         spare=("lag", "length"),
     )
     for attempt in sorted(attempts, key=lambda attempt: attempt.group):
-        made.add_row(*_cells(attempt))
+        scored = [reward for reward in attempt.rewards if np.isfinite(reward)]
+        made.add_row(
+            MISSING if attempt.step is None else str(attempt.step),
+            attempt.group,
+            one_line(" ".join(number(reward, ".4g") for reward in attempt.rewards)),
+            number(float(np.mean(scored)) if scored else None),
+            number(attempt.length, ".1f"),
+            attempt.lag,
+            one_line(attempt.error or ""),
+        )
     console.print(made)
 
 
@@ -101,19 +110,6 @@ def _found(run: RunDirectory, config: Mapping[str, Any], wanted: str) -> tuple[s
         )
     content = whole[0] if len(whole) == 1 else next(iter(found))
     return content, found[content], False
-
-
-def _cells(attempt: Attempt) -> list[Any]:
-    scored = [reward for reward in attempt.rewards if np.isfinite(reward)]
-    return [
-        MISSING if attempt.step is None else str(attempt.step),
-        attempt.group,
-        one_line(" ".join(number(reward, ".4g") for reward in attempt.rewards)),
-        number(float(np.mean(scored)) if scored else None),
-        number(attempt.length, ".1f"),
-        attempt.lag,
-        one_line(attempt.error or ""),
-    ]
 
 
 def _row_of_file(config: Mapping[str, Any], place: int) -> dict[str, Any]:
