@@ -37,8 +37,7 @@ MOST = 200
 def arm(path: Path, waits: Callable[[], list[dict[str, Any]]]) -> None:
     """Install a signal handler that writes tasks and waits to `path`. Does nothing outside the main thread.
 
-    Args:
-        waits: Returns this process's waits. It runs in the signal handler, so it must not take a lock.
+    `waits` returns this process's waits. It runs in the signal handler, so it must not take a lock.
     """
     if ASKING is None or threading.current_thread() is not threading.main_thread():
         return

@@ -56,12 +56,14 @@ TOKEN_VARIABLE = "CLEW_LLM_SERVER_TOKEN"
 class Config(Section):
     """Settings of a run. A command ignores the sections that it does not need."""
 
-    experiment: str = Field(
-        pattern=r"^[\w-][\w.-]*$", description="Experiment, as in the run directory ROOT/EXPERIMENT/TRIAL."
-    )
-    trial: str = Field(default="0", pattern=r"^[\w-][\w.-]*$", description="Second part of the run directory.")
-    root: str = Field(default="runs", description="Folder that holds the run directories.")
-    seed: int = Field(default=1, ge=0, description="Seed of the run; all other seeds derive from it and from IDs.")
+    experiment: str = Field(pattern=r"^[\w-][\w.-]*$")
+    """Experiment, as in the run directory ROOT/EXPERIMENT/TRIAL."""
+    trial: str = Field(default="0", pattern=r"^[\w-][\w.-]*$")
+    """Second part of the run directory."""
+    root: str = "runs"
+    """Folder that holds the run directories."""
+    seed: int = Field(default=1, ge=0)
+    """Seed of the run; all other seeds derive from it and from IDs."""
     model: Model
     data: Data
     rollout: Rollout = Rollout()
@@ -320,15 +322,7 @@ class Config(Section):
 
 
 def check_critic_fields(config: Config, *, with_critic: bool) -> None:
-    """Check the critic's fields against a user's own advantages. `Config` checks built-in ones.
-
-    Args:
-        config: The configuration.
-        with_critic: Whether the advantages take a critic's values.
-
-    Raises:
-        ConfigError: A field does not fit.
-    """
+    """Raise ConfigError if the critic's fields do not fit a user's own advantages. `Config` checks built-in ones."""
     algorithm = config.algorithm
     if algorithm.advantages in ADVANTAGES:
         return
@@ -358,11 +352,7 @@ def load(path: Path | str, overrides: Sequence[str] = ()) -> Config:
 
 
 def parse(text: str, path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Return the configuration in a YAML text, as `load` does for a file.
-
-    Args:
-        path: The file that the text comes from, for error messages.
-    """
+    """Return the configuration in a YAML text, as `load` does for a file. `path` is for error messages."""
     import yaml
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException

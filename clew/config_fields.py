@@ -13,140 +13,115 @@ from clew.algorithms import ADVANTAGES, LOSSES, PRESETS, WITH_CRITIC, Preset
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
 
 
-class Section(BaseModel):
-    """A frozen section of the configuration that refuses unknown fields."""
+def _unwrap(schema: dict[str, Any]) -> None:
+    """Put the description of each field in a JSON Schema on one line."""
+    for field in schema["properties"].values():
+        if "description" in field:
+            field["description"] = " ".join(field["description"].split())
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+
+class Section(BaseModel):
+    """A frozen section of the configuration. It refuses unknown fields; the docstring of a field is its description."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, json_schema_extra=_unwrap)
 
 
 class Model(Section):
     """The policy, and the device that it computes on."""
 
-    path: str = Field(description="Folder (as save_pretrained writes it) or hub name of a causal language model.")
-    dtype: Literal["float32", "bfloat16", "float64"] = Field(
-        default="float32", description="Number type of the weights, in training and in inference."
-    )
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="Device to compute on; auto: cuda if there is one, otherwise cpu."
-    )
+    path: str
+    """Folder (as save_pretrained writes it) or hub name of a causal language model."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Number type of the weights, in training and in inference."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device to compute on; auto: cuda if there is one, otherwise cpu."""
 
 
 class Data(Section):
     """The prompts."""
 
-    path: str = Field(description="JSON-lines or Parquet file, or the hub name of a data set.")
-    split: str = Field(default="train", description="Split of a hub data set; ignored for files.")
-    prompt: str = Field(
-        default="prompt",
-        description="Column with the prompt: text, or a list of chat messages. For `clew sft` a list without a "
-        "completion is a whole conversation; by default it may also be in the column `messages`.",
-    )
-    completion: str = Field(
-        default="completion", description="Column with the demonstration, or with the preferred of two completions."
-    )
-    rejected: str = Field(
-        default="rejected", description="Column with the other completion, for training.objective dpo and reward_model."
-    )
-    limit: int | None = Field(default=None, ge=1, description="Number of rows to use, from the first on; null: all.")
-    max_prompt_tokens: int | None = Field(
-        default=None,
-        ge=1,
-        description="Maximum length of a prompt in tokens; rollout leaves out longer rows and logs how many; null: no "
-        "limit.",
-    )
+    path: str
+    """JSON-lines or Parquet file, or the hub name of a data set."""
+    split: str = "train"
+    """Split of a hub data set; ignored for files."""
+    prompt: str = "prompt"
+    """Column with the prompt: text, or a list of chat messages. For `clew sft` a list without a completion is a whole
+    conversation; by default it may also be in the column `messages`."""
+    completion: str = "completion"
+    """Column with the demonstration, or with the preferred of two completions."""
+    rejected: str = "rejected"
+    """Column with the other completion, for training.objective dpo and reward_model."""
+    limit: int | None = Field(default=None, ge=1)
+    """Number of rows to use, from the first on; null: all."""
+    max_prompt_tokens: int | None = Field(default=None, ge=1)
+    """Maximum length of a prompt in tokens; rollout leaves out longer rows and logs how many; null: no limit."""
 
 
 class Rollout(Section):
     """Settings for making and admitting episodes."""
 
-    workflow: str = Field(
-        default="clew.rollout.workflows.SingleTurn", description="Dotted path of the workflow's class."
-    )
-    agent: str | None = Field(
-        default=None,
-        description="Dotted path of an agent's class (with `async def run`), used instead of a workflow.",
-    )
-    workflow_kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="Arguments for the constructor of the workflow or agent."
-    )
-    max_turns: int | None = Field(
-        default=None, ge=1, description="Maximum number of requests that an agent makes in an episode; null: no limit."
-    )
-    max_episode_tokens: int | None = Field(
-        default=None,
-        ge=1,
-        description="Number of generated tokens after which an agent's requests are refused; null: no limit.",
-    )
-    sequences: Literal["concat", "individual"] = Field(
-        default="concat",
-        description="concat: turns that extend one another become one sequence; individual: each turn becomes its own.",
-    )
-    reward: str | None = Field(
-        default=None, description="Dotted path of the reward function, (completion, data) -> number or named numbers."
-    )
-    reward_timeout_s: float = Field(
-        default=30.0, gt=0, description="Seconds after which a call of the reward is killed and the episode fails."
-    )
-    reward_workers: int = Field(
-        default=1, ge=1, description="Number of processes that compute rewards; async rewards run without them."
-    )
-    n_samples: int = Field(default=8, ge=1, description="Number of episodes in a group, all of the same prompt.")
-    batch_groups: int = Field(default=16, ge=1, description="Number of groups in a batch, which one step consumes.")
-    max_lag: int = Field(
-        default=0,
-        ge=0,
-        description="Maximum number of versions that a token may be older than the trainer, also called max staleness "
-        "or off-policyness; 0: synchronous.",
-    )
-    late: Literal["wait", "train"] = Field(
-        default="wait", description="If a group would grow too old: wait for it, or train on it later."
-    )
-    drop_equal_rewards: bool = Field(
-        default=False, description="Reject groups whose rewards are all equal, and make others in their place."
-    )
-    max_failed_share: float = Field(
-        default=0.2,
-        ge=0,
-        le=1,
-        description="Share of failed episodes above which the run stops: within about a batch if all fail, later the "
-        "nearer the share is to this limit, so that chance does not stop a healthy run.",
-    )
-    episode_timeout_s: float = Field(
-        default=600.0, gt=0, description="Seconds after which an episode is cancelled and fails."
-    )
+    workflow: str = "clew.rollout.workflows.SingleTurn"
+    """Dotted path of the workflow's class."""
+    agent: str | None = None
+    """Dotted path of an agent's class (with `async def run`), used instead of a workflow."""
+    workflow_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments for the constructor of the workflow or agent."""
+    max_turns: int | None = Field(default=None, ge=1)
+    """Maximum number of requests that an agent makes in an episode; null: no limit."""
+    max_episode_tokens: int | None = Field(default=None, ge=1)
+    """Number of generated tokens after which an agent's requests are refused; null: no limit."""
+    sequences: Literal["concat", "individual"] = "concat"
+    """concat: turns that extend one another become one sequence; individual: each turn becomes its own."""
+    reward: str | None = None
+    """Dotted path of the reward function, (completion, data) -> number or named numbers."""
+    reward_timeout_s: float = Field(default=30.0, gt=0)
+    """Seconds after which a call of the reward is killed and the episode fails."""
+    reward_workers: int = Field(default=1, ge=1)
+    """Number of processes that compute rewards; async rewards run without them."""
+    n_samples: int = Field(default=8, ge=1)
+    """Number of episodes in a group, all of the same prompt."""
+    batch_groups: int = Field(default=16, ge=1)
+    """Number of groups in a batch, which one step consumes."""
+    max_lag: int = Field(default=0, ge=0)
+    """Maximum number of versions that a token may be older than the trainer, also called max staleness or
+    off-policyness; 0: synchronous."""
+    late: Literal["wait", "train"] = "wait"
+    """Treatment of a group that would grow too old: wait for it, or train on it later."""
+    drop_equal_rewards: bool = False
+    """Reject groups whose rewards are all equal, and make others in their place."""
+    max_failed_share: float = Field(default=0.2, ge=0, le=1)
+    """Share of failed episodes above which the run stops: within about a batch if all fail, later the nearer the share
+    is to this limit, so that chance does not stop a healthy run."""
+    episode_timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds after which an episode is cancelled and fails."""
 
 
 class Reward(Section):
     """Settings for changing rewards before they are trained on."""
 
-    turn_discount: float = Field(
-        default=1.0,
-        gt=0,
-        le=1,
-        description="Discount per turn: a return is the turn's reward plus this multiple of the next return.",
-    )
+    turn_discount: float = Field(default=1.0, gt=0, le=1)
+    """Discount per turn: a return is the turn's reward plus this multiple of the next return."""
 
 
 class Sampling(Section):
     """Settings for drawing tokens."""
 
-    max_new_tokens: int = Field(default=256, ge=1, description="Maximum number of tokens in a response.")
-    min_new_tokens: int = Field(default=0, ge=0, description="Number of tokens before which a response cannot end.")
-    temperature: float = Field(default=1.0, ge=0, description="Divisor of the logits; 0: take the likeliest token.")
-    top_p: float = Field(
-        default=1.0,
-        gt=0,
-        le=1,
-        description="Draw from the fewest likeliest tokens with this probability in total.",
-    )
-    top_k: int = Field(default=0, ge=0, description="Draw from this many of the likeliest tokens; 0: from all.")
-    min_p: float = Field(
-        default=0.0, ge=0, lt=1, description="Draw from tokens with at least this share of the likeliest's probability."
-    )
-    stop: list[str] = Field(default_factory=list, description="Strings that end a response.")
-    stop_token_ids: list[int] | None = Field(
-        default=None, description="Token IDs that end a response; null: the end tokens of tokenizer and model."
-    )
+    max_new_tokens: int = Field(default=256, ge=1)
+    """Maximum number of tokens in a response."""
+    min_new_tokens: int = Field(default=0, ge=0)
+    """Number of tokens before which a response cannot end."""
+    temperature: float = Field(default=1.0, ge=0)
+    """Divisor of the logits; 0: take the likeliest token."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Draw from the fewest likeliest tokens with this probability in total."""
+    top_k: int = Field(default=0, ge=0)
+    """Draw from this many of the likeliest tokens; 0: from all."""
+    min_p: float = Field(default=0.0, ge=0, lt=1)
+    """Draw from tokens with at least this share of the likeliest's probability."""
+    stop: list[str] = Field(default_factory=list)
+    """Strings that end a response."""
+    stop_token_ids: list[int] | None = None
+    """Token IDs that end a response; null: the end tokens of tokenizer and model."""
 
     @model_validator(mode="after")
     def _lengths_agree(self) -> Sampling:
@@ -161,34 +136,24 @@ class Sampling(Section):
 class Inference(Section):
     """The inference engine and its server."""
 
-    backend: Literal["embedded", "vllm", "sglang"] = Field(
-        default="embedded",
-        description="Engine that generates: Clew's own, or a vLLM or SGLang server that `clew serve` starts.",
-    )
-    args: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Options of the vLLM or SGLang server as on its command line, such as {max-num-batched-tokens: "
-        "4096}; true: an option without a value.",
-    )
-    python: str | None = Field(
-        default=None, description="Python in which vLLM or SGLang is installed; null: the one that runs Clew."
-    )
-    listen: str = Field(default="127.0.0.1:0", description="host:port of `clew serve`; port 0: any free one.")
-    max_running: int = Field(
-        default=128, ge=1, description="Maximum number of sequences generated side by side; further requests wait."
-    )
-    cache_gib: float = Field(
-        default=1.0, gt=0, description="GiB of memory for keys and values; requests wait when it is full."
-    )
-    on_update: Literal["continue", "restart", "wait"] = Field(
-        default="continue",
-        description="On new weights, generations in flight continue under them, restart from the prompt, or the update "
-        "waits until they have ended.",
-    )
-    weights: str | None = Field(
-        default=None,
-        description="Folder for weights on their way to inference, such as /dev/shm/NAME; null: the run directory.",
-    )
+    backend: Literal["embedded", "vllm", "sglang"] = "embedded"
+    """Engine that generates: Clew's own, or a vLLM or SGLang server that `clew serve` starts."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Options of the vLLM or SGLang server as on its command line, such as {max-num-batched-tokens: 4096}; true: an
+    option without a value."""
+    python: str | None = None
+    """Python in which vLLM or SGLang is installed; null: the one that runs Clew."""
+    listen: str = "127.0.0.1:0"
+    """host:port of `clew serve`; port 0: any free one."""
+    max_running: int = Field(default=128, ge=1)
+    """Maximum number of sequences generated side by side; further requests wait."""
+    cache_gib: float = Field(default=1.0, gt=0)
+    """GiB of memory for keys and values; requests wait when it is full."""
+    on_update: Literal["continue", "restart", "wait"] = "continue"
+    """On new weights, generations in flight continue under them, restart from the prompt, or the update waits until
+    they have ended."""
+    weights: str | None = None
+    """Folder for weights on their way to inference, such as /dev/shm/NAME; null: the run directory."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -199,90 +164,64 @@ class Inference(Section):
 class Weights(Section):
     """The way of new weights from the trainer to inference servers."""
 
-    via: Literal["disk", "collective"] = Field(
-        default="disk",
-        description="Weights go through a folder that both can read (inference.weights), or rank 0 of the trainer "
-        "broadcasts them to the servers (over gloo, and over NCCL on GPUs).",
-    )
+    via: Literal["disk", "collective"] = "disk"
+    """Weights go through a folder that both can read (inference.weights), or rank 0 of the trainer broadcasts them to
+    the servers (over gloo, and over NCCL on GPUs)."""
 
 
 class Training(Section):
     """The optimizer (AdamW) and the shape of a step."""
 
-    steps: int = Field(default=100, ge=1, description="Number of steps of the whole run.")
-    batch_size: int = Field(
-        default=32, ge=1, description="Number of demonstrations in a step of `clew sft`; RL uses rollout.batch_groups."
-    )
-    objective: Literal["sft", "dpo", "reward_model"] = Field(
-        default="sft",
-        description="Loss of `clew sft`: cross-entropy, or for preferences DPO's (arXiv 2305.18290) or Bradley and "
-        "Terry's (arXiv 2203.02155, equation 1).",
-    )
-    lora_rank: int | None = Field(
-        default=None,
-        ge=1,
-        description="Rank of the low-rank adapters to train in all linear layers (arXiv 2106.09685); null: train all "
-        "weights.",
-    )
-    lora_alpha: float | None = Field(
-        default=None, gt=0, description="Adapters are scaled by lora_alpha / lora_rank; null: by 2."
-    )
-    lr: float = Field(default=1e-5, gt=0, description="Peak learning rate.")
-    schedule: Literal["constant", "linear", "cosine"] = Field(
-        default="constant", description="Course of the learning rate after the warm-up; linear and cosine end at 0."
-    )
-    warmup_steps: int = Field(
-        default=0, ge=0, description="Number of optimizer updates over which the learning rate rises from 0."
-    )
-    weight_decay: float = Field(
-        default=0.0, ge=0, description="AdamW's decoupled weight decay, for matrices only (not norms and biases)."
-    )
-    betas: tuple[DecayRate, DecayRate] = Field(
-        default=(0.9, 0.95), description="AdamW's decay rates of the two moments."
-    )
-    max_grad_norm: float = Field(default=1.0, gt=0, description="Global norm to which larger gradients are scaled.")
-    on_bad_gradient: Literal["stop", "skip"] = Field(
-        default="stop", description="If an update has NaN, infinity or a spike: stop the run, or skip the update."
-    )
-    spike_factor: float | None = Field(
-        default=None,
-        gt=1,
-        description="Gradient norms above this multiple of the median of the last 8 to 32 updates count as spikes; "
-        "null: off.",
-    )
-    micro_batch_tokens: int = Field(
-        default=4096,
-        ge=1,
-        description="Number of tokens that a rank computes at a time; padding counts if the architecture cannot pack "
-        "rows.",
-    )
-    tp: int = Field(
-        default=1,
-        ge=1,
-        description="Number of ranks that compute the same tokens, each with its share of every block (tensor "
-        "parallelism, arXiv 1909.08053).",
-    )
-    activation_checkpointing: bool = Field(
-        default=False, description="Compute each block again in the backward pass, which saves memory and costs time."
-    )
-    deterministic: bool = Field(
-        default=False, description="Use CUDA kernels that give the same bits each time; the CPU's always do."
-    )
+    steps: int = Field(default=100, ge=1)
+    """Number of steps of the whole run."""
+    batch_size: int = Field(default=32, ge=1)
+    """Number of demonstrations in a step of `clew sft`; RL uses rollout.batch_groups."""
+    objective: Literal["sft", "dpo", "reward_model"] = "sft"
+    """Loss of `clew sft`: cross-entropy, or for preferences DPO's (arXiv 2305.18290) or Bradley and Terry's (arXiv
+    2203.02155, equation 1)."""
+    lora_rank: int | None = Field(default=None, ge=1)
+    """Rank of the low-rank adapters to train in all linear layers (arXiv 2106.09685); null: train all weights."""
+    lora_alpha: float | None = Field(default=None, gt=0)
+    """Adapters are scaled by lora_alpha / lora_rank; null: by 2."""
+    lr: float = Field(default=1e-5, gt=0)
+    """Peak learning rate."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate after the warm-up; linear and cosine end at 0."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Number of optimizer updates over which the learning rate rises from 0."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's decoupled weight decay, for matrices only (not norms and biases)."""
+    betas: tuple[DecayRate, DecayRate] = (0.9, 0.95)
+    """AdamW's decay rates of the two moments."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Global norm to which larger gradients are scaled."""
+    on_bad_gradient: Literal["stop", "skip"] = "stop"
+    """Reaction to an update with NaN, infinity or a spike: stop the run, or skip the update."""
+    spike_factor: float | None = Field(default=None, gt=1)
+    """Gradient norms above this multiple of the median of the last 8 to 32 updates count as spikes; null: off."""
+    micro_batch_tokens: int = Field(default=4096, ge=1)
+    """Number of tokens that a rank computes at a time; padding counts if the architecture cannot pack rows."""
+    tp: int = Field(default=1, ge=1)
+    """Number of ranks that compute the same tokens, each with its share of every block (tensor parallelism, arXiv
+    1909.08053)."""
+    activation_checkpointing: bool = False
+    """Compute each block again in the backward pass, which saves memory and costs time."""
+    deterministic: bool = False
+    """Use CUDA kernels that give the same bits each time; the CPU's always do."""
 
 
 class Reject(Section):
     """Bounds outside which tokens, or whole sequences, add nothing to the loss."""
 
-    by: Literal["ratio", "k3"] = Field(
-        description="Value to bound: proximal over behaviour probability w, or the k3 estimate of their divergence, "
-        "w - log w - 1."
-    )
-    over: Literal["token", "sequence_mean", "sequence_product", "sequence_max"] = Field(
-        description="token: reject single tokens; sequence_mean, sequence_product, sequence_max: whole sequences, "
-        "by the mean (of ratios the geometric one), the product or the maximum over their trained tokens."
-    )
-    low: float | None = Field(default=None, gt=0, description="Reject below this value; null: no lower bound.")
-    high: float | None = Field(default=None, gt=0, description="Reject above this value; null: no upper bound.")
+    by: Literal["ratio", "k3"]
+    """Value to bound: proximal over behaviour probability w, or the k3 estimate of their divergence, w - log w - 1."""
+    over: Literal["token", "sequence_mean", "sequence_product", "sequence_max"]
+    """token: reject single tokens; sequence_mean, sequence_product, sequence_max: whole sequences, by the mean (of
+    ratios the geometric one), the product or the maximum over their trained tokens."""
+    low: float | None = Field(default=None, gt=0)
+    """Reject below this value; null: no lower bound."""
+    high: float | None = Field(default=None, gt=0)
+    """Reject above this value; null: no upper bound."""
 
     @model_validator(mode="after")
     def _bounds_agree(self) -> Reject:
@@ -321,134 +260,79 @@ class Algorithm(Section):
     docs/algorithms.md has the formulas.
     """
 
-    preset: Preset | str | None = Field(
-        default=None,
-        description="Published algorithm, or dotted path of your own module with any of OPTIONS, advantages and loss; "
-        "it sets the options that the configuration leaves out; null: none.",
-    )
-    minibatches: int = Field(
-        default=1, ge=1, description="Number of optimizer updates in a step, each on its share of the groups."
-    )
-    advantages: str = Field(
-        default="group",
-        description="group (GRPO), group_mean_batch_std (Lite PPO, arXiv 2508.08221), batch (REINFORCE++, arXiv "
-        "2501.03262), mean (Dr. GRPO, arXiv 2503.20783), leave_one_out (RLOO, arXiv 2402.14740), leave_one_out_std "
-        "(the same, divided by the group's deviation), gae (PPO: per token, with a critic), none, or the dotted path "
-        "of a function: (sequences) -> for each sequence a number, or one per token; or, with a critic, (rewards, "
-        "values, options) -> advantages and returns of each sequence's trained tokens.",
-    )
-    gamma: float = Field(
-        default=1.0, gt=0, le=1, description="Discount of a reward per token before it, for gae (arXiv 1506.02438)."
-    )
-    gae_lambda: float = Field(
-        default=0.95,
-        ge=0,
-        le=1,
-        description="For gae: 1 trusts only the rewards, 0 the critic's next value (arXiv 1506.02438, equation 16).",
-    )
-    critic: str | None = Field(
-        default=None,
-        description="Folder or hub name of the model that the critic starts from, for gae, such as a reward model "
-        "(arXiv 2203.02155); null: model.path.",
-    )
-    critic_lr: float | None = Field(
-        default=None, gt=0, description="Peak learning rate of the critic, for gae; null: training.lr."
-    )
-    value_clip: float | None = Field(
-        default=0.2,
-        gt=0,
-        description="Distance beyond which moving a value gains nothing within a step, for gae (PPO's code, arXiv "
-        "2005.12729); null: no limit.",
-    )
-    bootstrap_truncated: bool = Field(
-        default=False,
-        description="With a critic: bootstrap episodes that were cut off at a limit: add the critic's value of the "
-        "last state, as AReaL does; false: 0.",
-    )
-    overlong_penalty: int | None = Field(
-        default=None,
-        ge=1,
-        description="Number of last tokens before a response's limit over which a penalty rises to 1 (DAPO, arXiv "
-        "2503.14476, equation 13); null: no penalty.",
-    )
-    overlong_filter: bool = Field(
-        default=False, description="Leave sequences that were cut off at a limit out of the loss (arXiv 2503.14476)."
-    )
-    loss: str = Field(
-        default="clip",
-        description="clip (PPO, arXiv 1707.06347), cispo (MiniMax-M1, arXiv 2506.13585), or the dotted path of a "
-        "function of named tensors.",
-    )
-    ratio: Literal["token", "sequence"] = Field(
-        default="token",
-        description="Current over proximal probability: per token, or the geometric mean over the sequence (GSPO, "
-        "arXiv 2507.18071).",
-    )
-    clip_low: float = Field(default=0.2, gt=0, le=1, description="The ratio is clipped below at 1 - clip_low.")
-    clip_high: float = Field(default=0.2, gt=0, description="The ratio is clipped above at 1 + clip_high.")
-    dual_clip: float | None = Field(
-        default=None,
-        gt=1,
-        description="Upper bound of the ratio for negative advantages (arXiv 1912.09729); null: no bound.",
-    )
-    importance: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = Field(
-        default="token_truncate",
-        description="Weight for proximal over behaviour probability, of a token or a whole sequence: truncated to "
-        "importance_cap, or 0 outside [1/cap, cap] (IcePop, MIS).",
-    )
-    importance_cap: float = Field(
-        default=2.0, gt=0, description="Limit of proximal over behaviour probability; see importance."
-    )
-    reject: Reject | None = Field(
-        default=None,
-        description="Tokens or sequences to leave out of the loss because their proximal and behaviour probabilities "
-        "are too far apart; null: none.",
-    )
-    veto: float | None = Field(
-        default=None,
-        gt=0,
-        lt=1,
-        description="Leave whole sequences out of the loss that have a token with proximal over behaviour probability "
-        "below this, such as 1e-4; null: none.",
-    )
-    off_policy_delta: float | None = Field(
-        default=None,
-        gt=0,
-        description="Leave tokens with a negative advantage out of the loss where the mean over the sequence of log "
-        "behaviour / current probability is above this (DeepSeek-V3.2, arXiv 2512.02556, section 3.1); null: none.",
-    )
-    kl_coef: float = Field(
-        default=0.0,
-        ge=0,
-        description="Weight of the KL divergence from the run's first model; for dpo its beta, 0.1 if unset.",
-    )
-    kl_estimator: Literal["k1", "k2", "k3"] = Field(
-        default="k3", description="Estimator of the KL divergence (Schulman, joschu.net/blog/kl-approx.html)."
-    )
-    kl_in: Literal["loss", "reward"] = Field(
-        default="loss",
-        description="Add the KL term to each token's loss, or subtract its sum over a sequence from the reward.",
-    )
-    kl_times_ratio: bool = Field(
-        default=False,
-        description="Multiply the KL term of the loss by current over proximal probability (DeepSeek-V3.2, arXiv "
-        "2512.02556, section 3.1).",
-    )
-    entropy_coef: float = Field(
-        default=0.0,
-        ge=0,
-        description="Weight of the entropy that is subtracted from each token's loss (arXiv 1707.06347, equation 9).",
-    )
-    loss_mean: Literal["token", "sequence", "constant"] = Field(
-        default="token",
-        description="Mean over all tokens of a mini-batch (DAPO); within sequences, then over them (GRPO); or the sum "
-        "over a sequence divided by loss_constant, then the mean over sequences (Dr. GRPO).",
-    )
-    loss_constant: int | None = Field(
-        default=None,
-        ge=1,
-        description="Number of tokens that loss_mean=constant divides by; null: sampling.max_new_tokens.",
-    )
+    preset: Preset | str | None = None
+    """Published algorithm, or dotted path of your own module with any of OPTIONS, advantages and loss; it sets the
+    options that the configuration leaves out; null: none."""
+    minibatches: int = Field(default=1, ge=1)
+    """Number of optimizer updates in a step, each on its share of the groups."""
+    advantages: str = "group"
+    """group (GRPO), group_mean_batch_std (Lite PPO, arXiv 2508.08221), batch (REINFORCE++, arXiv 2501.03262), mean (Dr.
+    GRPO, arXiv 2503.20783), leave_one_out (RLOO, arXiv 2402.14740), leave_one_out_std (the same, divided by the group's
+    deviation), gae (PPO: per token, with a critic), none, or the dotted path of a function: (sequences) -> for each
+    sequence a number, or one per token; or, with a critic, (rewards, values, options) -> advantages and returns of each
+    sequence's trained tokens."""
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """Discount of a reward per token before it, for gae (arXiv 1506.02438)."""
+    gae_lambda: float = Field(default=0.95, ge=0, le=1)
+    """Lambda of gae: 1 trusts only the rewards, 0 the critic's next value (arXiv 1506.02438, equation 16)."""
+    critic: str | None = None
+    """Folder or hub name of the model that the critic starts from, for gae, such as a reward model (arXiv 2203.02155);
+    null: model.path."""
+    critic_lr: float | None = Field(default=None, gt=0)
+    """Peak learning rate of the critic, for gae; null: training.lr."""
+    value_clip: float | None = Field(default=0.2, gt=0)
+    """Distance beyond which moving a value gains nothing within a step, for gae (PPO's code, arXiv 2005.12729); null:
+    no limit."""
+    bootstrap_truncated: bool = False
+    """Bootstrap episodes that were cut off at a limit (with a critic): add the critic's value of the last state, as
+    AReaL does; false: 0."""
+    overlong_penalty: int | None = Field(default=None, ge=1)
+    """Number of last tokens before a response's limit over which a penalty rises to 1 (DAPO, arXiv 2503.14476, equation
+    13); null: no penalty."""
+    overlong_filter: bool = False
+    """Leave sequences that were cut off at a limit out of the loss (arXiv 2503.14476)."""
+    loss: str = "clip"
+    """clip (PPO, arXiv 1707.06347), cispo (MiniMax-M1, arXiv 2506.13585), or the dotted path of a function of named
+    tensors."""
+    ratio: Literal["token", "sequence"] = "token"
+    """Current over proximal probability: per token, or the geometric mean over the sequence (GSPO, arXiv
+    2507.18071)."""
+    clip_low: float = Field(default=0.2, gt=0, le=1)
+    """The ratio is clipped below at 1 - clip_low."""
+    clip_high: float = Field(default=0.2, gt=0)
+    """The ratio is clipped above at 1 + clip_high."""
+    dual_clip: float | None = Field(default=None, gt=1)
+    """Upper bound of the ratio for negative advantages (arXiv 1912.09729); null: no bound."""
+    importance: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "token_truncate"
+    """Weight for proximal over behaviour probability, of a token or a whole sequence: truncated to importance_cap, or 0
+    outside [1/cap, cap] (IcePop, MIS)."""
+    importance_cap: float = Field(default=2.0, gt=0)
+    """Limit of proximal over behaviour probability; see importance."""
+    reject: Reject | None = None
+    """Tokens or sequences to leave out of the loss because their proximal and behaviour probabilities are too far
+    apart; null: none."""
+    veto: float | None = Field(default=None, gt=0, lt=1)
+    """Leave whole sequences out of the loss that have a token with proximal over behaviour probability below this, such
+    as 1e-4; null: none."""
+    off_policy_delta: float | None = Field(default=None, gt=0)
+    """Leave tokens with a negative advantage out of the loss where the mean over the sequence of log behaviour /
+    current probability is above this (DeepSeek-V3.2, arXiv 2512.02556, section 3.1); null: none."""
+    kl_coef: float = Field(default=0.0, ge=0)
+    """Weight of the KL divergence from the run's first model; for dpo its beta, 0.1 if unset."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of the KL divergence (Schulman, joschu.net/blog/kl-approx.html)."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Add the KL term to each token's loss, or subtract its sum over a sequence from the reward."""
+    kl_times_ratio: bool = False
+    """Multiply the KL term of the loss by current over proximal probability (DeepSeek-V3.2, arXiv 2512.02556, section
+    3.1)."""
+    entropy_coef: float = Field(default=0.0, ge=0)
+    """Weight of the entropy that is subtracted from each token's loss (arXiv 1707.06347, equation 9)."""
+    loss_mean: Literal["token", "sequence", "constant"] = "token"
+    """Mean over all tokens of a mini-batch (DAPO); within sequences, then over them (GRPO); or the sum over a sequence
+    divided by loss_constant, then the mean over sequences (Dr. GRPO)."""
+    loss_constant: int | None = Field(default=None, ge=1)
+    """Number of tokens that loss_mean=constant divides by; null: sampling.max_new_tokens."""
 
     @model_validator(mode="after")
     def _options_agree(self) -> Algorithm:
@@ -485,62 +369,49 @@ class Algorithm(Section):
 class Eval(Section):
     """Evaluation on held-out prompts. All episodes of one evaluation use the same version of the weights."""
 
-    path: str | None = Field(
-        default=None,
-        description="Held-out rows, given like data.path: prompts, or demonstrations for `clew sft`; null: none.",
-    )
-    every_steps: int = Field(
-        default=10, ge=1, description="Number of steps N between evaluations: of versions 0, N, 2N, ... and the last."
-    )
-    n_samples: int = Field(default=1, ge=1, description="Number of episodes per prompt n, for pass@1 to pass@n.")
-    temperature: float = Field(default=0.0, ge=0, description="Sampling temperature; 0: take the likeliest token.")
-    pass_above: float = Field(
-        default=0.5,
-        description="An episode passes (pass@k) if its total reward is above this; 0/1 rewards count as they are.",
-    )
+    path: str | None = None
+    """Held-out rows, given like data.path: prompts, or demonstrations for `clew sft`; null: none."""
+    every_steps: int = Field(default=10, ge=1)
+    """Number of steps N between evaluations: of versions 0, N, 2N, ... and the last."""
+    n_samples: int = Field(default=1, ge=1)
+    """Number of episodes per prompt n, for pass@1 to pass@n."""
+    temperature: float = Field(default=0.0, ge=0)
+    """Sampling temperature; 0: take the likeliest token."""
+    pass_above: float = 0.5
+    """An episode passes (pass@k) if its total reward is above this; 0/1 rewards count as they are."""
 
 
 class Checkpoint(Section):
     """Checkpoints, from which a killed run restarts."""
 
-    every_steps: int = Field(
-        default=20,
-        ge=1,
-        description="Number of steps between checkpoints; a resumed run replays those since the last.",
-    )
-    keep: int = Field(default=2, ge=1, description="Number of newest checkpoints to keep, besides the first.")
-    keep_best: bool = Field(
-        default=True,
-        description="Also keep the checkpoint with the best evaluation (pass@1, then reward), as checkpoints/best.",
-    )
+    every_steps: int = Field(default=20, ge=1)
+    """Number of steps between checkpoints; a resumed run replays those since the last."""
+    keep: int = Field(default=2, ge=1)
+    """Number of newest checkpoints to keep, besides the first."""
+    keep_best: bool = True
+    """Keep the checkpoint with the best evaluation (pass@1, then reward) as well, as checkpoints/best."""
 
 
 class Record(Section):
     """The run directory."""
 
-    keep_steps: int | None = Field(
-        default=None, ge=1, description="Number of newest steps whose data is kept; null: all."
-    )
+    keep_steps: int | None = Field(default=None, ge=1)
+    """Number of newest steps whose data is kept; null: all."""
 
 
 class Debug(Section):
     """Training on recorded batches without rollout, and portable copies of batches."""
 
-    dump_rollout_data: bool = Field(default=False, description="Copy the batch of each step to debug.path.")
-    replay_rollout_data: bool = Field(
-        default=False, description="Train on the batches in debug.path, without rollout and inference."
-    )
-    path: str | None = Field(
-        default=None, description="Folder of dumped batches; for replay_rollout_data also a run directory."
-    )
-    format: Literal["parquet", "pt"] = Field(
-        default="parquet", description="Format of dumped batches: the record's own, or padded tensors for torch.load."
-    )
-    first_step: int = Field(
-        default=0,
-        ge=0,
-        description="Step to replay from, starting with what the run directory debug.path had learned by then.",
-    )
+    dump_rollout_data: bool = False
+    """Copy the batch of each step to debug.path."""
+    replay_rollout_data: bool = False
+    """Train on the batches in debug.path, without rollout and inference."""
+    path: str | None = None
+    """Folder of dumped batches; for replay_rollout_data also a run directory."""
+    format: Literal["parquet", "pt"] = "parquet"
+    """Format of dumped batches: the record's own, or padded tensors for torch.load."""
+    first_step: int = Field(default=0, ge=0)
+    """Step to replay from, starting with what the run directory debug.path had learned by then."""
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Debug:
@@ -569,33 +440,21 @@ class Debug(Section):
 class Launch(Section):
     """The processes of a run, and how they share the machine."""
 
-    mode: Literal["local", "inline"] = Field(
-        default="local",
-        description="local: one process per role; inline: one process in all, with user code on its main thread and no "
-        "time limits.",
-    )
-    devices: str | None = Field(
-        default=None,
-        description="Devices for inference and training in AReaL's notation (its allocation_mode): sglang.d4t1 starts "
-        "4 servers alone, d4t1 trains on 4 devices, sglang.d4t1+d4t1 does both; null: one server, and launch.ranks.",
-    )
-    ranks: int = Field(
-        default=1, ge=1, description="Number of processes that train together, each with a slice of the model (FSDP2)."
-    )
-    colocate: bool = Field(
-        default=False,
-        description="Let training and inference take turns on one device: while a step is trained, inference stops and "
-        "frees its cache's memory.",
-    )
-    restarts: int = Field(
-        default=3, ge=0, description="Number of times that a dead server or rollout process is started again."
-    )
-    threads: int | None = Field(
-        default=None,
-        ge=1,
-        description="Number of torch threads in each process; null: one per core, half of that if server and trainer "
-        "compute side by side; ranks share them.",
-    )
+    mode: Literal["local", "inline"] = "local"
+    """local: one process per role; inline: one process in all, with user code on its main thread and no time limits."""
+    devices: str | None = None
+    """Devices for inference and training in AReaL's notation (its allocation_mode): sglang.d4t1 starts 4 servers alone,
+    d4t1 trains on 4 devices, sglang.d4t1+d4t1 does both; null: one server, and launch.ranks."""
+    ranks: int = Field(default=1, ge=1)
+    """Number of processes that train together, each with a slice of the model (FSDP2)."""
+    colocate: bool = False
+    """Let training and inference take turns on one device: while a step is trained, inference stops and frees its
+    cache's memory."""
+    restarts: int = Field(default=3, ge=0)
+    """Number of times that a dead server or rollout process is started again."""
+    threads: int | None = Field(default=None, ge=1)
+    """Number of torch threads in each process; null: one per core, half of that if server and trainer compute side by
+    side; ranks share them."""
 
     @model_validator(mode="after")
     def _ranks_are_processes(self) -> Launch:
@@ -610,17 +469,12 @@ class Launch(Section):
 class Hang(Section):
     """Reaction of `clew train` to a run that makes no progress."""
 
-    after_s: float | None = Field(
-        default=300.0,
-        gt=0,
-        description="Seconds without progress after which `clew hang` looks for the reason, or twice the longest pause "
-        "so far if that is more; null: never.",
-    )
-    action: Literal["warn", "abort", "restart"] = Field(
-        default="warn",
-        description="Once a hang is diagnosed: warn, end the run, or start its processes again from the last step (at "
-        "most launch.restarts times).",
-    )
+    after_s: float | None = Field(default=300.0, gt=0)
+    """Seconds without progress after which `clew hang` looks for the reason, or twice the longest pause so far if that
+    is more; null: never."""
+    action: Literal["warn", "abort", "restart"] = "warn"
+    """Once a hang is diagnosed: warn, end the run, or start its processes again from the last step (at most
+    launch.restarts times)."""
 
 
 OTHER_TRAINERS_NAMES = {

@@ -33,8 +33,7 @@ class EscapingConsole(Console):
     def __init__(self, *, wide: int | None = None, **options: Any) -> None:
         """Create a Console with Rich's own options; `markup`, `emoji` and `highlight` are off by default.
 
-        Args:
-            wide: Width of what is printed to a file or a pipe; None for Rich's 80 columns.
+        `wide` is the width of what is printed to a file or a pipe; None for Rich's 80 columns.
         """
         width = None if sys.stdout.isatty() else wide
         super().__init__(**{"markup": False, "emoji": False, "highlight": False, "width": width, **options})
@@ -46,7 +45,6 @@ class EscapingConsole(Console):
         return text if self.is_terminal else re.sub(r" +$", "", text, flags=re.MULTILINE)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Return the text with control characters spelt out."""
         return super().render_str(visible(text, KEPT), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:

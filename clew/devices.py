@@ -132,6 +132,5 @@ def shared_out(devices: Devices, available: list[str]) -> dict[str, str]:
 
 
 def server_names(devices: Devices) -> list[str]:
-    """Return the names of the servers: server, server-1, server-2, ..."""
     count = 0 if devices.inference is None else devices.inference.d
     return ["server" if number == 0 else f"server-{number}" for number in range(count)]

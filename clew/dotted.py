@@ -1,6 +1,7 @@
 """Names in the configuration that stand for the user's code, such as `my_project.rewards.exact_match`.
 
-`load` resolves every such name, and decides whether it may be resolved: see `only_trusted`.
+`load` resolves every such name, and decides whether it may be resolved: see `only_trusted`. In all functions, `field`
+is the field of the configuration that has the name, for error messages.
 """
 
 from __future__ import annotations
@@ -29,9 +30,7 @@ class TrustRule:
     """A rule that applies while someone else's record is open: see `only_trusted`."""
 
     record: str
-    """Description of the record and why it is someone else's, for the message."""
     modules: frozenset[str]
-    """Modules that the user trusts."""
 
 
 trust_rules: list[TrustRule] = []
@@ -61,10 +60,6 @@ def only_trusted(record: str | None, modules: Iterable[str] = ()) -> Iterator[No
 def load(path: str, field: str) -> Any:
     """Return the class or function that `path` (module.name) names. Modules in the current folder are found, too.
 
-    Args:
-        path: The dotted path.
-        field: The field with this path, for the message.
-
     Raises:
         ConfigError: There is no such module, or no such name in it; the module raises an error when it is imported; or
             someone else's record is open and the user does not trust the module.
@@ -86,13 +81,7 @@ def load(path: str, field: str) -> Any:
 
 
 def load_module(module_name: str, field: str, path: str | None = None) -> Any:
-    """Return a module, under the rules of `load`.
-
-    Args:
-        module_name: The module's dotted path.
-        field: The field that names it, for the message.
-        path: The value of that field; None if it is the module's dotted path.
-    """
+    """Return a module, under the rules of `load`. `path` is the value of the field; None if it is `module_name`."""
     path = module_name if path is None else path
     if not module_name or not all(part.isidentifier() for part in path.split(".")):
         example = path if path.isidentifier() else "name"
@@ -129,12 +118,7 @@ def _find(module: str) -> Path | None:
 
 
 def check_defined(path: str, field: str) -> None:
-    """Raise ConfigError if `path` (module.name) names nothing. The module's source is read, not run, if it is found.
-
-    Args:
-        path: The dotted path.
-        field: The field with this path, for the message.
-    """
+    """Raise ConfigError if `path` (module.name) names nothing. The module's source is read, not run, if it is found."""
     module, _, name = path.rpartition(".")
     tree = _parse(path, field)
     if tree is None:
@@ -152,10 +136,6 @@ def required_parameters(path: str, field: str) -> int | None:
 
     Nothing is run; `*args` counts as one argument. Decorators, imports and a second definition may change what a name
     stands for, so they give None.
-
-    Args:
-        path: The dotted path.
-        field: The field with this path, for the message.
 
     Raises:
         ConfigError: The module is not valid Python.

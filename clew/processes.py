@@ -79,7 +79,6 @@ def hold_lock(path: Path, what: str, patience_s: float = PATIENCE_S) -> IO[str]:
     """Take an exclusive lock on `path`, held until the returned file is closed or this process ends.
 
     Args:
-        path: The lock file.
         what: The role that is locked, such as "trainer", for the message.
         patience_s: Seconds to wait for a process that is ending.
 

@@ -95,7 +95,6 @@ def read_json(path: Path, kind: Any = None) -> Any:
     """Read one JSON document.
 
     Args:
-        path: The file.
         kind: The expected type, as pydantic can check it (a TypedDict, a dataclass, dict[str, int]); None: anything.
 
     Raises:

@@ -61,7 +61,7 @@ def _rows(prefix: str, fields: dict[str, FieldInfo]) -> Iterator[str]:
     """Yield a line for each field, and after a section that may be null those of its fields."""
     for field_name, field in fields.items():
         default = "needed" if field.is_required() else f"`{_yaml(field.get_default(call_default_factory=True))}`"
-        sentence = (field.description or "").replace("|", "\\|")
+        sentence = " ".join((field.description or "").split()).replace("|", "\\|")
         nested = nested_section(field)
         values = _values(field) if nested is None else "null or the fields below"
         yield f"| `{prefix}{field_name}` | {default} | {values} | {sentence} |"

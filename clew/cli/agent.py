@@ -180,12 +180,13 @@ def agent_replay(
     from clew.diagnose.agent_run import base_url_of
     from clew.record.bundle import opened
     from clew.view.agent import show_replay
-    from clew.view.find import Name, find_episode
+    from clew.view.find import Name, episode_of, find_group
 
     name, url = Name.parse(episode), base_url_of(base_url) if continue_live else None
     named = [agent.rpartition(".")[0]] if agent else []  # naming an agent here means trusting its module
     with opened(run, [*(trust or []), *named]) as (directory, _):
-        replayed = replay_agent(directory, find_episode(directory, name), agent=agent, base_url=url)
+        rows = episode_of(directory, find_group(directory, name), name)
+        replayed = replay_agent(directory, rows, agent=agent, base_url=url)
     show_replay(replayed)
     if not replayed.same:
         raise SystemExit(1)

@@ -62,8 +62,7 @@ def show(
             draw_curves(directory, plot)
         print(f"plot: {plot}")
         return
-    options = {"steps": steps, "tokens": tokens, "prompt": prompt, "off_policy": off_policy}
-    show_record(path, what, **options, console=console)
+    show_record(path, what, steps=steps, tokens=tokens, prompt=prompt, off_policy=off_policy, console=console)
 
 
 def replay(

@@ -49,7 +49,6 @@ def _train(config: Config, run: RunDirectory, arguments: Sequence[str]) -> None:
 
 
 def _learn(config: Config, run: RunDirectory) -> None:
-    """Train as one rank, on groups that other processes make."""
     from clew.api import drawn
     from clew.loop.trainer_process import learn
 

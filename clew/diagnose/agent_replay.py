@@ -15,16 +15,13 @@ from typing import Any
 
 from clew import config as configuration
 from clew.config import Config
-from clew.diagnose.recorded_model import RecordedModel, interactions_of
+from clew.diagnose.recorded_model import RecordedModel, interactions_of, resources_of
 from clew.errors import ConfigError, EngineError, RecordError
 from clew.gateway.agent_session import Limits
-from clew.gateway.episode_engine import resources
 from clew.gateway.interactions import Interaction
 from clew.gateway.sequences import assemble, turn_returns
 from clew.gateway.thread import GatewayThread
 from clew.inference.detect_server import find_engine
-from clew.models.loading import load_tokenizer
-from clew.models.vision import load_vision
 from clew.record.rows import Sequence as Row
 from clew.record.run import RunDirectory
 from clew.rollout.agents import AgentWorkflow, load_agent
@@ -63,8 +60,6 @@ def replay_agent(run: RunDirectory, rows: Sequence[Row], *, agent: str | None, b
     The agent's code runs on this thread's event loop: execution may stay at a breakpoint in it for an hour.
 
     Args:
-        run: Run that recorded the episode; its configuration and a checkpoint's tokenizer are used.
-        rows: All rows of the episode.
         agent: Dotted path of the agent; None: the run's agent.
         base_url: URL of a served model, which answers from the first differing request on; None: stop there.
 
@@ -93,8 +88,6 @@ def replay_agent(run: RunDirectory, rows: Sequence[Row], *, agent: str | None, b
 async def _replay(
     config: Config, run: RunDirectory, rows: Sequence[Row], answers: list[Interaction], agent: Any, base_url: str | None
 ) -> Replay:
-    versions = run.checkpointed()
-    tokenizer = load_tokenizer(str(run.checkpoint(versions[0])) if versions else config.model.path)
     found = await find_engine(base_url, configuration.provider()[1]) if base_url is not None else None
     if base_url is not None and found is None:
         raise EngineError(
@@ -102,7 +95,7 @@ async def _replay(
             f"started."
         )
     engine: Any = found.engine if found is not None else None
-    shared = resources(config, engine, tokenizer, None, vision=load_vision(tokenizer.name_or_path))
+    shared = resources_of(run, config, engine, None)
     if rows[0].group_id.startswith("v"):
         shared = shared.at_temperature(config.eval.temperature)  # an episode of an evaluation
     model = RecordedModel(shared, answers, rows[0].episode_id, live=found is not None)

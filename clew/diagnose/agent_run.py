@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class AgentResult:
-    """Result of running the agent on one row."""
-
     data: dict[str, Any]
     seconds: float
     episode: Episode | None
@@ -51,11 +49,8 @@ async def run_agent(
 ) -> AsyncIterator[tuple[AgentResult, PreTrainedTokenizerBase | None]]:
     """Run the agent on each row, one after the other, and yield each result with the model's tokenizer.
 
-    The agent's code runs on this event loop, so that a debugger works. The tokenizer is None with an API provider.
-
-    Args:
-        arguments: Arguments of the agent's constructor.
-        seed: Seed for sampling tokens; without effect on an API provider.
+    The agent's code runs on this event loop, so that a debugger works. The tokenizer is None with an API provider, on
+    which the seed has no effect.
 
     Raises:
         ConfigError: There is no such agent.

@@ -17,7 +17,6 @@ from clew.errors import ConfigError, RecordError
 from clew.printing import print
 from clew.record.bundle import opened
 from clew.record.rows import Sequence
-from clew.record.run import RunDirectory
 from clew.rollout.rewards import shortened
 
 BY = ("gradient", "loss", "kl", "behaviour_k3", "pull", "critic")
@@ -42,13 +41,7 @@ sequences are ranked by them."""
 
 
 def blame(target: Path, step: int, *, top: int, tokens: int, by: str | None, trust: SequenceABC[str] = ()) -> None:
-    """Print the sequences of a step, worst first.
-
-    Args:
-        top: Number of sequences to show.
-        tokens: Number of tokens to show for a sequence.
-        by: One of `BY`; None: the gradient, or the pull where only the record can be read.
-        trust: Modules that may be imported, see `clew.dotted.only_trusted`.
+    """Print the sequences of a step, worst first. The help of `clew blame` describes the arguments.
 
     Raises:
         ClewError: The step cannot be read or trained, or the measure is not known for it.
@@ -56,7 +49,11 @@ def blame(target: Path, step: int, *, top: int, tokens: int, by: str | None, tru
     if by not in (None, *BY):
         raise ConfigError(f"--by {by}: expected {', '.join(BY[:-1])} or {BY[-1]}.")
     with opened(target, trust) as (run, _):
-        _check_there(run, step)
+        count = run.steps.count()
+        if not (0 <= step < count or (step == count and run.steps.has_data(step))):
+            committed = f"the steps 0 to {count - 1}" if count else "no step"
+            begun = f", and begun step {count}" if run.steps.has_data(count) else ""
+            raise RecordError(f"{run.path} has no batch of step {step}: it has committed {committed}{begun}.")
         if run.supervised:
             raise RecordError(
                 f"{run.path} is a run of `clew sft`, and blame compares parts of the loss that only reinforcement "
@@ -68,14 +65,6 @@ def blame(target: Path, step: int, *, top: int, tokens: int, by: str | None, tru
         if not any(by in part.measures for part in found.parts):
             raise ConfigError(f"--by {by}: {found.without[by]}{found.only_recorded and f'; {found.only_recorded}'}.")
         _show(found, step, top=top, tokens=tokens, by=by)
-
-
-def _check_there(run: RunDirectory, step: int) -> None:
-    count = run.steps.count()
-    if not (0 <= step < count or (step == count and run.steps.has_data(step))):
-        committed = f"the steps 0 to {count - 1}" if count else "no step"
-        begun = f", and begun step {count}" if run.steps.has_data(count) else ""
-        raise RecordError(f"{run.path} has no batch of step {step}: it has committed {committed}{begun}.")
 
 
 def _badness(part: Part, by: str) -> float:

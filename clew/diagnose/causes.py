@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -52,11 +51,7 @@ def other_files(
 ) -> list[str]:
     """Return a line for each file whose digest differs. A file that several names stand for is listed once.
 
-    Args:
-        then: Digests of the files of one run, by the field that names the file or by the file's name.
-        now: Those of the other run.
-        which: Words that say which file it is.
-        ignore: Fields and sections to leave out.
+    The digests are by the field that names the file, or by the file's name. `which` says in words which file it is.
     """
     names: dict[tuple[str, str], list[str]] = {}
     for name in sorted({*then, *now}):
@@ -81,10 +76,7 @@ def table_of_changes(
 ) -> Table:
     """Return a table of numbers, each as "then → now", or once if it is the same.
 
-    Args:
-        what: Heading of the first column.
-        names: The other columns, which are keys of the numbers.
-        rows: Number of the row, the numbers then, and the numbers now.
+    `names` are the columns after the first. Each row has its own number, and the numbers then and now by these names.
     """
     table = numbers_table(what, *names, title=title or None)
     for number, then, now in rows:
@@ -237,18 +229,11 @@ def _rows_of(file: Path) -> dict[str, str]:
 def _other_columns(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
     """Return a line that counts the groups whose rows of data differ, by column; no line if none differs."""
     both = [group for group in ours if group in theirs]
-    pairs = [(_decoded(ours[group]), _decoded(theirs[group])) for group in both if ours[group] != theirs[group]]
+    differing = [group for group in both if ours[group] != theirs[group]]
+    pairs = [(rows.parse_data(ours[group]), rows.parse_data(theirs[group])) for group in differing]
     columns = Counter(name for a, b in pairs for name in {**a, **b} if a.get(name) != b.get(name))
     which = ", ".join(f"{name} in {count}" for name, count in columns.items())
     return [f"of {len(both)} groups, {len(pairs)} have other rows of data ({which})"] if columns else []
-
-
-def _decoded(content: Any) -> dict[str, Any]:
-    try:
-        row = json.loads(content)
-    except (TypeError, ValueError):  # an altered file
-        return {}
-    return row if isinstance(row, dict) else {}
 
 
 def factor_between(runs: Pair, found: Difference, names: tuple[str, str]) -> str:

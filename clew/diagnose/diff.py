@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
 from clew import config as configuration
 from clew.config import field_names
@@ -40,11 +39,7 @@ SCORES = ("pass@1", "reward", "loss")
 
 
 def diff(a: Path, b: Path, *, ignore: list[str], plot: Path | None) -> bool:
-    """Print how two runs, or bundles of them, compare.
-
-    Args:
-        ignore: Fields or sections of the configuration whose differences are left out.
-        plot: File to write a plot of the metrics to, if any.
+    """Print how two runs, or bundles of them, compare. The help of `clew diff` describes the arguments.
 
     Returns:
         True if every step that both runs have is the same and the record of both is intact.
@@ -99,9 +94,7 @@ def _print_difference(
 ) -> None:
     """Print the first difference, what it suggests, and everything on record that could have caused it.
 
-    Args:
-        environments: What differs in the environments of the step.
-        named: Path of the first run, as the user gave it.
+    `environments` says what differs in the environments of the step. The user gave the first run's path as `named`.
     """
     changed = causes.configuration_changes(runs, found.step)
     counted = {name: line for name, line in changed.items() if not is_ignored(name, ignore)}
@@ -501,26 +494,20 @@ def _in_column(step: int, name: str, column: str, a: Sequence, b: Sequence, tole
 
 
 def _drift(runs: Pair, steps: range, names: tuple[str, str]) -> None:
-    """Print the metrics of both runs at evenly spaced steps, and at the last one."""
+    """Print the metrics of both runs at evenly spaced steps, and the evaluations that both made."""
     stride = max(1, len(steps) // 9)
     chosen = sorted({*steps[::stride], steps[-1]})
     rows = [(step, *(run.steps.read(step).get("metrics", {}) for run in runs)) for step in chosen]
     metrics = [name for name in DRIFT if all(name in each for row in rows for each in row[1:])]
     console = EscapingConsole(wide=160)
     console.print(causes.table_of_changes("step", metrics, rows, title=f"{names[0]} → {names[1]}"))
-    _drift_of_evaluations(console, runs, {*steps, steps.stop})
-
-
-def _drift_of_evaluations(console: Console, runs: Pair, versions: set[int]) -> None:
-    """Print the evaluations of the versions that both runs evaluated."""
     sides = [{each["version"]: each for each in run.read_evals()} for run in runs]
-    both = sorted({*sides[0]} & {*sides[1]} & versions)
-    names = [name for name in SCORES if all(side[version].get(name) is not None for side in sides for version in both)]
-    if not both:
-        return
-    rows = [(version, sides[0][version], sides[1][version]) for version in both]
-    console.print()
-    console.print(causes.table_of_changes("evaluation of version", names, rows))
+    both = sorted({*sides[0]} & {*sides[1]} & {*steps, steps.stop})
+    if both:
+        rows = [(version, sides[0][version], sides[1][version]) for version in both]
+        scores = [name for name in SCORES if all(each.get(name) is not None for row in rows for each in row[1:])]
+        console.print()
+        console.print(causes.table_of_changes("evaluation of version", scores, rows))
 
 
 def _plot(runs: Pair, steps: range, names: tuple[str, str], path: Path) -> Path:

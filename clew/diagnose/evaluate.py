@@ -75,10 +75,7 @@ def evaluate(
 ) -> list[Evaluation]:
     """Evaluate each model on the same prompts, with the configuration that `_settings` chooses.
 
-    Args:
-        models: Folders or hub names of models, checkpoints of runs, or run directories (their newest checkpoint).
-        data: Held-out prompts, given like data.path; None: eval.path of the run.
-        reward: Dotted path of the reward function; None: that of the run.
+    The help of `clew eval` describes the arguments.
 
     Raises:
         ClewError: A model, the data or the reward cannot be loaded, or all episodes of a model failed.
@@ -171,15 +168,10 @@ def _gives_rewards(values: dict[str, Any]) -> bool:
     return bool(rollout.get("reward") or rollout.get("agent") or own_workflow)
 
 
-def _version_of(checkpoint: Path) -> int | None:
-    path = checkpoint / "checkpoint.json"
-    return int(read_json(path, dict[str, Any])["version"]) if path.exists() else None
-
-
 def _evaluate(name: str, config: Config, data: Mapping[int, dict[str, Any]]) -> Evaluation:
-    """Evaluate one model on rows of the data, given by row number."""
     checkpoint = _checkpoint_of(name)
-    version = _version_of(checkpoint)
+    manifest = checkpoint / "checkpoint.json"
+    version = int(read_json(manifest, dict[str, Any])["version"]) if manifest.exists() else None
     config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(checkpoint)})})
     n_samples = config.eval.n_samples
     began = time.monotonic()

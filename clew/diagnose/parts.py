@@ -52,7 +52,6 @@ class Parts:
     parts: list[Part]
     """One entry per sequence. If the step stopped at a refused update, the sequences of later updates have none."""
     count: int
-    """Number of sequences in the step."""
     decode: Callable[[int], str]
     """Function that returns the text of a token."""
     only_recorded: str = ""
@@ -65,11 +64,7 @@ class Parts:
 
 
 def parts_of(run: RunDirectory, step: int) -> Parts:
-    """Return the parts of a step that was committed, or that failed.
-
-    Raises:
-        ClewError: The step cannot be read or trained again.
-    """
+    """Return the parts of a step that was committed, or that failed."""
     if not run.steps.by_clew:
         return _recorded(run, step, "another trainer wrote it, which leaves no checkpoint that Clew can train from")
     checkpoints = run.checkpointed()
@@ -114,11 +109,7 @@ def _trained(run: RunDirectory, step: int) -> Parts:
 def _trained_part(
     engine: TrainEngine, prepared: Prepared, row: Sequence, part: Contribution, critic: CriticContribution | None
 ) -> Part:
-    """Return the part of a sequence.
-
-    Args:
-        critic: Its part in the critic's update; None without a critic, or if none of its tokens is trained on.
-    """
+    """Return the part of a sequence. `critic` is None without a critic, or if none of its tokens is trained on."""
     where_N, proximal_S, reference_S = part.where_N, prepared.proximal_S, prepared.reference_S
     arrays = {
         **_of_data(row, engine.version),
@@ -213,8 +204,7 @@ def _recorded_part(
     Args:
         data: What follows from its data about each trained token [N]; the advantage counts if no stage has it.
         stages: Values of its trained tokens [N] by stage.
-        of_update: Number of trained tokens in the sequence's update.
-        total: Number of trained tokens in the step.
+        of_update: Number of trained tokens in the sequence's update; `total` is that of the step.
     """
     tokens = {**data, **{name: stages[stage] for stage, name in _STAGES.items() if stage in stages}}
     current = tokens.get("current", tokens["behaviour"]).astype(np.float64)
@@ -279,12 +269,7 @@ def _divergences(tokens: Mapping[str, np.ndarray], estimator: str) -> dict[str, 
 
 
 def _trained_in_updates(trained: list[int], plan: list[list[list[int]]]) -> list[int]:
-    """Return how many tokens were trained in each sequence's update, or in the step if the update is not on record.
-
-    Args:
-        trained: Number of trained tokens of each sequence.
-        plan: Rows of each micro-batch, by mini-batch.
-    """
+    """Return how many tokens were trained in each sequence's update, or in the step if the update is not on record."""
     found = [max(1, sum(trained))] * len(trained)
     for minibatch in plan:
         rows = [row for micro in minibatch for row in micro if row < len(trained)]

@@ -8,19 +8,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from clew.config import Config
 from clew.errors import EpisodeError
-from clew.gateway.episode_engine import EpisodeEngine, Resources
+from clew.gateway.episode_engine import EpisodeEngine, Resources, resources
 from clew.gateway.interactions import Interaction
 from clew.inference.protocol import SamplingParams
+from clew.models.loading import load_tokenizer
+from clew.models.vision import load_vision
 from clew.printing import common_length
 from clew.record.media import media_name
 from clew.record.rows import Sequence as Row
+from clew.record.run import RunDirectory
 from clew.seeds import derive_seed
+from clew.training import checkpoint
 
 
 class RecordedModel(EpisodeEngine):
-    """EpisodeEngine that answers each request with the response that was recorded for the same request."""
-
     def __init__(
         self,
         shared: Resources,
@@ -39,7 +42,6 @@ class RecordedModel(EpisodeEngine):
         super().__init__(shared, episode_id)
         self.recorded = len(answers)
         self.answered = 0
-        """Number of requests that got the recorded response."""
         self.live = 0
         """Number of requests that the engine answered."""
         self.difference: list[str] = []
@@ -165,8 +167,6 @@ class RecordedModel(EpisodeEngine):
 
 @dataclass(frozen=True)
 class Divergence:
-    """First difference between two requests."""
-
     where: str
     """Place in words: message, field, character."""
     then: str
@@ -233,6 +233,13 @@ def _lines(prompt: Any) -> list[str]:
         if name != "role" and value
         for line in (value if isinstance(value, str) else json.dumps(value)).splitlines()
     ]
+
+
+def resources_of(run: RunDirectory, config: Config, engine: Any, reward: Any) -> Resources:
+    """Return what the episodes of a run share, with the tokenizer and the image processing of a checkpoint."""
+    folders = checkpoint.saved(run.checkpoints)
+    tokenizer = load_tokenizer(str(folders[0]) if folders else config.model.path)
+    return resources(config, engine, tokenizer, reward, vision=load_vision(tokenizer.name_or_path))
 
 
 def interactions_of(sequences: Iterable[Row]) -> list[Interaction]:

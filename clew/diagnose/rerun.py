@@ -31,7 +31,7 @@ REWARDS_SHOWN = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of `clew replay`.
+    """Options of `clew replay`, as its help describes them.
 
     `stages`, `stop`, `reward` and `overrides` are different ways to replay, so at most one of them may be set. Only in
     the record of another trainer may `overrides` go with `stages`, see `says_how`.
@@ -42,19 +42,14 @@ class Options:
     stages: str | None = None
     """Stages to compute again from recorded inputs, separated by commas."""
     only: str | None = None
-    """ID of a group, an episode or a sequence to which `stages` or `reward` is limited."""
     stop: str | None = None
     """Stage before which to stop in a debugger, one of `BREAKS`."""
     reward: bool = False
-    """True to run the workflow and the reward function again."""
     device: str | None = None
-    """Device to use in place of the run's."""
     ranks: int = 1
     """Number of processes that train; this is one of them."""
     verify: bool = True
-    """True to compare with the record."""
     overrides: Sequence[str] = ()
-    """Other settings to train with, as key=value."""
     trust: Sequence[str] = ()
     """Modules that may be imported, see `clew.dotted.only_trusted`."""
 
@@ -150,7 +145,6 @@ def rerun(target: Path, options: Options) -> bool:
 
 
 def _range(run: RunDirectory, steps: str | None, bundle: dict[str, Any] | None) -> tuple[int, int]:
-    """Return the first and the last step to replay."""
     count = run.steps.count()
     if steps == str(count) and run.steps.has_data(count):
         return count, count  # it failed, or was interrupted

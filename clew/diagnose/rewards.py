@@ -10,12 +10,9 @@ from typing import Any
 import numpy as np
 
 from clew.config import Config
-from clew.diagnose.recorded_model import RecordedModel, interactions_of
+from clew.diagnose.recorded_model import RecordedModel, interactions_of, resources_of
 from clew.diagnose.stages import select_rows
 from clew.errors import ConfigError, EpisodeError
-from clew.gateway.episode_engine import resources
-from clew.models.loading import load_tokenizer
-from clew.models.vision import load_vision
 from clew.record.rows import by_episode
 from clew.record.run import RunDirectory
 from clew.rollout.reward_pool import RewardPool
@@ -49,9 +46,7 @@ async def recompute_rewards(
 ) -> list[Disagreement]:
     """Return the episodes of these steps whose workflow and reward function now give another reward than recorded.
 
-    Args:
-        config: The run's configuration; its reward and workflow are imported as they are now.
-        only: ID of a group, an episode or a sequence to check alone.
+    `only` is the ID of a group, an episode or a sequence to check alone.
 
     Raises:
         ConfigError: The workflow or the reward function cannot be imported.
@@ -62,10 +57,8 @@ async def recompute_rewards(
             f"`clew agent replay {run.path} --episode ID` runs it again on the recorded answers."
         )
     workflow, reward = load_workflow(config), load_reward(config)
-    versions = run.checkpointed()
-    tokenizer = load_tokenizer(str(run.checkpoint(versions[0])) if versions else config.model.path)
     engine: Any = None  # a RecordedModel that is not live never asks it
-    shared = resources(config, engine, tokenizer, reward, vision=load_vision(tokenizer.name_or_path))
+    shared = resources_of(run, config, engine, reward)
     found: list[Disagreement] = []
     try:
         for step in steps:

@@ -95,9 +95,7 @@ def read_batch_with_warning(run: RunDirectory, step: int) -> list[Sequence]:
 def chain_holds(run: RunDirectory, steps: range, whose: str = "") -> bool:
     """Print what does not fit in the chain of commits, and what has no digest in it; return whether everything fits.
 
-    Args:
-        steps: The steps whose data and stages are compared with their digests.
-        whose: Prefix that names the run, where there are two.
+    Data and stages of `steps` are compared with their digests. `whose` is a prefix that names one of two runs.
     """
     found = chain.breaks(run, steps)
     for each in found[:_BREAKS]:
@@ -112,9 +110,7 @@ def chain_holds(run: RunDirectory, steps: range, whose: str = "") -> bool:
 def suggestions(found: Difference, runs: Mapping[str, RunDirectory]) -> Iterator[str]:
     """Yield lines on what may have caused a difference: what it looks like, and how its step stands out in each run.
 
-    Args:
-        found: The first difference.
-        runs: The runs that were compared, by the prefix of the line about each.
+    The keys of `runs` are the prefixes of the lines about each.
     """
     if found.suggests:
         yield f"this suggests: {found.suggests}"
@@ -145,11 +141,7 @@ def warn_if_altered(run: RunDirectory, batch: list[Sequence], stages: Stages, su
 
 
 def select_rows(run: RunDirectory, step: int, batch: list[Sequence], only: str | None) -> list[Sequence]:
-    """Return the rows of a group, an episode or a sequence; all rows if `only` is None.
-
-    Raises:
-        RecordError: The batch has no such row.
-    """
+    """Return the rows of a group, an episode or a sequence; all if `only` is None. Raises RecordError without any."""
     found = [row for row in batch if only is None or only in (row.id, row.episode_id, row.group_id)]
     if not found:
         groups = sorted({row.group_id for row in batch})

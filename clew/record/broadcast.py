@@ -21,7 +21,6 @@ class Broadcast:
     rank: int
     """Rank of this server's first worker in the process group. The trainer has rank 0."""
     size: int
-    """Number of members."""
     dtypes: list[str]
     """Number type of each tensor, such as "float32", in the order in which they come."""
     shapes: list[list[int]]

@@ -19,7 +19,7 @@ from typing_extensions import TypedDict
 from clew.dotted import only_trusted
 from clew.errors import ClewError, RecordError
 from clew.reading import STRICT, Count, read_json
-from clew.record import rows
+from clew.record import rows, summary
 from clew.record.files import explain_disk_errors, write_json
 from clew.record.origin import NAME, why_foreign
 from clew.record.run import RunDirectory, no_run, open_run
@@ -44,20 +44,6 @@ class Bundle(TypedDict):
     first: Count
     stages_only: bool
     run: str
-
-
-UNKNOWN = {
-    "tensors": {},
-    "metrics": {},
-    "evaluation": None,
-    "plan": [],
-    "environment": {},
-    "config": {},
-    "code": {},
-    "committed_at": None,
-    "timings": {},
-}
-"""Placeholder JSON for the steps before a bundle's first one. The bundle holds only their index lines."""
 
 
 def write_bundle(run: RunDirectory, step: int, *, stages_only: bool, to: Path | None = None) -> Path:
@@ -130,17 +116,11 @@ def _files(run: RunDirectory, steps: range, versions: list[int]) -> list[Path]:
         files += [run.steps.data_path(number), run.steps.json_path(number), *run.steps.stage_paths(number)]
     for version in versions:
         files += [file for file in sorted(run.checkpoint(version).rglob("*")) if file.is_file()]
-    for name in sorted({name for number in steps for name in _images(run, number)}):
+    tables = (rows.read_table(run.steps.data_path(number)) for number in steps if run.steps.has_data(number))
+    for name in sorted({name for table in tables for names in rows.images_of(table) for name in names}):
         run.media.read(name)  # raises the error
         files.append(run.media.path(name))
     return files
-
-
-def _images(run: RunDirectory, step: int) -> list[str]:
-    """Return the names of the images in a step's data, or an empty list if the data is gone."""
-    if not run.steps.has_data(step):
-        return []
-    return [name for names in rows.images_of(rows.read_table(run.steps.data_path(step))) for name in names]
 
 
 def _check_files(run: RunDirectory, step: int, files: list[Path]) -> None:
@@ -239,11 +219,11 @@ def _unpack(path: Path, folder: Path) -> None:
 
 
 def _contents(path: Path, folder: Path) -> dict[str, Any]:
-    """Return the content of bundle.json, and write placeholders for the steps before the first. Raises RecordError."""
+    """Return the content of bundle.json, and write placeholders for the earlier steps, which have only index lines."""
     contents = read_json(folder / NAME, Bundle)
     rows.check_format(path, contents["clew_format"])
     steps = RunDirectory(folder).steps
     for entry in steps.index_lines()[: contents["first"]]:
         if not steps.json_path(entry["step"]).exists():
-            write_json(steps.json_path(entry["step"]), {"clew_format": rows.FORMAT, **UNKNOWN, **entry})
+            write_json(steps.json_path(entry["step"]), {"clew_format": rows.FORMAT, **summary.UNKNOWN, **entry})
     return contents

@@ -16,6 +16,7 @@ for files that exist.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -47,10 +48,9 @@ _OF_LINE = ("step", "json")
 _SEAL = re.compile(rb', "seal": "([0-9a-f]{32})"\}\Z')
 _SEALED = (b'"seal": "', b'"rows": "', b'"follows": "', b'"follows": null')
 """Keys that show that a seal is missing: every sealed file has at least one of them, and older files have none."""
-_CHECKPOINT = re.compile(r"checkpoints/step-(\d{6,})/checkpoint\.json")
-_EVALUATION = re.compile(r"evals/version-(\d{6,})\.json")
+_CHECKPOINT = re.compile(r"checkpoints/step-\d{6,}/checkpoint\.json")
+_EVALUATION = re.compile(r"evals/version-\d{6,}\.json")
 CHECKPOINT_FOLDER = re.compile(r"step-\d{6,}")
-"""Name of a checkpoint's folder."""
 
 
 def checkpoint_folders(checkpoints: Path) -> list[Path]:
@@ -101,9 +101,7 @@ def seal_broken(content: bytes) -> bool:
 def link(steps: Steps, step: int, evaluation: Mapping[str, Any] | None) -> dict[str, str]:
     """Return the digests of the files that `step` is committed with, by their paths in the run directory.
 
-    Args:
-        step: The step that is about to be committed. Its data and its stages are already written.
-        evaluation: The newest evaluation, as the step's JSON will hold it; None if there is none.
+    Its data and its stages are already written. `evaluation` is the newest one, as the step's JSON will hold it.
     """
     run = steps.folder.parent
     files = [steps.data_path(step), *steps.stage_paths(step)]
@@ -201,21 +199,21 @@ class _Chain:
 
     def breaks(self) -> Iterator[Break]:
         """Yield the files that do not fit, each of them once."""
-        for found in self._all():
+        checks = [
+            self.strange,
+            self._missing(),
+            self._index(),
+            self._unchained(),
+            self._replaced(),
+            self._sealed(),
+            self._named(_CHECKPOINT, "newest checkpoint"),
+            self._named(_EVALUATION, "newest evaluation"),
+        ]
+        for found in itertools.chain.from_iterable(checks):
             # each line of the index is a place of its own
             if found.file not in self.reported or found.file.endswith("index.jsonl"):
                 self.reported.add(found.file)
                 yield found
-
-    def _all(self) -> Iterator[Break]:
-        yield from self.strange
-        yield from self._missing()
-        yield from self._index()
-        yield from self._unchained()
-        yield from self._replaced()
-        yield from self._sealed()
-        yield from self._named("checkpoints", _CHECKPOINT, "newest checkpoint")
-        yield from self._named("evals", _EVALUATION, "newest evaluation")
 
     def _missing(self) -> Iterator[Break]:
         """Yield the steps that were committed but whose JSON is gone."""
@@ -331,14 +329,14 @@ class _Chain:
                 continue
             yield Break(step=int(version[1]) if version else 0, file=name, why=why)
 
-    def _named(self, folder: str, pattern: re.Pattern[str], what: str) -> Iterator[Break]:
+    def _named(self, pattern: re.Pattern[str], what: str) -> Iterator[Break]:
         """Yield the checkpoints or evaluations that differ from the digests in later steps, each of them once."""
         now: dict[str, str | None] = {}
         for step in self.commits:
             if _name(step) in self.reported:
                 continue
             for name, then in (self._chain_of(step) or {}).items():
-                if name.startswith(folder) and pattern.fullmatch(name) and name not in self.reported:
+                if pattern.fullmatch(name) and name not in self.reported:
                     if name not in now:
                         path = self.run.path / name
                         now[name] = digest(read_bytes(path)) if path.is_file() else None
@@ -346,7 +344,6 @@ class _Chain:
                         yield Break(step=step, file=name, why=f"is not the {what} that this step names")
 
     def _chain_of(self, step: int) -> dict[str, Any] | None:
-        """Return the chain of a step; None if it has none."""
         chain = self.commits.get(step, {}).get("chain")
         return chain if isinstance(chain, dict) else None
 
@@ -373,11 +370,7 @@ def _files(run: RunDirectory, step: int) -> Iterator[Break]:
 
 
 def _evaluation(run: RunDirectory, step: int, reported: set[str]) -> Iterator[Break]:
-    """Yield a break if the evaluation in a step's JSON differs from the evaluation's own file.
-
-    Args:
-        reported: Files that have already been reported; they are skipped.
-    """
+    """Yield a break if the evaluation in a step's JSON differs from its own file. Files in `reported` are skipped."""
     named = _parsed(run.steps.json_path(step)).get("evaluation")
     version = named.get("version") if isinstance(named, dict) else None
     path = run.evals / f"version-{version:06d}.json" if isinstance(version, int) else None

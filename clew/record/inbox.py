@@ -89,7 +89,6 @@ class Inbox:
         return found
 
     def names(self) -> set[str]:
-        """Return the IDs of the waiting groups."""
         # a waiting trainer polls this, and pathlib takes eight times as long
         names = os.listdir(self.folder) if self.folder.is_dir() else []  # noqa: PTH208
         return {name.removesuffix(".arrows") for name in names if name.startswith("g") and name.endswith(".arrows")}
@@ -108,7 +107,6 @@ class Inbox:
         return self._seen
 
     def remove(self, group_ids: Iterable[str]) -> None:
-        """Remove groups that a committed step has consumed."""
         for group_id in group_ids:
             self.path(group_id).unlink(missing_ok=True)
 

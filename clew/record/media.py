@@ -40,8 +40,6 @@ def media_name(content: bytes) -> str:
 
 
 class Media:
-    """The folder of images of a run."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._looked_at = -LOOK_S
@@ -80,10 +78,8 @@ class Media:
     def prune(self, referred: Callable[[], set[str]]) -> None:
         """Remove images that were not shown to a model for a day and that the record does not refer to.
 
-        Does nothing if it last searched less than `LOOK_S` seconds ago.
-
-        Args:
-            referred: Returns the names that the record refers to. It is called only if there are old images.
+        Does nothing if it last searched less than `LOOK_S` seconds ago. `referred` returns the names that the record
+        refers to, and is called only if there are old images.
         """
         if time.monotonic() - self._looked_at < LOOK_S:
             return

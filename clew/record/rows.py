@@ -159,6 +159,15 @@ def by_episode(sequences: Iterable[Sequence]) -> dict[str, list[Sequence]]:
     return found
 
 
+def parse_data(cell: Any) -> dict[str, Any]:
+    """Return the data row in a cell of a table; empty if it is not a JSON object, as in an altered file."""
+    try:
+        row = json.loads(cell)
+    except (TypeError, ValueError):
+        return {}
+    return row if isinstance(row, dict) else {}
+
+
 def timeless(interaction: Any) -> Any:
     """Return an interaction without its times; unchanged if it is no object, as may be in another trainer's record."""
     if not isinstance(interaction, dict):
@@ -203,15 +212,11 @@ def _to_npy(array: np.ndarray) -> bytes:
     return file.getvalue()
 
 
-def _from_npy(content: bytes) -> np.ndarray:
-    return np.load(io.BytesIO(content), allow_pickle=False)
-
-
 _ENCODED: dict[str, Callable[[Any], Any]] = {"sampled_by": ENCODER.encode, "routed_experts": _to_npy}
 _DECODED: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(MASKS, lambda ids: np.array(ids, np.int32)),
     "sampled_by": DECODER.decode,
-    "routed_experts": _from_npy,
+    "routed_experts": lambda content: np.load(io.BytesIO(content), allow_pickle=False),
 }
 
 
@@ -346,13 +351,7 @@ def read_table(path: Path, remedy: str = RESTORE) -> pa.Table:
 
 
 def sound(path: Path, read: Callable[[], pa.Table], size: int, remedy: str) -> pa.Table:
-    """Return the table that `read` returns, after checking its columns.
-
-    Args:
-        path: The file that is read, for the message.
-        read: Reads the table.
-        size: Size of the file in bytes, for the message.
-        remedy: What to do if it cannot be read, for the message.
+    """Return the table that `read` returns, after checking its columns. The other arguments are for error messages.
 
     Raises:
         RecordError: The table cannot be read, or lacks columns of its format.
@@ -386,11 +385,7 @@ def _strange_column(table: pa.Table) -> str:
 
 
 def unreadable(path: Path, why: str, size: int, remedy: str) -> RecordError:
-    """Return the RecordError for a file that cannot be read as it was written.
-
-    Args:
-        size: Size of the file in bytes.
-    """
+    """Return the RecordError for a file of `size` bytes that cannot be read as it was written."""
     return RecordError(
         f"{path} cannot be read ({why}); it has {size} bytes. It was truncated or altered after it was written: "
         f"{remedy}."

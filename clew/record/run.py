@@ -113,8 +113,6 @@ class Evaluated(TypedDict):
 
 
 class RunDirectory:
-    """Paths and files of one run."""
-
     def __init__(self, path: Path, *, make: bool = True) -> None:
         """Open a run directory.
 
@@ -152,11 +150,7 @@ class RunDirectory:
     def hold(self, role: str, patience_s: float = PATIENCE_S) -> IO[str]:
         """Take the lock of `role` ("trainer", "rollout", "server", "server-1") of this run until the process ends.
 
-        Args:
-            patience_s: Seconds to wait for a process that is ending.
-
-        Raises:
-            RecordError: Another process has this role.
+        Raises RecordError if another process still has this role after `patience_s`.
         """
         return hold_lock(self.status / f"{role}.lock", role, patience_s)
 
@@ -276,7 +270,6 @@ class RunDirectory:
         rows.write_table(self.rejected / f"{name}.parquet", rows.to_table(sequences))
 
     def rejected_groups(self) -> set[str]:
-        """Return the IDs of the groups that were rejected as a whole."""
         return {path.stem for path in self.rejected.glob("g*.parquet") if "." not in path.stem}
 
     def finished_groups(self) -> set[str]:
@@ -288,10 +281,8 @@ class RunDirectory:
     def write_eval(self, version: int, sequences: Sequence[rows.Sequence], summary: dict[str, Any] | None) -> None:
         """Write an evaluation. Its JSON is written last, which marks it as complete.
 
-        `rows` in the JSON is the digest of the file with the sequences.
-
-        Args:
-            summary: Content of the JSON; None if too many episodes failed, so that the evaluation is not complete.
+        `rows` in the JSON is the digest of the file with the sequences. `summary` is None if too many episodes failed,
+        so that the evaluation is not complete.
         """
         path = self.evals / f"version-{version:06d}.parquet"
         rows.write_table(path, rows.to_table(sequences))
@@ -309,7 +300,6 @@ class RunDirectory:
         return read_evaluation(path) if path else None
 
     def read_evals(self) -> list[dict[str, Any]]:
-        """Return all complete evaluations, in the order of their versions."""
         return [read_evaluation(path) for path in sorted(self.evals.glob("version-*.json"))]
 
     def best_eval(self, versions: Collection[int]) -> int | None:
@@ -405,10 +395,7 @@ def changes_in_words(changes: Mapping[str, Sequence[Any]]) -> str:
 def warn_of_changes(log: logging.Logger, config: Config, run: RunDirectory, step: int, until: int) -> None:
     """Log what changed in the configuration since the run was last trained.
 
-    Args:
-        config: The present configuration.
-        step: The next step.
-        until: Number of steps after which the run ends.
+    `step` is the next step; the run ends before step `until`.
     """
     if not (changed := run.changes(config)):
         return

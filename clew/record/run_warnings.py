@@ -20,8 +20,6 @@ _STEP = re.compile(r"step (\d{1,12}): ")
 
 @dataclass(frozen=True, kw_only=True)
 class RunWarning:
-    """One warning."""
-
     time: float
     """Seconds since the epoch."""
     process: str

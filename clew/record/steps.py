@@ -253,7 +253,6 @@ class Steps:
             return []
 
     def consumed(self) -> set[str]:
-        """Return the IDs of the groups that committed steps have consumed."""
         return {group_id for entry in self.index() for group_id in entry["groups"]}
 
     def pending_groups(self) -> set[str]:
@@ -286,11 +285,7 @@ class Steps:
 
 
 def _check_stages(path: Path, table: pa.Table, first: pa.Table) -> None:
-    """Raise RecordError if a file of stages is not as `Steps.write_stages` writes it.
-
-    Args:
-        first: Table in the step's first file; all files must have the same columns.
-    """
+    """Raise RecordError if a file of stages is not as `write_stages` writes it, or has other columns than the first."""
     there = dict(zip(table.column_names, table.schema.types, strict=False))
     wrong = [name for name, kind in there.items() if kind != OF_ROWS.get(name, pa.list_(pa.float32()))]
     wrong += sorted(OF_ROWS.keys() - {*there}) + sorted({*first.column_names} ^ {*there})
@@ -321,17 +316,11 @@ def _parse_line(line: bytes, step: int) -> dict[str, Any] | None:
         entry = _entry(parsed["step"], parsed) | ({"json": parsed["json"]} if "json" in parsed else {})
     except (orjson.JSONDecodeError, KeyError, TypeError):
         return None
-    return entry if entry["step"] == step and _is_entry(entry) else None
-
-
-def _is_entry(entry: Mapping[str, Any]) -> bool:
-    """Return whether an entry of the index has the types that a step gives it.
-
-    (A schema takes ten times as long, and there may be ten thousand lines.)
-    """
+    # A schema takes ten times as long, and there may be ten thousand lines.
     groups, versions, digests = (entry[key] for key in chain.INDEXED)
     lists = isinstance(groups, list) and isinstance(versions, list) and isinstance(digests, dict)
-    return lists and set(map(type, groups)) <= {str} and list(map(type, versions)) == [int, int]
+    typed = lists and set(map(type, groups)) <= {str} and list(map(type, versions)) == [int, int]
+    return entry if typed and entry["step"] == step else None
 
 
 def _line(entry: Mapping[str, Any]) -> bytes:

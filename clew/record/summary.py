@@ -23,6 +23,19 @@ Digests = Annotated[str, Field(pattern="^([0-9a-f]{16})*$")]
 AtLeastOne = Annotated[int, Field(strict=True, ge=1, lt=2**31)]
 Plan = list[list[list[Count]]]
 
+UNKNOWN = {
+    "tensors": {},
+    "metrics": {},
+    "evaluation": None,
+    "plan": [],
+    "environment": {},
+    "config": {},
+    "code": {},
+    "committed_at": None,
+    "timings": {},
+}
+"""Content of a step's JSON, apart from its index line, as far as it is not known."""
+
 
 @with_config(STRICT)
 class Committed(TypedDict):
@@ -127,11 +140,7 @@ def check(path: Path, step: int, summary: Any, *, by_clew: bool) -> None:
 
 
 def configured(path: Path, summary: dict[str, Any]) -> tuple[Training, Algorithm]:
-    """Return the configuration that Clew trained a step with.
-
-    Args:
-        path: File of the step's JSON, for the message.
-        summary: The content of the file.
+    """Return the configuration that Clew trained a step with, given the file of the step's JSON and its content.
 
     Raises:
         RecordError: The configuration was altered, or is of another version of Clew.

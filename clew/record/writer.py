@@ -27,6 +27,7 @@ from clew.record.media import is_media_name
 from clew.record.origin import IMPORTED
 from clew.record.run import RunDirectory
 from clew.record.steps import OF_ROWS
+from clew.record.summary import UNKNOWN
 
 NEEDED = ("group_id", "input_ids", "loss_mask", "logprobs", "reward")
 """Columns that must be given, because there is no sensible default."""
@@ -58,7 +59,6 @@ class Writer:
         """Create the run directory, or continue one that a Writer made.
 
         Args:
-            path: The run directory.
             config: Anything that JSON can hold; None leaves config.yaml as it is.
             trainer: The name of the trainer, for run.json.
 
@@ -137,16 +137,12 @@ class Writer:
         digests = digest_rows(rows.from_table(table))  # of the rows as a reader gets them, in the columns' types
         versions = np.concatenate([row.versions[row.loss_mask] for row in batch])
         summary = {
+            **UNKNOWN,
             "groups": sorted({row.group_id for row in batch}),
             "versions": [int(versions.min()), int(versions.max())] if versions.size else [number, number],
             "digests": {"data": digest_batch(digests)},
-            "tensors": {},
             "metrics": _numbers("metric", metrics),
-            "evaluation": None,
-            "plan": [],
             "environment": {"trainer": self._trainer},
-            "code": {},
-            "config": {},
             "committed_at": now,
             "timings": _numbers("timing", timings),
         }
@@ -164,8 +160,7 @@ class Writer:
 def complete(sequences: Iterable[Mapping[str, Any] | rows.Sequence], *, version: int) -> list[rows.Sequence]:
     """Return sequences with all columns; what is missing is filled in as docs/record.md says.
 
-    Args:
-        version: Version of the weights that sampled the tokens, for sequences that do not say.
+    Tokens of sequences that do not say were sampled by the weights of `version`.
 
     Raises:
         RecordError: A sequence lacks a needed column, or has an unknown or invalid one.

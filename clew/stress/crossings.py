@@ -33,12 +33,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Crossing:
-    """A prompt of one episode that holds text of another."""
+    """A prompt of the episode with the ID `asker` that holds text of the episode with the ID `owner`."""
 
     asker: str
-    """ID of the episode."""
     owner: str
-    """ID of the other episode."""
     text: str
 
 
@@ -140,10 +138,7 @@ def _marks_in(text: str, marks: Mapping[str, list[tuple[str, T]]], least: int) -
 def judge_answers(waves: Sequence[Wave], state: State, *, repeats: bool) -> list[Verdict]:
     """Return a verdict if an answer to one episode appears in the requests of another.
 
-    Args:
-        waves: All waves at full speed, ending with crowd and again.
-        state: Names the object that holds the text.
-        repeats: True if the model repeats its answers, so that an answer can also be followed from wave to wave.
+    `repeats` is True if the model repeats its answers, so that an answer can also be followed from wave to wave.
     """
     *_, crowd, again = waves
     crossings = [

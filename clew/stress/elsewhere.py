@@ -15,8 +15,8 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,7 +43,6 @@ class Source:
     """Recipe to create the agent in another process."""
 
     path: str
-    """Dotted path of the agent's class."""
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
@@ -59,11 +58,7 @@ class Elsewhere:
 async def run_some_elsewhere(source: Source, runner: WaveRunner, crowd: Wave, first: Sequence[str]) -> Elsewhere:
     """Run a few episodes of the crowd in two other processes. Each runs different rows, unless there is only one.
 
-    Args:
-        source: Recipe to create the agent there.
-        runner: WaveRunner on which the crowd ran: its gateway and time limit are used.
-        crowd: Wave to choose from. Episodes that failed are not run.
-        first: IDs of the episodes to prefer.
+    Episodes that failed are not run. Those whose ID is in `first` are preferred.
     """
     sound = {episode.id: episode for episode in crowd.episodes if episode.error is None}
     wanted = [*(sound[id] for id in first if id in sound), *sound.values()]
@@ -194,19 +189,16 @@ async def _work(task: dict[str, Any]) -> dict[str, tuple[Any, str | None, str]]:
     agent = load_agent(task["path"], task["arguments"])
     client, code, results = SharedClient(), Code(agent), {}
     for job in task["jobs"]:
-
-        @asynccontextmanager
-        async def open_episode(id: str, job: dict[str, Any] = job) -> AsyncIterator[tuple[str, str, Any]]:
-            yield job["base_url"], job["key"], client
-
+        session = contextlib.nullcontext((job["base_url"], job["key"], client))
         episode = Episode(id=job["id"], data=job["data"])
-        await run_episode(agent, episode, open_episode, timeout_s=task["timeout_s"], stepped=None, code=code)
+        await run_episode(
+            agent, episode, lambda _, own=session: own, timeout_s=task["timeout_s"], stepped=None, code=code
+        )
         results[episode.id] = (episode.reward, episode.error, episode.at)
     return results
 
 
 def main() -> None:
-    """Run the child process."""
     die_with_parent()
     task = json.loads(sys.stdin.buffer.read())
     sys.path[:] = task["sys_path"]

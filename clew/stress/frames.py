@@ -50,7 +50,6 @@ class Code:
         self.is_user = cache(self._is_user)
 
     def _is_user(self, file: str) -> bool:
-        """Return whether a source file is the user's."""
         if file.startswith(("<", _CLEW)):
             return False
         if self._own and file.startswith(self._own):
@@ -80,7 +79,6 @@ class Code:
 
 
 def is_clew(file: str) -> bool:
-    """Return whether a source file is Clew's."""
     return file.startswith(_CLEW)
 
 

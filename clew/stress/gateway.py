@@ -126,7 +126,6 @@ class BeforeProvider(ServingThread):
         super().__init__(self._provider, close=passed_on.close)
 
     async def close(self, key: str) -> None:
-        """Close the session of an episode that is over."""
         await self.call(self._provider.close(key))
 
 
@@ -139,12 +138,7 @@ def answerer(
 ) -> Gateway:
     """Start the gateway in front of the model that answers, and return it.
 
-    Args:
-        base_url: A server that takes token IDs, or a provider. None: a stand-in answers.
-        latency_s: Minimum seconds that an answer of the stand-in takes.
-        tokens: Maximum number of tokens of most synthetic answers; see `StandIn`.
-        recorded: A run from whose completions the stand-in chooses its answers. None: the answers are synthetic.
-        model: The model whose tokenizer and image processing the stand-in uses. None: one token per byte.
+    The help of `clew agent stress` describes the arguments.
 
     Raises:
         EngineError: If nothing usable answers at `base_url`.

@@ -47,11 +47,7 @@ def judge(
 ) -> tuple[list[Verdict], list[str]]:
     """Return the verdicts of the waves at full speed, and notes on what they cannot show, with advice.
 
-    Args:
-        waves: The waves warm, alone, narrow, crowd and again.
-        confirming: Further crowds.
-        origins: Names the lines that drew random numbers.
-        state: Names the object that holds crossed text.
+    The waves are warm, alone, narrow, crowd and again; `confirming` are further crowds.
     """
     warm, alone, _, crowd, again = waves
     verdicts = judge_blocks(crowd.watched, again.watched)
@@ -134,7 +130,7 @@ def _held(*crowds: Wave) -> list[Verdict]:
     latencies = [wave_report(wave, None).latency for wave in crowds]
     if not all(latencies):
         return []
-    share = min(each["blocked"].p50 / max(each["episode"].p50, 1e-9) for each in latencies)
+    share = min(each["blocked"]["p50"] / max(each["episode"]["p50"], 1e-9) for each in latencies)
     if share < BLOCKED_SHARE:
         return []
     what = f"episodes wait for the event loop for {share:.0%} of their time, perhaps for code slow on long texts"

@@ -125,8 +125,7 @@ def _restore(name: str, value: Any) -> None:
     elif value is None:
         return
     elif name.startswith("the handler of"):
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.Signals[name.rpartition(" ")[2]], value)
+        signal.signal(signal.Signals[name.rpartition(" ")[2]], value)
     elif name == "the working directory":
         os.chdir(value)
     elif name == "the umask":

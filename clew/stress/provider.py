@@ -48,7 +48,6 @@ class Exchange:
 
     episode: str
     came: float
-    """time.monotonic()"""
     done: float
     """time.monotonic() when its last message passed."""
     asked: bytes = b""
@@ -68,7 +67,6 @@ class Exchange:
         self.done = time.monotonic()
 
     def as_request(self) -> Request:
-        """Return the request and its answer as text."""
         body = bytes(self.answered)
         answer = Answer()
         if self.status >= 400:
@@ -88,8 +86,6 @@ class Exchange:
 
 @dataclass(kw_only=True)
 class Asking:
-    """An episode and its exchanges in progress."""
-
     episode: str
     exchanges: list[Exchange] = field(default_factory=list)
 
@@ -103,7 +99,6 @@ class NotedProvider:
         self.keys: EpisodeKeys[Asking] = EpisodeKeys()
 
     def open(self, episode_id: str) -> str:
-        """Return the API key for an episode that begins."""
         return self.keys.open(episode_id, Asking(episode=episode_id))
 
     async def close(self, key: str) -> None:
@@ -146,8 +141,6 @@ class NotedProvider:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Answer of a provider."""
-
     id: str = ""
     words: str = ""
     error: str = ""
@@ -206,7 +199,6 @@ def answer_of_stream(body: bytes) -> Answer:
 
 
 def refused(status: int, body: bytes) -> str:
-    """Return the status and the message of a refusal."""
     said = _error(_object(body) or {}) or body.decode(errors="replace")[:200].strip()
     return f"HTTP {status}: {said}" if said else f"HTTP {status}"
 

@@ -32,15 +32,6 @@ PARTS = ("episode", "model", "agent code", "tools", "reward", "blocked")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Percentiles:
-    """Seconds per episode."""
-
-    p50: float
-    p90: float
-    p99: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class Failure:
     """Episodes that failed in the same way."""
 
@@ -59,7 +50,6 @@ class WaveReport:
 
     name: str
     width: int
-    """Number of episodes at once, as requested."""
     episodes: int
     seconds: float
     episodes_per_s: float
@@ -72,8 +62,8 @@ class WaveReport:
 
     It is 1 when episodes run one after another although all have started, and also when no time alone is known.
     """
-    latency: dict[str, Percentiles]
-    """Seconds of the episodes that did not fail, by PARTS."""
+    latency: dict[str, dict[str, float]]
+    """Seconds of the episodes that did not fail, by PARTS: their percentiles p50, p90 and p99."""
     curve: list[tuple[float, int]]
     """Pairs of (seconds since the start, requests with the engine)."""
     cpu_share: float
@@ -82,8 +72,6 @@ class WaveReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Results of a stress."""
-
     agent: str
     batch: int
     group: int
@@ -91,9 +79,8 @@ class Report:
     width: int
     """Number of episodes at once: batch / dp prompts, each `group` times."""
     rows: int
-    """Number of rows in the data."""
+    """Number of rows in the data, of which `rows_used` were run."""
     rows_used: int
-    """Number of rows that were run."""
     waves: list[WaveReport]
     failures: list[Failure]
     growth: list[Sample]
@@ -125,9 +112,7 @@ class Report:
 def parts(episode: Episode, requests: Sequence[Request], holds: Sequence[Interval]) -> dict[str, float]:
     """Return the seconds of each part of an episode, by PARTS.
 
-    Args:
-        requests: The episode's requests to the model.
-        holds: Times during which other episodes held the event loop for long.
+    `holds` are the times during which other episodes held the event loop for long.
     """
     modelled = [(request.came, request.done) for request in requests]
     answered = max((request.done for request in requests), default=episode.started)
@@ -197,6 +182,5 @@ def failures(episodes: Iterable[Episode]) -> list[Failure]:
     return sorted(found, key=lambda failure: -failure.count)
 
 
-def _percentiles(values: Sequence[float]) -> Percentiles:
-    p50, p90, p99 = np.percentile(values, [50, 90, 99])
-    return Percentiles(p50=float(p50), p90=float(p90), p99=float(p99))
+def _percentiles(values: Sequence[float]) -> dict[str, float]:
+    return {f"p{percent}": float(np.percentile(values, percent)) for percent in (50, 90, 99)}

@@ -19,8 +19,6 @@ from clew.stress.serial import Interval, union
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One request to the model and its answer."""
-
     episode: str
     asked: str
     """The whole prompt."""
@@ -62,7 +60,6 @@ class Requests:
         self._requests.append(request)
 
     def warn(self, episode: str, warning: str, kind: str) -> None:
-        """Note a warning of the gateway's."""
         self.warned[kind].setdefault(episode, warning)
 
     @contextmanager

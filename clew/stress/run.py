@@ -83,15 +83,9 @@ def stressed(
 
     Args:
         agent: Instance of the agent's class. It serves all episodes.
-        rows: Rows of the data set.
-        gateway: The gateway in front of the model that answers.
-        batch: Number of prompts per training step.
-        group: Number of episodes per prompt.
-        dp: Number of rollout processes that share the batch.
         timeout_s: Maximum seconds of an episode, not counting time with the model or with a busy processor.
         stuck_s: Maximum seconds for which the event loop may stand still, or nothing may move in a wave.
         source: Recipe to create the agent in another process. None: no other process is tried.
-        say: Called with lines of progress.
     """
 
     async def work() -> Report:
@@ -147,7 +141,6 @@ class Stress:
         self._samples: list[growth.Sample] = []
 
     async def run(self) -> Report:
-        """Run all waves, and judge them."""
         runner, loop = self._runner, asyncio.get_running_loop()
         factory = loop.get_task_factory()
         gc.collect()
@@ -235,7 +228,6 @@ class Stress:
             requests.troubles.clear()
 
     async def _trace_memory(self) -> None:
-        """Run the waves whose memory is traced."""
         tracemalloc.start(growth.DEPTH)
         for _ in range(3):
             await self._wave("traced", self._jobs[:TRACED], TRACED)

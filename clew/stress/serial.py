@@ -50,7 +50,6 @@ class Crowd:
     """Throughput and waiting times of a wave of episodes."""
 
     width: int
-    """Number of episodes at once, as requested."""
     seconds: float
     episodes: int
     mean_s: float
@@ -68,7 +67,6 @@ class Crowd:
 
     @property
     def throughput(self) -> float:
-        """Episodes per second."""
         return self.episodes / self.seconds
 
     @property

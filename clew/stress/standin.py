@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 
 SEED = 0
-"""Seed of the answers and their latencies."""
 
 SPREAD = 0.5
 """Maximum additional latency, as a share of `latency_s`. It differs per answer, to find agents that need an order."""

@@ -46,13 +46,11 @@ class Episode:
     """Beginning and end (time.monotonic()) of each of its steps that took `HOLD_S` or more."""
     reward: Any = None
     error: str | None = None
-    """Type and message of the error."""
     at: str = ""
     """Line where the error was raised, or where the episode waited when it was stopped."""
     stopped: str = ""
     """Reason why the episode was stopped; empty if it ended by itself."""
     stopped_at: float = 0.0
-    """time.monotonic() when the episode was stopped."""
     abandoned: bool = False
     """True if the next cancellation ends the episode although its code swallows CancelledError."""
     idle_from: float = 0.0
@@ -71,7 +69,6 @@ current_episode: contextvars.ContextVar[Episode | None] = contextvars.ContextVar
 """Episode whose code runs now; None outside of episodes."""
 
 Stepped = Callable[[Episode], None]
-"""Called after each step of an episode."""
 
 
 async def run_episode(
@@ -85,15 +82,7 @@ async def run_episode(
 ) -> None:
     """Run the agent on its own copy of the row, and set the episode's results.
 
-    Whatever the agent raises is kept as the episode's error.
-
-    Args:
-        agent: The agent.
-        episode: The episode, with its ID and data.
-        open_episode: Opens the episode's session of the gateway.
-        timeout_s: Maximum seconds; None: no limit.
-        stepped: Called after each step; None: steps are not reported.
-        code: Tells the user's code from that of libraries.
+    Whatever the agent raises is kept as the episode's error. `stepped` is called after each step.
     """
     episode.started = time.monotonic()
     limit = asyncio.timeout(timeout_s)

@@ -30,8 +30,6 @@ Kind = Literal["hangs", "blocks", "serial", "shared", "growth", "differs", "fail
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """One finding."""
-
     kind: Kind
     what: str
     """The finding in one sentence."""

@@ -36,7 +36,6 @@ Rows = list[list[str]]
 
 
 def rendered(report: Report) -> Group:
-    """Return the report in a form that rich's Console.print shows."""
     return Group(*_blocks(report))
 
 
@@ -64,7 +63,6 @@ def _blocks(report: Report) -> Iterator[RenderableType]:
 
 
 def page(report: Report) -> str:
-    """Return the whole HTML document."""
     return "\n".join(_lines(report))
 
 
@@ -107,7 +105,7 @@ def _tables(report: Report) -> list[Rows]:
     tables = [waves]
     latency = report.measured.latency
     if latency:
-        rows = [[part, *(f"{s:.3f}" for s in (each.p50, each.p90, each.p99))] for part, each in latency.items()]
+        rows = [[part, *(f"{seconds:.3f}" for seconds in each.values())] for part, each in latency.items()]
         tables.append([[f"seconds at {report.measured.width} at once", "p50", "p90", "p99"], *rows])
     counted = _counted_twice(report.growth)
     if counted:
@@ -146,7 +144,7 @@ def _plots(report: Report) -> str:
     measured = report.measured.latency
     for offset, name in ((-0.25, "p50"), (0.0, "p90"), (0.25, "p99")):
         places = [place + offset for place in range(len(PARTS))]
-        latency.bar(places, [getattr(measured[p], name) if measured else 0 for p in PARTS], 0.25, label=name)
+        latency.bar(places, [measured[part][name] if measured else 0 for part in PARTS], 0.25, label=name)
     latency.set_xticks(range(len(PARTS)), PARTS)
     latency.set(title=f"seconds an episode, {report.measured.width} at once")
     latency.legend()

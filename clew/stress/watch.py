@@ -71,7 +71,6 @@ class Watched:
 
     blocks: list[Block]
     seconds: float
-    """Seconds for which it watched."""
 
 
 @dataclass
@@ -232,13 +231,12 @@ class Stuck(Exception):
 
 
 class StuckWatch(Watcher):
-    """Interrupts calls in which the event loop would stand still for ever.
+    """Interrupts calls in which the main thread's event loop would stand still for longer than `stuck_s`.
 
-    It must be entered in the main thread's event loop; in another thread it does nothing.
+    The caller keeps `running` up to date.
     """
 
     def __init__(self, code: Code, running: Collection[Episode], stuck_s: float) -> None:
-        """Create a watch, which lets the loop stand still for `stuck_s`. The caller keeps `running` up to date."""
         super().__init__()
         self.verdict: Verdict | None = None
         self.happened = asyncio.Event()
@@ -249,17 +247,13 @@ class StuckWatch(Watcher):
     async def __aenter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
         self._thread_id, self._native_id = threading.get_ident(), threading.get_native_id()
-        self._watches = threading.current_thread() is threading.main_thread()
-        if self._watches:
-            self._handler = signal.signal(SIGNAL, self._interrupt)
-            await super().__aenter__()
-        return self
+        self._handler = signal.signal(SIGNAL, self._interrupt)
+        return await super().__aenter__()
 
     async def __aexit__(self, *_: object) -> None:
         self.stop.set()
-        if self._watches:
-            await asyncio.to_thread(self.thread.join)  # it may be waiting for the loop to answer
-            signal.signal(SIGNAL, self._handler)
+        await asyncio.to_thread(self.thread.join)  # it may be waiting for the loop to answer
+        signal.signal(SIGNAL, self._handler)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         if self._code.users_place(lines_of(frame)) is not None:  # otherwise it has moved on by itself

@@ -102,7 +102,6 @@ class Wave:
 
     @property
     def behaviour(self) -> dict[str, Behaviour]:
-        """Requests and rewards of the episodes that did not fail, by episode ID."""
         return behaviour_by_episode(self.episodes, self.requests)
 
     def asked_at(self, episode: str) -> str:

@@ -15,19 +15,13 @@ from clew.algorithms.rejection import reasons_of
 from clew.errors import RecordError
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
-from clew.view.find import Found, Name
+from clew.view.find import Found, Name, episode_of
 from clew.view.text import MISSING, as_text, content_text, moment, number, pairs, visible
 from clew.view.tokens import load_tokenizer, show_tokens
 
 
 def show_episode(console: Console, run: RunDirectory, found: Found, name: Name, tokens: bool) -> None:
-    episodes = found.episodes()
-    sequences = episodes.get(name.episode or "", [])
-    if not sequences:
-        there = f"its episodes are {', '.join(episodes)}" if episodes else "it has no episode yet"
-        raise RecordError(
-            f"{run.path} has no episode {name.episode}. Group {found.id}: {visible(found.fate, keep='')}; {there}."
-        )
+    sequences = episode_of(run, found, name)
     parts = {sequence.id: [sequence.id, *(str(i.get("id")) for i in sequence.interactions)] for sequence in sequences}
     shown = [sequence for sequence in sequences if name.part is None or name.part in parts[sequence.id]]
     if not shown:
@@ -164,8 +158,7 @@ def lag(sequences: list[Sequence], step: int | None) -> str:
 def rejected_of(sequences: Iterable[Sequence], rejected: dict[str, np.ndarray]) -> str:
     """Return how many trained tokens of these sequences were rejected and why, as text.
 
-    Args:
-        rejected: Reason for each token, by sequence ID, see `clew.algorithms.rejection`.
+    `rejected` has the reason for each token, by sequence ID, see `clew.algorithms.rejection`.
     """
     recorded = [(each, rejected[each.id]) for each in sequences if each.id in rejected]
     known = [why_T[each.loss_mask] for each, why_T in recorded if len(why_T) == len(each.loss_mask)]  # else altered

@@ -70,7 +70,6 @@ def _difference(bounds: Sequence[float] | None) -> str:
 
 
 def show_failed(console: Console, name: str, episodes: Sequence[dict[str, Any]]) -> None:
-    """Print how many episodes of a model failed, by the kind of their error."""
     kinds = Counter(named_kinds([each["error"] for each in episodes if each["error"] is not None]))
     if not kinds:
         return
@@ -84,9 +83,7 @@ def show_failed(console: Console, name: str, episodes: Sequence[dict[str, Any]])
 def show_missed(console: Console, name: str, episodes: Sequence[dict[str, Any]], prompt: str) -> None:
     """Print the rows that pass least often, each with the answer of an episode that did not pass.
 
-    Args:
-        episodes: Episodes of the model, as `clew.diagnose.evaluate.EPISODES` describes them.
-        prompt: Column of the data with the prompt.
+    `clew.diagnose.evaluate.EPISODES` describes the episodes. `prompt` is the column of the data with the prompt.
     """
     by_row: dict[int, list[dict[str, Any]]] = {}
     for episode in episodes:

@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 from clew.errors import RecordError
+from clew.printing import visible
 from clew.reading import FileMissing, flat, read_yaml
 from clew.record import rows
 from clew.record.rows import Sequence, by_episode
@@ -68,11 +69,7 @@ class Found:
 
 
 def find_group(run: RunDirectory, name: Name) -> Found:
-    """Return a group by its ID, from an evaluation, a step, the inbox or rejected/.
-
-    Raises:
-        RecordError: There is no such group.
-    """
+    """Return a group by its ID, from an evaluation, a step, the inbox or rejected/. Raises RecordError without one."""
     group = name.group
     if name.version is not None:
         return _of_evaluation(run, group, name.version)
@@ -112,13 +109,14 @@ def find_group(run: RunDirectory, name: Name) -> Found:
     )
 
 
-def find_episode(run: RunDirectory, name: Name) -> list[Sequence]:
-    """Return the rows of an episode. Raises RecordError if there is no such episode."""
-    found = find_group(run, name)
+def episode_of(run: RunDirectory, found: Found, name: Name) -> list[Sequence]:
+    """Return the rows of an episode of a group. Raises RecordError if there is no such episode."""
     episodes = found.episodes()
     if name.episode not in episodes:
+        there = f"its episodes are {', '.join(episodes)}" if episodes else "it has no episode yet"
         raise RecordError(
-            f"{run.path} has no episode {name.episode or name.group}; expected one of {', '.join(episodes)}."
+            f"{run.path} has no episode {name.episode or name.group}. Group {found.id}: "
+            f"{visible(found.fate, keep='')}; {there}."
         )
     return episodes[name.episode]
 

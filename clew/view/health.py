@@ -90,8 +90,6 @@ WATCHED = {
 
 @dataclass(frozen=True, kw_only=True)
 class Concern:
-    """One thing that deserves a look."""
-
     cause: str
     evidence: str
     then: str
@@ -178,9 +176,8 @@ def equal_steps(history: History, advantages: str) -> list[int]:
 def equal_rewards(history: History, steps: Sequence[int], kinds: Mapping[float, int], looked: str) -> Concern | None:
     """Return the concern that too many groups teach nothing.
 
-    Args:
-        steps: Result of `equal_steps`.
-        kinds: Number of groups whose episodes all have the same reward, by that reward, in the steps `looked` names.
+    `steps` is the result of `equal_steps`. `kinds` counts the groups whose episodes all have the same reward, by that
+    reward, in the steps that `looked` names.
     """
     if not steps:
         return None
@@ -197,7 +194,6 @@ def equal_rewards(history: History, steps: Sequence[int], kinds: Mapping[float, 
 
 
 def truncation(history: History) -> Concern | None:
-    """Return the concern that many episodes are cut off at a limit."""
     cut = history.metrics["truncated_share"] > TRUNCATED
     what = f"more than {_percent(TRUNCATED)} of the episodes were cut off at sampling.max_new_tokens or another limit"
     if (history.metrics["truncated_share"] >= ALMOST_ALL).any():
@@ -227,7 +223,6 @@ def mismatch(history: History) -> Concern | None:
 
 
 def clipping(history: History, ratio: str) -> Concern | None:
-    """Return the concern that many tokens are clipped, and so have no gradient."""
     limit = CLIPPED.get(ratio, CLIPPED["token"])
     clipped = history.metrics["clip_share"] > limit
     what = f"more than {_percent(limit)} of the tokens are clipped, and so have no gradient"
@@ -250,9 +245,7 @@ def rejected_tokens(history: History) -> Concern | None:
 def gradients(history: History, factor: float | None, *, supervised: bool = False) -> Concern | None:
     """Return the concern that the gradient spiked, or that updates were left out.
 
-    Args:
-        factor: Value of training.spike_factor; None: `SPIKE`.
-        supervised: True for a run of `clew sft`, which `clew blame` does not take.
+    `factor` is training.spike_factor; None: `SPIKE`. `clew blame` does not take a `supervised` run, of `clew sft`.
     """
     spikes = find_spikes(history, factor or SPIKE)
     skipped = np.nan_to_num(history.metrics["updates_skipped"])
@@ -313,7 +306,6 @@ def contradiction(history: History) -> Concern | None:
 
 
 def rejections(rejected: Rejected, history: History) -> Concern | None:
-    """Return the concern that many episodes failed or many groups were left out."""
     parts, example = [], ""
     failed, filtered = rejected.episodes.total(), rejected.filtered_groups.total()
     trained, groups = (float(np.nansum(history.metrics[name])) for name in ("episodes", "groups"))
@@ -332,12 +324,7 @@ def rejections(rejected: Rejected, history: History) -> Concern | None:
 
 
 def warnings(warned: Sequence[RunWarning], last: int) -> Concern | None:
-    """Return the concern that there are warnings.
-
-    Args:
-        warned: All warnings of the run.
-        last: The number of the last committed step.
-    """
+    """Return the concern that there are warnings. `last` is the number of the last committed step."""
     if not warned:
         return None
     which = f"{counted(len(warnings_in_words(list(warned))), 'kind')} of warning, listed above"
@@ -389,8 +376,7 @@ def _fall_at_once(rewards: np.ndarray, steps: np.ndarray, errors: np.ndarray) ->
 
     The noise of a step is estimated from the steps before it, or if these are few, from the rewards within them.
 
-    Args:
-        errors: Standard error of each step's reward [N]; NaN where it is unknown.
+    `errors` are the standard errors of the steps' rewards [N]; NaN where unknown.
     """
     falls = {}
     for place in range(1, len(rewards)):
@@ -418,8 +404,7 @@ def _fall_at_once(rewards: np.ndarray, steps: np.ndarray, errors: np.ndarray) ->
 def negative_rewards(history: History, highest: float) -> Concern | None:
     """Return the concern that no episode gets a reward above 0, as if the sign of the reward were wrong.
 
-    Args:
-        highest: The highest reward of an episode of the newest step; NaN if it is unknown.
+    `highest` is the highest reward of an episode of the newest step; NaN if it is unknown.
     """
     rewards = history.metrics["reward"]
     if not (history.has("reward") and highest <= 0 and np.nanmax(rewards) <= 0 and np.nanmin(rewards) < 0):

@@ -43,8 +43,6 @@ def show_off_policy(console: Console, run: RunDirectory, steps: Iterable[int], p
     """Print the most off-policy sequences of these steps, worst first.
 
     Args:
-        console: Where to print.
-        run: The run directory.
         steps: Committed steps. Those whose sequences were removed are left out.
         path: The run directory or bundle, as the user gave it.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +53,7 @@ def show_prompt(console: Console, run: RunDirectory, wanted: str) -> None:
     config = settings_of(run)
     content, attempts, of_row = _find_prompt(run, config, wanted)
     trained = sum(attempt.step is not None for attempt in attempts)
-    facts = [(f"data.{name}", one_line(as_text(value))) for name, value in _decoded(content).items()]
+    facts = [(f"data.{name}", one_line(as_text(value))) for name, value in rows.parse_data(content).items()]
     of_file = [("row", f"{wanted} of {config.get('data.path')}, counted from 0")] if of_row else []
     console.print(pairs([*of_file, *facts, ("groups", f"{trained} trained on, {len(attempts) - trained} left out")]))
     console.print()
@@ -65,7 +64,16 @@ def show_prompt(console: Console, run: RunDirectory, wanted: str) -> None:
         spare=("lag", "length"),
     )
     for attempt in sorted(attempts, key=lambda attempt: attempt.group):
-        made.add_row(*_cells(attempt))
+        scored = [reward for reward in attempt.rewards if np.isfinite(reward)]
+        made.add_row(
+            MISSING if attempt.step is None else str(attempt.step),
+            attempt.group,
+            one_line(" ".join(number(reward, ".4g") for reward in attempt.rewards)),
+            number(float(np.mean(scored)) if scored else None),
+            number(attempt.length, ".1f"),
+            attempt.lag,
+            one_line(attempt.error or ""),
+        )
     console.print(made)
 
 
@@ -91,7 +99,7 @@ def _find_prompt(run: RunDirectory, config: Mapping[str, Any], wanted: str) -> t
         groups_by_row = _gathered(run, lambda known: wanted in text_of(known))
     if not groups_by_row:
         raise RecordError(f"{no_row} {_nothing(run, wanted, row, column)}".lstrip())
-    texts = {content: text_of(_decoded(content)) for content in groups_by_row}
+    texts = {content: text_of(rows.parse_data(content)) for content in groups_by_row}
     exact = [content for content, text in texts.items() if text == wanted]
     if len(groups_by_row) > 1 and len(exact) != 1:
         listed = "; ".join(repr(text[:80]) for text in list(texts.values())[:CANDIDATES])
@@ -102,19 +110,6 @@ def _find_prompt(run: RunDirectory, config: Mapping[str, Any], wanted: str) -> t
         )
     content = exact[0] if len(exact) == 1 else next(iter(groups_by_row))
     return content, groups_by_row[content], False
-
-
-def _cells(attempt: Attempt) -> list[Any]:
-    scored = [reward for reward in attempt.rewards if np.isfinite(reward)]
-    return [
-        MISSING if attempt.step is None else str(attempt.step),
-        attempt.group,
-        one_line(" ".join(number(reward, ".4g") for reward in attempt.rewards)),
-        number(float(np.mean(scored)) if scored else None),
-        number(attempt.length, ".1f"),
-        attempt.lag,
-        one_line(attempt.error or ""),
-    ]
 
 
 def _row_of_file(config: Mapping[str, Any], place: int) -> dict[str, Any]:
@@ -144,22 +139,13 @@ def _gathered(run: RunDirectory, is_meant: Callable[[dict[str, Any]], bool]) -> 
     return attempts
 
 
-def _decoded(content: str) -> dict[str, Any]:
-    """Return the data row in a cell of the record; empty if it is not a JSON object, as in an altered file."""
-    try:
-        known = json.loads(content)
-    except ValueError:
-        return {}
-    return known if isinstance(known, dict) else {}
-
-
 def _in_table(
     path: Path, step: int | None, is_meant: Callable[[dict[str, Any]], bool]
 ) -> Iterator[tuple[str, Attempt]]:
     """Yield the data row and the group for each group of a file whose data row matches. Only these are unpacked."""
     batch = rows.read_table(path).drop_columns("interactions")
     contents = batch.column("data").to_pylist()
-    meant = {content for content in set(contents) if is_meant(_decoded(content))}
+    meant = {content for content in set(contents) if is_meant(rows.parse_data(content))}
     if not meant:
         return
     groups: dict[str, list[int]] = {}

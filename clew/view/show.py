@@ -56,15 +56,7 @@ def show(
     off_policy: bool = False,
     console: Console,
 ) -> None:
-    """Print what the record has.
-
-    Args:
-        path: A run directory, a bundle or, without `what`, a folder of runs.
-        what: The number of a step, or the ID of a group, an episode, a sequence or an interaction; None: the run.
-        steps: Which steps of a run to list, as a slice: "100:140" means 100 to 139.
-        tokens: Show the tokens of an episode or a sequence.
-        prompt: Show one prompt over time: the number of a row in the data file, or a text that the prompt holds.
-        off_policy: Show the most off-policy sequences of the run, or of `steps`.
+    """Print what the record has. The help of `clew show` describes the arguments.
 
     Raises:
         RecordError: There is no such thing on record, it cannot be read, or options do not go together.
@@ -96,7 +88,14 @@ def show(
         elif what.isdecimal():
             _show_step(console, run, int(what))
         else:
-            _show_named(console, run, what, tokens)
+            name = Name.parse(what)
+            found = find_group(run, name)
+            if name.episode is not None:
+                show_episode(console, run, found, name, tokens)
+            elif tokens:
+                raise RecordError(f"--tokens shows an episode or a sequence. Name one of them, such as {what}.e0.")
+            else:
+                _show_group(console, run, found)
         _show_breaks(console, broken)
 
 
@@ -108,17 +107,6 @@ def _show_breaks(console: Console, found: list[chain.Break]) -> None:
         console.print(Text(f"BROKEN CHAIN  {visible(str(each))}", style="red"))
     if len(found) > BREAKS_SHOWN:
         console.print(Text(f"and {len(found) - BREAKS_SHOWN} more places where the record does not fit together"))
-
-
-def _show_named(console: Console, run: RunDirectory, what: str, tokens: bool) -> None:
-    name = Name.parse(what)
-    found = find_group(run, name)
-    if name.episode is None and tokens:
-        raise RecordError(f"--tokens shows an episode or a sequence. Name one of them, such as {name.group}.e0.")
-    if name.episode is None:
-        _show_group(console, run, found)
-    else:
-        show_episode(console, run, found, name, tokens)
 
 
 # Runs -----------------------------------------------------------------------------------------------------------------
@@ -175,12 +163,7 @@ def _show_run(
     *,
     broken: bool,
 ) -> None:
-    """Print a run, with the arguments `steps` and `path` of `show`.
-
-    Args:
-        bundle: Content of bundle.json; None for a run directory.
-        broken: True if the chain of commits does not fit together, which is printed below.
-    """
+    """Print a run, with the arguments `steps` and `path` of `show`. `bundle` is None for a run directory."""
     history, rejected = collector.history(), count_rejected(run)
     warned, _ = read_warnings(run.warnings_path)
     count = run.steps.count()
@@ -215,10 +198,7 @@ def _show_facts(
 ) -> None:
     """Print what the run is and how far it came.
 
-    Args:
-        bundle: Content of bundle.json; None for a run directory.
-        reasons: Lines that say why groups and episodes were rejected.
-        seconds: Sums of the steps' timings by name.
+    `reasons` say why groups and episodes were rejected. `seconds` are the sums of the steps' timings by name.
     """
     config, facts, supervised, count = settings_of(run), run.facts(), run.supervised, run.steps.count()
     model = [as_text(config.get(f"model.{name}", "")) for name in ("path", "dtype", "device")]
@@ -369,10 +349,9 @@ def _show_groups(console: Console, run: RunDirectory, step: int) -> None:
         groups.setdefault(sequence.group_id, []).append(sequence)
     column = settings_of(run).get("data.prompt", "prompt")
     stages = read_stages(console, run, step)
-    rejected, advantages = stages.get("rejected"), stages.get("advantages", {})
+    rejected, advantages = stages.get("rejected", {}), stages.get("advantages", {})
     rows = Rows(
-        *("group", "sequences", "lag", *["rejected"] * (rejected is not None)),
-        *("mean", "spread", "rewards", "advantages", "prompt"),
+        *("group", "sequences", "lag", "rejected", "mean", "spread", "rewards", "advantages", "prompt"),
         left=("group",),
         words=("rewards", "advantages", "prompt"),
         spare=("sequences", "spread", "mean", "advantages", "lag"),
@@ -383,7 +362,7 @@ def _show_groups(console: Console, run: RunDirectory, step: int) -> None:
             group,
             str(len(sequences)),
             lag(sequences, step),
-            *([rejected_of(sequences, rejected)] if rejected is not None else []),
+            rejected_of(sequences, rejected),
             number(float(np.mean(list(rewards.values())))),
             number(float(np.std(list(rewards.values())))),
             " ".join(number(reward, ".4g") for reward in rewards.values()),
@@ -427,10 +406,10 @@ def _show_group(console: Console, run: RunDirectory, group: Found) -> None:
     console.print(pairs(facts))
     console.print()
     stages = read_stages(console, run, group.step if group.committed else None)
-    rejected, advantages = stages.get("rejected"), stages.get("advantages", {})
+    rejected, advantages = stages.get("rejected", {}), stages.get("advantages", {})
     rows = Rows(
-        *("episode", "sequences", "tokens", *["rejected"] * (rejected is not None)),
-        *("reward", "advantage", "rewards", "finish", "versions", "completion"),
+        *("episode", "sequences", "tokens", "rejected", "reward", "advantage", "rewards", "finish", "versions"),
+        "completion",
         left=("episode", "finish", "versions"),
         words=("rewards", "completion"),
         spare=("sequences", "versions", "finish", "rewards", "advantage", "tokens"),
@@ -444,7 +423,7 @@ def _show_group(console: Console, run: RunDirectory, group: Found) -> None:
             episode,
             str(len(sequences)),
             str(sum(int(sequence.loss_mask.sum()) for sequence in sequences)),
-            *([rejected_of(sequences, rejected)] if rejected is not None else []),
+            rejected_of(sequences, rejected),
             number(last.reward, ".4g"),
             number(_mean_advantage(sequences, advantages), ".4g"),
             one_line(rewards_by_name(last.rewards)),

@@ -17,7 +17,7 @@ from clew.diagnose.recorded_model import RecordedModel, first_difference
 from clew.gateway.episode_engine import resources
 from clew.record.run import RunDirectory
 from clew.stress.standin import StandIn, byte_tokenizer
-from clew.view.find import Name, find_episode
+from clew.view.find import Name, episode_of, find_group
 from tests.gateway.chatml import chatml_tokenizer
 from tests.rollout.scripted import config_for
 from tests.rollout.test_agents import rolled_out
@@ -39,7 +39,8 @@ def configure(run: RunDirectory, tmp_path: Path, agent: str, **rollout: Any) -> 
 def replayed(run: RunDirectory, episode: str, agent: str | None = None, *, older: bool = False) -> Replay:
     """older: as if recorded before tools were."""
     path = None if agent is None else f"tests.rollout.user_agents.{agent}"
-    rows = find_episode(run, Name.parse(episode))
+    name = Name.parse(episode)
+    rows = episode_of(run, find_group(run, name), name)
     for interaction in (each for row in rows for each in row.interactions if older):
         del interaction["tools"]
     return replay_agent(run, rows, agent=path, base_url=None)
@@ -131,7 +132,8 @@ def test_an_episode_that_failed_has_its_tokens_on_record_and_can_be_debugged(tmp
 
 def test_an_episode_that_ended_with_an_exit_can_be_replayed(tmp_path: Path) -> None:
     run = recorded(tmp_path, "Once", workflow_kwargs={"give": "raise"})
-    rows = find_episode(run, Name.parse("g000000.e0"))
+    name = Name.parse("g000000.e0")
+    rows = episode_of(run, find_group(run, name), name)
     again = replay_agent(run, rows, agent=f"{__name__}.Exits", base_url=None)
     assert again.same and again.error == "SystemExit: 3"
 

@@ -64,7 +64,7 @@ def test_a_sound_agent_gets_no_verdict(agent: type, answers: str, providers: str
     asked = 2 if agent in (agents_sound.HttpxAgent, agents_sound.PlainAgent) else 3
     assert report.measured.requests == asked * 8
     latency = report.measured.latency
-    assert latency["episode"].p50 >= latency["model"].p50 >= 0.9 * 2 * LATENCY_S
+    assert latency["episode"]["p50"] >= latency["model"]["p50"] >= 0.9 * 2 * LATENCY_S
     differ = [note for note in report.notes if note.startswith("whether the same seeds give the same results")]
     assert len(differ) == (answers == "chance")
     assert report.outcome in (("not judged",) if differ else ("fit", "not judged"))

@@ -139,7 +139,7 @@ def test_a_fault_is_found(agent: type, closing: None) -> None:
 
 def test_a_blocked_loop_is_not_booked_under_reward(closing: None) -> None:
     latency = stressed(agents_faulty.RunsProcesses).measured.latency
-    assert latency["blocked"].p50 > latency["reward"].p50
+    assert latency["blocked"]["p50"] > latency["reward"]["p50"]
 
 
 @pytest.mark.parametrize("agent", each(SOUND))
@@ -148,7 +148,7 @@ def test_a_sound_agent_gets_no_verdict(agent: type) -> None:
     assert not [verdict for verdict in report.verdicts if verdict.certain], report.verdicts
     assert not report.failures
     latency = report.measured.latency
-    assert latency["episode"].p50 >= latency["model"].p50 >= 0.9 * LATENCY_S
+    assert latency["episode"]["p50"] >= latency["model"]["p50"] >= 0.9 * LATENCY_S
 
 
 @pytest.mark.slow
