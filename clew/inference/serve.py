@@ -194,7 +194,7 @@ async def _keep_listed(
     while engine.failure is None or (isinstance(engine, RemoteEngine) and restarts > 0):
         if engine.failure is not None:
             assert isinstance(engine, RemoteEngine)
-            log.warning("%s; it is started again", engine.failure)
+            log.warning("%s; it is %s", engine.failure, "attached to again" if engine.attached else "started again")
             restarts -= 1
             application.ready = False
             run.register_server(replace(entry, ready=False))

@@ -571,6 +571,29 @@ def test_an_attached_server_that_was_left_paused_is_resumed(tmp_path: Path, capl
     assert resumed.is_set() and f"SGLang at {address} answers, and generates nothing: it is resumed" in caplog.text
 
 
+def test_an_attached_server_that_refused_an_update_is_not_left_paused(tmp_path: Path, version: WeightRef) -> None:
+    tiny_tokenizer(tmp_path / "model")
+    tiny_model(tmp_path / "model")
+    named = config().model_copy(update={"model": Model(path=str(tmp_path / "model"))})
+    paths: list[str] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        paths.append(request.path)
+        refused = request.path == "/update_weights_from_disk"
+        return web.json_response({"message": "no room"}, status=400 if refused else 200)
+
+    async def update(address: str) -> None:
+        engine = RemoteEngine(named, RemoteCore(named), SGLangEngine(address))
+        try:
+            await engine.load_weights(version)
+        finally:
+            await engine.close()
+
+    with serving(answer) as address, pytest.raises(EngineError, match="no room"):
+        asyncio.run(update(address))
+    assert paths[-1] == "/continue_generation" and "/pause_generation" in paths
+
+
 def test_an_sglang_of_another_number_type_is_refused_before_the_first_update() -> None:
     async def answer(request: web.Request) -> web.Response:
         listed = {"data": [{"max_model_len": 64}], "paths": {path: {} for path in NEEDED}}
@@ -585,6 +608,39 @@ def test_an_sglang_of_another_number_type_is_refused_before_the_first_update() -
 
     with serving(answer) as address, pytest.raises(EngineError, match=r"bfloat16, and model\.dtype is float32\. Start"):
         asyncio.run(prepare(address))
+
+
+def test_a_server_whose_requests_go_on_after_they_were_aborted_is_given_up(
+    tmp_path: Path, version: WeightRef, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It answers, so nothing else would end its requests, and every update would wait for them again."""
+    tiny_tokenizer(tmp_path / "model")
+    tiny_model(tmp_path / "model")
+    named = config().model_copy(update={"model": Model(path=str(tmp_path / "model"))})
+    monkeypatch.setattr(remote, "ABORT_S", 0.2)
+    generating = threading.Event()
+
+    async def answer(request: web.Request) -> web.Response:
+        if request.path in ("/inference/v1/generate", "/v1/completions"):
+            generating.set()
+            await asyncio.sleep(600)
+        return web.json_response({})
+
+    async def scenario(address: str) -> None:
+        engine = RemoteEngine(named, RemoteCore(named), VLLMEngine.client(named, address))
+        engine._watch = asyncio.create_task(engine._keep_watch())
+        try:
+            request = asyncio.ensure_future(engine.generate(GenerateRequest([9], SamplingParams())))
+            await asyncio.to_thread(generating.wait, 60)
+            with pytest.raises(EngineUnreachable, match=r"is given up: it goes on with 1 requests? 0.2 s after"):
+                await engine.load_weights(version)
+            with pytest.raises(EngineUnreachable):
+                await asyncio.wait_for(request, 30)
+        finally:
+            await engine.close()
+
+    with serving(answer) as address:
+        asyncio.run(scenario(address))
 
 
 FROZEN_WORKER = """
