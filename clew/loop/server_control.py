@@ -37,6 +37,8 @@ LEASE_S = 60.0
 
 TAKEN_OUT = "%s did not %s, and is taken out until it has loaded the newest weights: %s"
 
+NO_OTHER = "No other server serves. Look into its log, restart it if you have started it, and start the run again."
+
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
@@ -219,7 +221,8 @@ class ServerControl:
             if isinstance(outcome, EngineError) and goes_on:
                 self.take_out(server, what, outcome)
             elif isinstance(outcome, BaseException):
-                raise outcome
+                more = f"{str(outcome).rstrip('.')}. {NO_OTHER}"
+                raise EngineError(more) if isinstance(outcome, EngineError) else outcome
 
     async def _ask_one(self, server: Server, what: str, ask: Ask) -> bool:
         """Ask a server, and return whether it did what was asked. One that died or froze is taken out.

@@ -613,7 +613,7 @@ def test_an_sglang_of_another_number_type_is_refused_before_the_first_update() -
 def test_a_server_whose_requests_go_on_after_they_were_aborted_is_given_up(
     tmp_path: Path, version: WeightRef, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It answers, so nothing else would end its requests, and every update would wait for them again."""
+    """Requests there would never end, as the server answers, and every update would wait for them again."""
     tiny_tokenizer(tmp_path / "model")
     tiny_model(tmp_path / "model")
     named = config().model_copy(update={"model": Model(path=str(tmp_path / "model"))})
