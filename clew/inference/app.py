@@ -137,8 +137,7 @@ class Application:
         code = 500 if isinstance(error, FaultyAnswer) else 400
         if isinstance(error, EngineUnreachable) or self.engine.failure is not None:  # not the request's fault
             code = 503
-        message = error.reason if isinstance(error, EngineUnreachable) else str(error)
-        return {"error": {"message": message, "type": type(error).__name__, "code": code}}
+        return {"error": {"message": str(error), "type": type(error).__name__, "code": code}}
 
     async def _one(self, call: Call, request: GenerateRequest) -> dict[str, Any]:
         return self._answer(call, request, await self.engine.generate(request))
@@ -329,9 +328,8 @@ class _Administration:
         ]
 
     async def refused(self, request: Request, error: Exception) -> Response:
-        message = error.reason if isinstance(error, EngineUnreachable) else str(error)
         away = isinstance(error, EngineUnreachable) or self._engine.failure is not None
-        return _json({"error": {"message": message}}, 503 if away else 400)
+        return _json({"error": {"message": str(error)}}, 503 if away else 400)
 
     async def health(self, request: Request) -> Response:
         if self._application.ready and not self._engine.core.broken:

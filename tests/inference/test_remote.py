@@ -18,6 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 import torch
 from aiohttp import web
@@ -27,6 +28,7 @@ from clew.config import Config
 from clew.config_fields import Inference, Model
 from clew.errors import ConfigError, EngineError
 from clew.inference import remote, sglang, vllm
+from clew.inference.app import Application
 from clew.inference.backend import Launch
 from clew.inference.client import HTTPEngine
 from clew.inference.protocol import Completion, EngineUnreachable, FaultyAnswer, GenerateRequest, SamplingParams
@@ -641,6 +643,27 @@ def test_a_server_whose_requests_go_on_after_they_were_aborted_is_given_up(
 
     with serving(answer) as address:
         asyncio.run(scenario(address))
+
+
+def test_clew_serve_names_the_server_behind_it_that_is_away(tmp_path: Path) -> None:
+    tiny_tokenizer(tmp_path / "model")
+    tiny_model(tmp_path / "model")
+    named = config().model_copy(update={"model": Model(path=str(tmp_path / "model"))})
+    address = f"127.0.0.1:{free_port()}"
+
+    async def generate() -> str:
+        engine = RemoteEngine(named, RemoteCore(named), VLLMEngine.client(named, address))
+        application = Application(engine, named.model.path)
+        application.ready = True
+        try:
+            async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=application)) as client:
+                answer = await client.post("http://front/generate", json={"input_ids": [9], "sampling_params": {}})
+        finally:
+            await engine.close()
+        assert answer.status_code == 503
+        return answer.json()["error"]["message"]
+
+    assert f"inference server {address}: Cannot connect" in asyncio.run(generate())
 
 
 FROZEN_WORKER = """
