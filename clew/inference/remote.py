@@ -173,8 +173,8 @@ class RemoteEngine:
             raise EngineUnreachable(self._backend.address, self.failure)
 
     def holds(self, ref: WeightRef) -> bool:
-        """Return whether it serves these weights. A server that ran already may hold any until it has loaded some."""
-        return self.core.version == ref.version and not (self.attached and self._loaded is None)
+        """Return whether it serves these weights. A server that has loaded none may hold any."""
+        return self.core.version == ref.version and self._loaded is not None
 
     @property
     def attached(self) -> bool:

@@ -23,7 +23,7 @@ from clew.inference.backend import Backend, Launch, check_model, config_field, o
 from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, SamplingParams
 from clew.inference.sglang_checksums import Tensors, checksums, read_folder
 from clew.models.vision import Vision
-from clew.printing import few
+from clew.printing import few, sentence
 from clew.record.broadcast import Broadcast
 from clew.record.weights import WeightRef, read_broadcast
 
@@ -302,7 +302,7 @@ class SGLangEngine(Backend):
         except EngineUnreachable:
             raise
         except EngineError as error:
-            raise EngineError(f"{str(error).rstrip('.')}. {await self._left()}") from None
+            raise EngineError(f"{sentence(str(error))} {await self._left()}") from None
         self._sent, self._expected = new, None
         await self._forget(ref)
 

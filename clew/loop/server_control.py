@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from clew.errors import EngineError
 from clew.inference.client import FROZEN_S, EngineUnreachable, HTTPEngine
 from clew.inference.protocol import Timings
+from clew.printing import sentence
 from clew.record.broadcast import Broadcast
 from clew.record.run import RunDirectory, Server
 from clew.record.weights import WeightRef
@@ -221,7 +222,7 @@ class ServerControl:
             if isinstance(outcome, EngineError) and goes_on:
                 self.take_out(server, what, outcome)
             elif isinstance(outcome, BaseException):
-                more = f"{str(outcome).rstrip('.')}. {NO_OTHER}"
+                more = f"{sentence(str(outcome))} {NO_OTHER}"
                 raise EngineError(more) if isinstance(outcome, EngineError) else outcome
 
     async def _ask_one(self, server: Server, what: str, ask: Ask) -> bool:
