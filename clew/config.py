@@ -469,7 +469,7 @@ def server_addresses() -> list[str]:
     If it is empty, callers use the servers of the run directory.
 
     Raises:
-        ConfigError: An address is not host:port.
+        ConfigError: An address is not host:port, or is given twice.
     """
     name = SERVERS_VARIABLE if os.environ.get(SERVERS_VARIABLE, "").strip() else SERVERS_ALIAS
     addresses = [address.strip() for address in os.environ.get(name, "").split(",") if address.strip()]
@@ -477,6 +477,9 @@ def server_addresses() -> list[str]:
         host, _, port = address.rpartition(":")
         if not host or "/" in host or not port.isdigit():
             raise ConfigError(f"{name} holds {address!r}, expected host:port, such as 127.0.0.1:20082.")
+    servers = [address.replace("localhost:", "127.0.0.1:") for address in addresses]
+    if twice := next((address for address in servers if servers.count(address) > 1), ""):
+        raise ConfigError(f"{name} holds the server {twice} twice. Name each server once.")
     return addresses
 
 

@@ -53,6 +53,11 @@ def few(items: Sequence[Any], most: int = 8) -> str:
     return ", ".join(map(str, items[:most])) + more
 
 
+def sentence(text: str) -> str:
+    """Return text with a full stop, unless it ends with one, or with another mark."""
+    return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
 def in_html(text: str) -> str:
     """Return text for use in an HTML page, between tags or in an attribute."""
     return html.escape(visible(text, KEPT))

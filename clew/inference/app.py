@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,8 @@ class Application:
         folder = Path(model_path).expanduser()
         self.model_path = str(folder.resolve()) if folder.is_dir() else model_path
         self.ready = False
+        self.updating = asyncio.Lock()
+        """Held by each update, so that a server that looks for the newest weights sees what the trainer has loaded."""
         administration = _Administration(self)
         routes = administration.routes()
         self._admin = Starlette(routes=routes, exception_handlers={EngineError: administration.refused})
@@ -137,8 +139,7 @@ class Application:
         code = 500 if isinstance(error, FaultyAnswer) else 400
         if isinstance(error, EngineUnreachable) or self.engine.failure is not None:  # not the request's fault
             code = 503
-        message = error.reason if isinstance(error, EngineUnreachable) else str(error)
-        return {"error": {"message": message, "type": type(error).__name__, "code": code}}
+        return {"error": {"message": str(error), "type": type(error).__name__, "code": code}}
 
     async def _one(self, call: Call, request: GenerateRequest) -> dict[str, Any]:
         return self._answer(call, request, await self.engine.generate(request))
@@ -329,9 +330,8 @@ class _Administration:
         ]
 
     async def refused(self, request: Request, error: Exception) -> Response:
-        message = error.reason if isinstance(error, EngineUnreachable) else str(error)
         away = isinstance(error, EngineUnreachable) or self._engine.failure is not None
-        return _json({"error": {"message": message}}, 503 if away else 400)
+        return _json({"error": {"message": str(error)}}, 503 if away else 400)
 
     async def health(self, request: Request) -> Response:
         if self._application.ready and not self._engine.core.broken:
@@ -398,7 +398,7 @@ class _Administration:
             sent = TypeAdapter(Broadcast).validate_python(content)
         except ValidationError as error:
             raise EngineError(wrong_field(error.errors()[0])) from None
-        return await self._changed(sent.version, self._engine.receive_weights(sent))
+        return await self._changed(sent.version, lambda: self._engine.receive_weights(sent))
 
     async def update_weights_from_disk(self, request: Request) -> Response:
         ref = weight_ref(await _read(request), self._engine.core.version + 1)
@@ -407,11 +407,12 @@ class _Administration:
             self._application.refuse_foreign_weights(ref.path)
             return await self._engine.load_weights(ref)
 
-        return await self._changed(ref.version, load())
+        return await self._changed(ref.version, load)
 
-    async def _changed(self, version: int, change: Awaitable[Timings]) -> Response:
+    async def _changed(self, version: int, change: Callable[[], Awaitable[Timings]]) -> Response:
         try:
-            seconds = await change
+            async with self._application.updating:
+                seconds = await change()
         except asyncio.CancelledError:
             raise EngineUnreachable("", "the server is ending, and did not load the weights") from None
         except EngineUnreachable:  # the engine died or froze meanwhile; it loads the newest weights before it serves

@@ -341,9 +341,9 @@ class HTTPEngine:
             ) from None
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
 
     async def _post(self, path: str, body: dict[str, Any], take: Take | None = None) -> Any:
         return await self._request("POST", path, orjson.dumps(body), take)

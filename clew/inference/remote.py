@@ -32,6 +32,7 @@ from clew.inference.vllm import VLLMEngine
 from clew.models.loading import load_tokenizer
 from clew.models.model_folder import config_of
 from clew.models.vision import load_vision
+from clew.printing import counted
 from clew.processes import free_port
 from clew.record.broadcast import Broadcast
 from clew.record.files import write_json
@@ -54,7 +55,7 @@ UNCHECKED_S = 60.0
 """Seconds after a broadcast within which the trainer must ask for its weights to be checked."""
 
 ABORT_S = 60.0
-"""Seconds within which all aborted requests must come back."""
+"""Seconds within which all aborted requests must come back. After that the server is given up."""
 
 
 class RemoteCore(ServedModel):
@@ -172,11 +173,12 @@ class RemoteEngine:
             raise EngineUnreachable(self._backend.address, self.failure)
 
     def holds(self, ref: WeightRef) -> bool:
-        """Return whether it serves these weights. A server that ran already may hold any until it has loaded some."""
-        return self.core.version == ref.version and not (self._attached and self._loaded is None)
+        """Return whether it serves these weights. A server that has loaded none may hold any."""
+        return self.core.version == ref.version and self._loaded is not None
 
     @property
-    def _attached(self) -> bool:
+    def attached(self) -> bool:
+        """True if somebody else has started the server, and ends it."""
         return isinstance(self.process, AttachedServer)
 
     def _unless_over(self, request: GenerateRequest, completion: Completion) -> Completion:
@@ -310,7 +312,9 @@ class RemoteEngine:
                 if self.core.active:
                     await asyncio.sleep(0.005)
             if loop.time() > deadline:
-                raise EngineUnreachable("", f"{len(self.core.active)} requests did not end when they were aborted")
+                number = counted(len(self.core.active), "request")
+                await self._give_up(f"it goes on with {number} {ABORT_S:g} s after it was told to abort them")
+                raise EngineUnreachable(self._backend.address, str(self.failure))
 
     # Pause -----------------------------------------------------------------------------------------------------------
 
@@ -372,14 +376,14 @@ class RemoteEngine:
             unblocks=kind,
             numbers=lambda: f"{silence}; its log: {self.process.log}",
         ):
-            while silence := await self._silence(refuse=self._attached):
+            while silence := await self._silence(refuse=self.attached):
                 if ended := self.process.ended():
                     raise EngineError(f"{kind} did not start: it {ended}")
-                if self._attached and not resumed and await self._answers():
+                if self.attached and not resumed and await self._answers():
                     resumed = True
                     log.warning("%s at %s answers, and generates nothing: it is resumed", kind, backend.address)
                     await self._resumed()
-                elif self._attached and not warned:
+                elif self.attached and not warned:
                     warned = True
                     log.warning(
                         "nothing serves at %s yet (%s): waiting. Is this the host:port of %s, and is it running?",
@@ -389,7 +393,7 @@ class RemoteEngine:
                     )
                 reporter.set(doing=f"waiting for {kind} at {backend.address} to start ({loop.time() - began:.0f} s)")
                 await asyncio.sleep(POLL_S)
-        if self._attached:
+        if self.attached:
             await self._resumed()
         for lack in await backend.prepare():
             log.warning("%s at %s: %s", kind, backend.address, lack)
@@ -442,7 +446,7 @@ class RemoteEngine:
         return ""
 
     async def _resumed(self) -> None:
-        """Resume a server that ran already: a trainer that was killed in mid-update has left it paused."""
+        """Resume a server that ran already, in case that an update which did not end has left it paused."""
         with suppress(EngineError):  # `prepare` says what it lacks
             await self._backend.resume()
 
@@ -509,6 +513,9 @@ class RemoteEngine:
     async def close(self) -> None:
         if self._watch is not None:
             self._watch.cancel()
+        if self.attached:  # an update that failed has left it paused
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._resumed(), HEALTH_S)
         await self._backend.close()
         await asyncio.to_thread(self.process.end)
 

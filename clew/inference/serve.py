@@ -194,7 +194,7 @@ async def _keep_listed(
     while engine.failure is None or (isinstance(engine, RemoteEngine) and restarts > 0):
         if engine.failure is not None:
             assert isinstance(engine, RemoteEngine)
-            log.warning("%s; it is started again", engine.failure)
+            log.warning("%s; it is %s", engine.failure, "attached to again" if engine.attached else "started again")
             restarts -= 1
             application.ready = False
             run.register_server(replace(entry, ready=False))
@@ -203,7 +203,7 @@ async def _keep_listed(
             application.ready = False
             run.register_server(replace(entry, ready=True))
             try:
-                await _load_newest(engine, run, entry, reporter)
+                await _load_newest(application, run, entry, reporter)
             except EngineUnreachable as error:  # the engine behind it died or froze: its watch will say so
                 if str(error) != last_warning:
                     log.warning("the newest weights are not loaded yet: %s", error)
@@ -221,7 +221,7 @@ async def _keep_listed(
     raise EngineError(f"{engine.failure}. The log above has the cause. Restart the server to recover.")
 
 
-async def _load_newest(engine: ServedEngine, run: RunDirectory, entry: Server, reporter: Reporter) -> None:
+async def _load_newest(application: Application, run: RunDirectory, entry: Server, reporter: Reporter) -> None:
     """Load the weights that the run announces, until they are the loaded ones.
 
     If they are gone (a run that ended leaves none in shared memory), this waits until the trainer announces and loads
@@ -232,6 +232,7 @@ async def _load_newest(engine: ServedEngine, run: RunDirectory, entry: Server, r
         EngineError: The weights were refused, or the trainer has given this server up.
         EngineUnreachable: The engine behind this server died or froze.
     """
+    engine = application.engine
     while (newest := run.newest_weights()) is not None and not engine.holds(newest):
         reporter.set(doing=f"loading version {newest.version}")
         if newest.was_broadcast():
@@ -251,7 +252,9 @@ async def _load_newest(engine: ServedEngine, run: RunDirectory, entry: Server, r
                 await asyncio.sleep(LOOK_S)
             continue
         try:
-            await engine.load_weights(newest)
+            async with application.updating:
+                if not engine.holds(newest):  # the trainer may have loaded it meanwhile
+                    await engine.load_weights(newest)
         except EngineError:
             if run.newest_weights() == newest:  # otherwise the trainer has replaced and removed them meanwhile
                 raise

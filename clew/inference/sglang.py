@@ -23,7 +23,7 @@ from clew.inference.backend import Backend, Launch, check_model, config_field, o
 from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, SamplingParams
 from clew.inference.sglang_checksums import Tensors, checksums, read_folder
 from clew.models.vision import Vision
-from clew.printing import few
+from clew.printing import few, sentence
 from clew.record.broadcast import Broadcast
 from clew.record.weights import WeightRef, read_broadcast
 
@@ -302,7 +302,7 @@ class SGLangEngine(Backend):
         except EngineUnreachable:
             raise
         except EngineError as error:
-            raise EngineError(f"{error} {await self._left()}") from None
+            raise EngineError(f"{sentence(str(error))} {await self._left()}") from None
         self._sent, self._expected = new, None
         await self._forget(ref)
 
@@ -335,10 +335,10 @@ class SGLangEngine(Backend):
         if expected is None:
             expected = await asyncio.to_thread(checksums, held, self._sent, self._dtype)
         if wrong := [name for name, theirs in held.items() if theirs not in expected.get(name, ())]:
-            unchanged = "They still have their values from before the update." if held == self._held else ""
+            unchanged = "They still have their values from before the update. " if held == self._held else ""
             raise EngineError(
                 f"SGLang at {self.address} answered that it loaded version {ref.version}, but {len(wrong)} of its "
-                f"{len(held)} tensors are not those of {ref.path}: {few(wrong)}. {unchanged}".rstrip()
+                f"{len(held)} tensors are not those of {ref.path}: {few(wrong)}. {unchanged}It serves nothing now."
             )
         self._held = held
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from clew.errors import EngineError
 from clew.inference.client import FROZEN_S, EngineUnreachable, HTTPEngine
 from clew.inference.protocol import Timings
+from clew.printing import sentence
 from clew.record.broadcast import Broadcast
 from clew.record.run import RunDirectory, Server
 from clew.record.weights import WeightRef
@@ -36,6 +37,8 @@ LEASE_S = 60.0
 """Seconds without a word from the trainer after which a server that released its memory takes it back and serves."""
 
 TAKEN_OUT = "%s did not %s, and is taken out until it has loaded the newest weights: %s"
+
+NO_OTHER = "No other server serves. Look into its log, restart it if you have started it, and start the run again."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,7 +221,8 @@ class ServerControl:
             if isinstance(outcome, EngineError) and goes_on:
                 self.take_out(server, what, outcome)
             elif isinstance(outcome, BaseException):
-                raise outcome
+                more = f"{sentence(str(outcome))} {NO_OTHER}"
+                raise EngineError(more) if isinstance(outcome, EngineError) else outcome
 
     async def _ask_one(self, server: Server, what: str, ask: Ask) -> bool:
         """Ask a server, and return whether it did what was asked. One that died or froze is taken out.

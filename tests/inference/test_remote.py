@@ -18,6 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 import torch
 from aiohttp import web
@@ -26,7 +27,8 @@ from safetensors.torch import load_file, save_file
 from clew.config import Config
 from clew.config_fields import Inference, Model
 from clew.errors import ConfigError, EngineError
-from clew.inference import remote, sglang, vllm
+from clew.inference import remote, serve, sglang, vllm
+from clew.inference.app import Application
 from clew.inference.backend import Launch
 from clew.inference.client import HTTPEngine
 from clew.inference.protocol import Completion, EngineUnreachable, FaultyAnswer, GenerateRequest, SamplingParams
@@ -36,7 +38,7 @@ from clew.inference.sglang import NEEDED, SESSION, SGLangEngine
 from clew.inference.vllm import VLLMEngine
 from clew.models.tensor_digest import hex_digests
 from clew.processes import free_port
-from clew.record.run import RunDirectory
+from clew.record.run import RunDirectory, Server
 from clew.record.weights import DIGESTS_KEY, WeightRef
 from tests.inference.test_faulty_servers import serving
 from tests.models import tiny_model, tiny_tokenizer
@@ -571,6 +573,29 @@ def test_an_attached_server_that_was_left_paused_is_resumed(tmp_path: Path, capl
     assert resumed.is_set() and f"SGLang at {address} answers, and generates nothing: it is resumed" in caplog.text
 
 
+def test_an_attached_server_that_refused_an_update_is_not_left_paused(tmp_path: Path, version: WeightRef) -> None:
+    tiny_tokenizer(tmp_path / "model")
+    tiny_model(tmp_path / "model")
+    named = config().model_copy(update={"model": Model(path=str(tmp_path / "model"))})
+    paths: list[str] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        paths.append(request.path)
+        refused = request.path == "/update_weights_from_disk"
+        return web.json_response({"message": "no room"}, status=400 if refused else 200)
+
+    async def update(address: str) -> None:
+        engine = RemoteEngine(named, RemoteCore(named), SGLangEngine(address))
+        try:
+            await engine.load_weights(version)
+        finally:
+            await engine.close()
+
+    with serving(answer) as address, pytest.raises(EngineError, match="no room"):
+        asyncio.run(update(address))
+    assert paths[-1] == "/continue_generation" and "/pause_generation" in paths
+
+
 def test_an_sglang_of_another_number_type_is_refused_before_the_first_update() -> None:
     async def answer(request: web.Request) -> web.Response:
         listed = {"data": [{"max_model_len": 64}], "paths": {path: {} for path in NEEDED}}
@@ -585,6 +610,114 @@ def test_an_sglang_of_another_number_type_is_refused_before_the_first_update() -
 
     with serving(answer) as address, pytest.raises(EngineError, match=r"bfloat16, and model\.dtype is float32\. Start"):
         asyncio.run(prepare(address))
+
+
+def test_a_server_whose_requests_go_on_after_they_were_aborted_is_given_up(
+    tmp_path: Path, version: WeightRef, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests there would never end, as the server answers, and every update would wait for them again."""
+    tiny_tokenizer(tmp_path / "model")
+    tiny_model(tmp_path / "model")
+    named = config().model_copy(update={"model": Model(path=str(tmp_path / "model"))})
+    monkeypatch.setattr(remote, "ABORT_S", 0.2)
+    generating = threading.Event()
+
+    async def answer(request: web.Request) -> web.Response:
+        if request.path in ("/inference/v1/generate", "/v1/completions"):
+            generating.set()
+            await asyncio.sleep(600)
+        return web.json_response({})
+
+    async def scenario(address: str) -> None:
+        engine = RemoteEngine(named, RemoteCore(named), VLLMEngine.client(named, address))
+        engine._watch = asyncio.create_task(engine._keep_watch())
+        try:
+            request = asyncio.ensure_future(engine.generate(GenerateRequest([9], SamplingParams())))
+            await asyncio.to_thread(generating.wait, 60)
+            with pytest.raises(EngineUnreachable, match=r"is given up: it goes on with 1 requests? 0.2 s after"):
+                await engine.load_weights(version)
+            with pytest.raises(EngineUnreachable):
+                await asyncio.wait_for(request, 30)
+        finally:
+            await engine.close()
+
+    with serving(answer) as address:
+        asyncio.run(scenario(address))
+
+
+def test_a_server_that_starts_while_the_trainer_publishes_loads_no_version_twice(
+    tmp_path: Path, version: WeightRef
+) -> None:
+    """A server that loads more slowly than the trainer steps would otherwise load each twice, and never serve."""
+    tiny_tokenizer(tmp_path / "model")
+    tiny_model(tmp_path / "model")
+    named = config().model_copy(update={"model": Model(path=str(tmp_path / "model"))})
+    held = {name: [digest, 1, 1, []] for name, digest in hex_digests(load_file(tmp_path / "model.safetensors")).items()}
+    loads: list[str] = []
+    newer = replace(version, version=6)
+
+    async def answer(request: web.Request) -> web.Response:
+        if b"clew_load" in (body := await request.read()):
+            loads.append(body.decode())
+            await asyncio.sleep(0.5)
+        return web.json_response({"results": [held]})
+
+    async def scenario(address: str) -> bool:
+        engine = RemoteEngine(named, RemoteCore(named), VLLMEngine.client(named, address))
+        application = Application(engine, named.model.path, weights_below=[tmp_path])
+        run = RunDirectory(tmp_path / "run")
+        entry = Server(name="server", address=address, pid=1, ready=True)
+        run.announce_weights(version)
+        try:
+            with run.report("server") as reporter:
+                starting = asyncio.ensure_future(serve._load_newest(application, run, entry, reporter))
+                while not loads:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+                run.announce_weights(newer)
+                async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=application)) as client:
+                    body = {"model_path": newer.path, "weight_version": "6"}
+                    answer = await client.post("http://front/update_weights_from_disk", json=body)
+                assert answer.status_code == 200, answer.text
+                await starting
+            return engine.holds(newer)
+        finally:
+            await engine.close()
+
+    with serving(answer) as address:
+        assert asyncio.run(asyncio.wait_for(scenario(address), 60)) and len(loads) == 2
+
+
+def test_the_weights_that_a_server_started_with_are_not_taken_for_the_trainers(
+    tmp_path: Path, version: WeightRef
+) -> None:
+    tiny_tokenizer(tmp_path / "model")
+    tiny_model(tmp_path / "model")
+    named = config().model_copy(update={"model": Model(path=str(tmp_path / "model"))})
+    launch = Launch(command=[sys.executable, "-c", ""], environment={})
+    engine = RemoteEngine(named, RemoteCore(named), VLLMEngine.client(named, "127.0.0.1:1"), launch, tmp_path / "log")
+    assert engine.core.version == 0 and not engine.holds(replace(version, version=0))
+    asyncio.run(engine.close())
+
+
+def test_clew_serve_names_the_server_behind_it_that_is_away(tmp_path: Path) -> None:
+    tiny_tokenizer(tmp_path / "model")
+    tiny_model(tmp_path / "model")
+    named = config().model_copy(update={"model": Model(path=str(tmp_path / "model"))})
+    address = f"127.0.0.1:{free_port()}"
+
+    async def generate() -> str:
+        engine = RemoteEngine(named, RemoteCore(named), VLLMEngine.client(named, address))
+        application = Application(engine, named.model.path)
+        application.ready = True
+        try:
+            async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=application)) as client:
+                answer = await client.post("http://front/generate", json={"input_ids": [9], "sampling_params": {}})
+        finally:
+            await engine.close()
+        assert answer.status_code == 503
+        return answer.json()["error"]["message"]
+
+    assert f"inference server {address}: Cannot connect" in asyncio.run(generate())
 
 
 FROZEN_WORKER = """

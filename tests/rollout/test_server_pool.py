@@ -360,6 +360,18 @@ def test_many_requests_that_find_the_same_server_starting_warn_once(
     assert caplog.text.count("starting: the weights are being loaded") < 5
 
 
+def test_an_update_that_fails_on_the_only_server_says_what_to_do(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refuses) as refusing:
+        threading.Thread(target=refusing.serve_forever, daemon=True).start()
+        address = f"127.0.0.1:{refusing.server_port}"
+        run.register_server(Server(name="server", address=address, pid=1, ready=True))
+        words = r"1 tensors differ: lm_head\.weight\. No other server .* restart it"
+        with closing(ServerControl(run)) as control, pytest.raises(EngineError, match=words):
+            control.load(WeightRef(version=5, path=str(tmp_path), digest=""))
+        refusing.shutdown()
+
+
 def test_an_update_that_fails_on_one_of_several_takes_that_one_out_and_says_which(
     two: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
