@@ -181,26 +181,14 @@ def test_workers_die_with_their_parent(name, tmp_path):
     worker.wait(timeout=5)
 
 
-def test_a_reward_costs_little_and_starting_a_worker_imports_no_torch():
-    async def timed():
+def test_a_worker_imports_no_torch():
+    async def loaded() -> set[str]:
         pool = RewardPool(f"{CODE}.exact", "prompt", workers=1, timeout_s=20)
-        row = {"answer": 5, "prompt": "2+3="}
         try:
-            began = time.perf_counter()
-            await pool("5", row)
-            started = time.perf_counter() - began
+            await pool("5", {"answer": 5, "prompt": "2+3="})
             (worker,) = living_workers()
-            loaded = {os.path.basename(region.path) for region in worker.memory_maps()}  # noqa: PTH119
-            best = float("inf")
-            for _ in range(5):
-                began = time.perf_counter()
-                await asyncio.gather(*(pool("5", row) for _ in range(128)))
-                best = min(best, (time.perf_counter() - began) / 128)
-            return started, best, loaded
+            return {os.path.basename(region.path) for region in worker.memory_maps()}  # noqa: PTH119
         finally:
             pool.close()
 
-    started, each, loaded = asyncio.run(timed())
-    print(f"worker started in {started * 1000:.0f} ms; {each * 1000:.3f} ms a reward")
-    assert not any("torch" in name for name in loaded)
-    assert started < 5 and each < 0.002  # measured: 0.3 s, 0.15 ms
+    assert not any("torch" in name for name in asyncio.run(loaded()))
