@@ -150,6 +150,8 @@ class RemoteEngine:
         version, label = self.core.version, self._loaded  # no update begins before this request has ended
         try:
             completion = await self._backend.generate(request)
+        except EngineUnreachable as error:  # the connections to a server that is given up are closed
+            raise error if self.failure is None else EngineUnreachable("", self.failure) from error
         finally:
             self.core.active.discard(request)
         self._refuse_other_label(completion, label)
@@ -170,7 +172,7 @@ class RemoteEngine:
                 f"{self._backend.kind} at {self._backend.address} serves weights that it calls {min(said)!r}, and was "
                 f"given version {label}. Somebody has restarted it, or loads weights into it, too"
             )
-            raise EngineUnreachable(self._backend.address, self.failure)
+            raise EngineUnreachable("", self.failure)
 
     def holds(self, ref: WeightRef) -> bool:
         """Return whether it serves these weights. A server that has loaded none may hold any."""
@@ -265,14 +267,14 @@ class RemoteEngine:
             except TimeoutError:
                 await self._give_up(f"it has not loaded version {version} in {UPDATE_S:.0f} s")
                 self._open()
-                raise EngineUnreachable(self._backend.address, str(self.failure)) from None
+                raise EngineUnreachable("", str(self.failure)) from None
             except BaseException as error:
                 self.core.broken = f"loading version {version} failed: {described(error)}"
                 # A server that was given up (its connections are closed) or that does not answer has refused nothing.
                 dying = self.failure is not None or (isinstance(error, EngineError) and not await self._answers())
                 self._open()
                 if dying and isinstance(error, Exception):
-                    raise EngineUnreachable(self._backend.address, self.failure or str(error)) from error
+                    raise EngineUnreachable("", self.failure or str(error)) from error
                 raise
 
     async def _check_probe(self, ref: WeightRef) -> None:
@@ -314,7 +316,7 @@ class RemoteEngine:
             if loop.time() > deadline:
                 number = counted(len(self.core.active), "request")
                 await self._give_up(f"it goes on with {number} {ABORT_S:g} s after it was told to abort them")
-                raise EngineUnreachable(self._backend.address, str(self.failure))
+                raise EngineUnreachable("", str(self.failure))
 
     # Pause -----------------------------------------------------------------------------------------------------------
 

@@ -636,7 +636,7 @@ def test_a_server_whose_requests_go_on_after_they_were_aborted_is_given_up(
             await asyncio.to_thread(generating.wait, 60)
             with pytest.raises(EngineUnreachable, match=r"is given up: it goes on with 1 requests? 0.2 s after"):
                 await engine.load_weights(version)
-            with pytest.raises(EngineUnreachable):
+            with pytest.raises(EngineUnreachable, match=f"^vLLM at {address} is given up"):
                 await asyncio.wait_for(request, 30)
         finally:
             await engine.close()
