@@ -21,10 +21,11 @@ from clew.hang.progress import (
     moved_counters,
     own_code_only,
     pace,
+    puts_nothing,
     refusing,
 )
 from clew.hang.roles import WAITS_INSIDE, waits_for_work
-from clew.hang.source import calls_at, dotted, enclosing, loop_at, origin
+from clew.hang.source import calls_at, dotted, enclosing, loop_at, origin, same_name
 from clew.hang.verdict import LOCAL, MESSAGES, Actor, Verdict, names, subject, verdict_about, words_of
 from clew.hang.waits_for import THROUGH_PIPES, TO_OTHERS, surely_awaits
 
@@ -129,6 +130,21 @@ def _refusing(sink: Sink) -> Verdict | None:
     by, name = found
     why = f"{by.process.label} rejects everything: {name} grows and nothing is accepted, so no wait can end."
     return verdict_about("rollout blocked", [by], why, sink.waiters, cause="refusing", confidence="medium")
+
+
+def _starved(sink: Sink) -> Verdict | None:
+    """Find a thread that goes round and puts nothing into the queue from which the main thread of its process gets."""
+    for by in (a for a in [*sink.culprits, *sink.waiters] if not a.moving and not a.dead):
+        if barren := puts_nothing(by.process, sink.sources):
+            get, frame, counter = barren
+            site = f"{PurePath(frame.file).name}:{frame.line}"
+            why = (
+                f"{by.process.label} {words_of(get)} at {get.place}. The thread that should fill it goes round at "
+                f"{site} and puts nothing: {frame.name}.{counter} grows, and nothing that it collects does."
+            )
+            found = verdict_about("rollout blocked", [by], why, sink.live, cause="queue", confidence="medium")
+            return replace(found, sites=tuple(sorted({get.site, site})))
+    return None
 
 
 def _locked_outside(sink: Sink) -> Verdict | None:
@@ -683,14 +699,8 @@ def _left_locked(sink: Sink) -> str:
     return f"{said} Look for an acquire() whose release() is skipped by a return or an exception."
 
 
-def same_name(one: str, other: str) -> bool:
-    """Return whether two expressions may name one object: `self.lock` is what others call `self.buffer.lock`."""
-    short, long = sorted((each.removeprefix("self.") for each in (one, other)), key=len)
-    return bool(short) and (long == short or long.endswith(f".{short}"))
-
-
 RULES: tuple[Callable[[Sink], Verdict | None], ...] = (
-    _paused, _blocked_loop, _refusing, _outlived, _locked_outside, _pipe_kept_open, _joined_too_early,
+    _paused, _blocked_loop, _refusing, _starved, _outlived, _locked_outside, _pipe_kept_open, _joined_too_early,
     _joins_its_producer, _dead, _own_waits, _slow, locked_file, _cleaned_up, _store, _unexplained, _loader,
     _silent_server, _outside, _retrying, device, _unscheduled, _computing, _both_poll, _threads_poll, _polling,
     _one_at_a_time, _lost_task, _blocked,

@@ -322,6 +322,49 @@ def test_a_loop_that_asks_a_database_polls_beside_a_heartbeat_that_writes(call: 
     assert judge(Snapshot(processes=(asking,), seconds=3.0, sources={"train.py": text})).pattern == pattern
 
 
+FEEDS = (
+    "def run(self):\n    while True:\n        self.epoch += 1\n        for p in self.prompts:\n"
+    "            if suitable(p): pending.append(p)\n            if len(pending) == 8: self.out.put(pending)\n"
+    "batch = feeder.out.get()\n"
+)
+
+
+def at(line: int, function: str = "train", **values: str) -> Frame:
+    """Return a user's frame at a line of train.py."""
+    return Frame(function=function, file="train.py", line=line, locals=values)
+
+
+def within(name: str, file: str, **values: str) -> Frame:
+    """Return a frame of the standard library."""
+    return Frame(function=name, file=f"/usr/lib/python3.11/{file}", line=1, locals=values)
+
+
+@pytest.mark.parametrize(
+    "rounds, pending, pattern",
+    [(40, 0, "rollout blocked"), (4, 0, "undetermined"), (40, 1, "healthy"), (-40, 0, "undetermined")],
+)
+def test_a_thread_that_goes_round_and_puts_nothing_starves_the_main_thread(
+    rounds: int, pending: int, pattern: str
+) -> None:
+    looks = []
+    for n in range(6):
+        epoch = str(500 + rounds * n)
+        shown = {"self.epoch": epoch, "len(self.out.queue)": "0", "self.out.unfinished_tasks": "3"}
+        feeds = at(5, "run", **shown, **{"len(pending)": str(pending * n)})
+        gets = (within("Condition.wait", "threading.py"), within("Queue.get", "queue.py"))
+        threads = (
+            Thread(name="MainThread", os_id=100, frames=(*gets, at(7, **{"feeder.epoch": epoch}))),
+            Thread(name="feeder", os_id=101, active=True, frames=(within("shuffle", "random.py"), feeds)),
+        )
+        looks.append(Look(at=0.5 * n, state="S", switches=7, cpu_s=0.5 * n, threads=threads))
+    starved = replace(rank(0, 7), rank=None, world=None, looks=tuple(looks), waits_in="futex_do_wait")
+    verdict = judge(Snapshot(processes=(starved,), seconds=3.0, sources={"train.py": FEEDS}))
+    assert verdict.pattern == pattern
+    if pattern == "rollout blocked":
+        assert verdict.sites == ("train.py:2", "train.py:7")
+        assert "goes round at train.py:2 and puts nothing: run.self.epoch grows" in verdict.explanation
+
+
 def test_a_list_of_an_attribute_that_grows_is_accepted_work() -> None:
     looks = []
     for n in range(6):
