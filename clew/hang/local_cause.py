@@ -420,6 +420,8 @@ def locked_file(sink: Sink) -> Verdict | None:
         return None
     waiting, by = pairs[0]
     why = f"{waiting.says}. {by.process.label} has locked that file, and does not unlock it: {by.says}."
+    if by.activity.kind in DISTRIBUTED and waiting.rank is not None:
+        why += " There it waits for ranks that wait for the lock."
     return verdict_about("lock or I/O", [by], why, sink.live, cause="file").at(waiting.activity.site)
 
 

@@ -365,6 +365,17 @@ def test_a_thread_that_goes_round_and_puts_nothing_starves_the_main_thread(
         assert "goes round at train.py:2 and puts nothing: run.self.epoch grows" in verdict.explanation
 
 
+def test_a_rank_that_has_a_file_locked_and_waits_for_those_who_want_it_is_at_fault() -> None:
+    acquire = Frame(function="FileLock.acquire", file="/x/site-packages/filelock/_api.py", line=1)
+    waits = rank(1, 8)
+    thread = replace(waits.threads[0], frames=(acquire, *waits.threads[0].frames))
+    waits = replace(waits, looks=tuple(replace(look, threads=(thread,)) for look in waits.looks), wants=("77",))
+    verdict = judged(replace(rank(0, 9, "barrier"), files=("77",)), waits)
+    assert (verdict.pattern, verdict.ranks, verdict.sites) == ("lock or I/O", (0,), ("train.py:8", "train.py:9"))
+    assert "Rank 1 (pid 101) waits for a file lock at train.py:8" in verdict.explanation
+    assert verdict.explanation.partition("train.py:9")[2].startswith(": dist.barrier(). There it waits for ranks")
+
+
 def test_a_list_of_an_attribute_that_grows_is_accepted_work() -> None:
     looks = []
     for n in range(6):
