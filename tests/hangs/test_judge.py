@@ -376,6 +376,26 @@ def test_a_rank_that_has_a_file_locked_and_waits_for_those_who_want_it_is_at_fau
     assert verdict.explanation.partition("train.py:9")[2].startswith(": dist.barrier(). There it waits for ranks")
 
 
+@pytest.mark.parametrize("asks, site", [(False, "train.py:2"), (True, "train.py:1")])
+def test_a_thread_that_reads_a_connection_that_nobody_uses_owes_no_answer(asks: bool, site: str) -> None:
+    text = "for raw in self.rfile: pass\nrunning.wait()\nreturn self.file.readline()\n"
+
+    def one(pid: int, *threads: tuple[Frame, ...]) -> Process:
+        every = tuple(Thread(name=f"T{n}", os_id=pid + n, frames=frames) for n, frames in enumerate(threads))
+        every = (replace(every[0], name="MainThread"), *every[1:])
+        looks = tuple(Look(at=0.5 * n, state="S", switches=7, threads=every) for n in range(6))
+        return Process(pid=pid, command=("python",), looks=looks, waits_in="futex_do_wait")
+
+    reads, selects = within("SocketIO.readinto", "socket.py"), within("select", "selectors.py")
+    event, serves = within("Event.wait", "threading.py"), within("serve_forever", "socketserver.py")
+    server = one(200, (selects, serves, at(9)), (reads, at(1)), (event, at(2)))
+    server = replace(server, listens=(80,), ends=("socket:[1]",), awaits=((201, "socket:[4]", "socket:[3]"),))
+    asked = ((300, "socket:[2]", "socket:[1]"), *([(301, "socket:[3]", "socket:[4]")] if asks else []))
+    client = replace(one(300, (reads, at(3))), peers=(80,), ends=("socket:[3]",), awaits=asked)
+    verdict = judge(Snapshot(processes=(server, client), seconds=3.0, sources={"train.py": text}))
+    assert site in verdict.sites
+
+
 def test_a_list_of_an_attribute_that_grows_is_accepted_work() -> None:
     looks = []
     for n in range(6):
