@@ -605,7 +605,7 @@ def _blocked(sink: Sink) -> Verdict | None:
     if sink.act.kind == "sleep":
         why += _condition(sink) + (circle if pattern == "rollout blocked" else "")
     why += " What should have brought it there may have failed: look into its log and its answers." if idle else ""
-    why += _asked(sink) or _beside(sink)
+    why += _parties(sink) + (_asked(sink) or _beside(sink))
     confidence = "high" if sink.blocked_ranks else "medium"
     locking = sink.act.kind == "lock" or (sink.act.task and sink.act.op == "acquire")
     holders = lock_holders(sink.one, sink) if locking else {}
@@ -635,6 +635,14 @@ def _asked(sink: Sink) -> str:
         ports |= {int(port) for text in frame.locals.values() for port in address.findall(text)}
     asked = next((a for a in sink.live if a is not sink.one and ports & set(a.process.listens)), None)
     return f" That server is in this job: {asked.says}." if asked else ""
+
+
+def _parties(sink: Sink) -> str:
+    """Return words about how many threads have come to the barrier at which the culprit waits, if variables say it."""
+    names = [f"{sink.act.target}.{name}" for name in ("_parties", "_count")]
+    here = [f for t in sink.one.process.threads for f in t.frames if (f.file, f.line) == (sink.act.file, sink.act.line)]
+    wanted, come = next(([f.locals[n] for n in names] for f in here if {*names} <= {*f.locals}), ("", ""))
+    return f" It opens when {wanted} threads have come, and {come} have." if wanted else ""
 
 
 def _beside(sink: Sink) -> str:

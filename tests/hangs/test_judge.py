@@ -396,6 +396,18 @@ def test_a_thread_that_reads_a_connection_that_nobody_uses_owes_no_answer(asks: 
     assert site in verdict.sites
 
 
+def test_a_barrier_says_how_many_threads_have_come() -> None:
+    values = {"self.sync._parties": "8", "self.sync._count": "6"}
+    frames = (within("Barrier._wait", "threading.py"), at(1, **values))
+    looks = tuple(
+        Look(at=0.5 * n, state="S", switches=7, threads=(Thread(name="MainThread", os_id=100, frames=frames),))
+        for n in range(6)
+    )
+    waits = replace(rank(0, 1), rank=None, world=None, looks=looks, waits_in="futex_do_wait")
+    verdict = judge(Snapshot(processes=(waits,), seconds=3.0, sources={"train.py": "self.sync.wait()\n"}))
+    assert "It opens when 8 threads have come, and 6 have." in verdict.explanation
+
+
 def test_a_list_of_an_attribute_that_grows_is_accepted_work() -> None:
     looks = []
     for n in range(6):
