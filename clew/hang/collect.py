@@ -25,6 +25,7 @@ from clew.hang import proc
 from clew.hang.endpoints import with_ends
 from clew.hang.engines import answers
 from clew.hang.equal_stacks import Stack, stack_of
+from clew.hang.files import awaited_locks
 from clew.hang.flight import calls_of
 from clew.hang.inside import inside, installed, tasks_of, with_numbers
 from clew.hang.jobs import python
@@ -262,7 +263,7 @@ def _with_waits(process: Process, machine: dict[str, tuple[str, int, int]], lock
         of_others &= proc.open_files_of(process.pid)
     # /proc/locks lists processes that wait in flock(), but not those that retry, as SQLite and filelock do. Then any
     # open file that others have locked may be the one.
-    awaited = {file for pid, file, has in locks if not has and pid == process.pid}
+    awaited = {file for pid, file, has in locks if not has and pid == process.pid} | awaited_locks(process)
     return replace(
         process,
         exit=process.exit or proc.exit_of(process.pid),

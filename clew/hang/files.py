@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from typing import TypeVar
 
 from clew.hang import proc
 from clew.hang.inside import installed
@@ -23,6 +24,7 @@ SHOWN = 200
 """Characters of a log's last line that are shown."""
 FOLDERS = re.compile(r"check_?point|ckpt|rollout|heartbeat|weight|save|out|root|folder|path|dir|spool", re.I)
 """Names of local variables that may hold a folder of the job."""
+T = TypeVar("T")
 
 
 def with_files(snapshot: Snapshot, run: Path | None = None) -> Snapshot:
@@ -32,17 +34,34 @@ def with_files(snapshot: Snapshot, run: Path | None = None) -> Snapshot:
         snapshot: Processes of this machine.
         run: Run directory of Clew, if the job is a run of Clew.
     """
-    lines = list[str]()
-    worker = threading.Thread(target=_collect, args=(lines, snapshot.processes, run), daemon=True)
+    every = chain(in_run(run) if run else (), folders(snapshot.processes), logs(snapshot.processes, run))
+    return replace(snapshot, machine=(*snapshot.machine, *within_limit(every)))
+
+
+def within_limit(values: Iterable[T]) -> list[T]:
+    """Return the values that come within LIMIT_S: those before one for which a file system hangs."""
+    found = list[T]()
+    worker = threading.Thread(target=lambda: found.extend(values), daemon=True)
     worker.start()
     worker.join(LIMIT_S)
-    return replace(snapshot, machine=(*snapshot.machine, *lines))
+    return list(found)
 
 
-def _collect(lines: list[str], processes: Sequence[Process], run: Path | None) -> None:
-    # Append line by line: the caller stops waiting after LIMIT_S, and keeps what was found before a file system hung.
-    for line in chain(in_run(run) if run else (), folders(processes), logs(processes, run)):
-        lines.append(line)
+def awaited_locks(process: Process) -> set[int]:
+    """Return the inodes of the files that threads of a process try to lock with `filelock`.
+
+    Its newer versions open such a file for each attempt, and close it in between.
+    """
+    frames = (frame for thread in process.threads for frame in thread.frames if "/filelock/" in frame.file)
+    texts = {frame.locals.get(name, "")[1:-1] for frame in frames for name in ("canonical_path", "lock_filename")}
+    paths = [Path(process.cwd, text) for text in texts if text]
+    return set(within_limit(_inodes(paths))) if paths else set()
+
+
+def _inodes(paths: Iterable[Path]) -> Iterator[int]:
+    for path in paths:
+        with suppress(OSError, ValueError):
+            yield path.stat().st_ino
 
 
 def in_run(run: Path) -> Iterator[str]:

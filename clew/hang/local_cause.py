@@ -21,10 +21,11 @@ from clew.hang.progress import (
     moved_counters,
     own_code_only,
     pace,
+    puts_nothing,
     refusing,
 )
 from clew.hang.roles import WAITS_INSIDE, waits_for_work
-from clew.hang.source import calls_at, dotted, enclosing, loop_at, origin
+from clew.hang.source import calls_at, dotted, enclosing, loop_at, origin, same_name
 from clew.hang.verdict import LOCAL, MESSAGES, Actor, Verdict, names, subject, verdict_about, words_of
 from clew.hang.waits_for import THROUGH_PIPES, TO_OTHERS, surely_awaits
 
@@ -129,6 +130,21 @@ def _refusing(sink: Sink) -> Verdict | None:
     by, name = found
     why = f"{by.process.label} rejects everything: {name} grows and nothing is accepted, so no wait can end."
     return verdict_about("rollout blocked", [by], why, sink.waiters, cause="refusing", confidence="medium")
+
+
+def _starved(sink: Sink) -> Verdict | None:
+    """Find a thread that goes round and puts nothing into the queue from which the main thread of its process gets."""
+    for by in (a for a in [*sink.culprits, *sink.waiters] if not a.moving and not a.dead):
+        if barren := puts_nothing(by.process, sink.sources):
+            get, frame, counter = barren
+            site = f"{PurePath(frame.file).name}:{frame.line}"
+            why = (
+                f"{by.process.label} {words_of(get)} at {get.place}. The thread that should fill it goes round at "
+                f"{site} and puts nothing: {frame.name}.{counter} grows, and nothing that it collects does."
+            )
+            found = verdict_about("rollout blocked", [by], why, sink.live, cause="queue", confidence="medium")
+            return replace(found, sites=tuple(sorted({get.site, site})))
+    return None
 
 
 def _locked_outside(sink: Sink) -> Verdict | None:
@@ -404,6 +420,8 @@ def locked_file(sink: Sink) -> Verdict | None:
         return None
     waiting, by = pairs[0]
     why = f"{waiting.says}. {by.process.label} has locked that file, and does not unlock it: {by.says}."
+    if by.activity.kind in DISTRIBUTED and waiting.rank is not None:
+        why += " There it waits for ranks that wait for the lock."
     return verdict_about("lock or I/O", [by], why, sink.live, cause="file").at(waiting.activity.site)
 
 
@@ -587,7 +605,7 @@ def _blocked(sink: Sink) -> Verdict | None:
     if sink.act.kind == "sleep":
         why += _condition(sink) + (circle if pattern == "rollout blocked" else "")
     why += " What should have brought it there may have failed: look into its log and its answers." if idle else ""
-    why += _asked(sink) or _beside(sink)
+    why += _parties(sink) + (_asked(sink) or _beside(sink))
     confidence = "high" if sink.blocked_ranks else "medium"
     locking = sink.act.kind == "lock" or (sink.act.task and sink.act.op == "acquire")
     holders = lock_holders(sink.one, sink) if locking else {}
@@ -602,6 +620,11 @@ def _condition(sink: Sink) -> str:
     if not isinstance(loop, ast.While):
         return ""
     asks = "" if isinstance(loop.test, ast.Constant) else f" It sleeps and asks again while {ast.unparse(loop.test)}."
+    # The thread or process that should end the wait may have failed long before, and said so.
+    log = rf"log of {re.escape(sink.one.process.label)}, .*written (\d+) s .*: (['\"])([\w.]*(Error|Exception)\b.*)\2$"
+    ends = next((found for line in sink.snapshot.machine if (found := re.match(log, line))), None)
+    if ends and int(ends[1]) > sink.snapshot.seconds:
+        asks += f" Its log ends with {ends[3]!r}: perhaps what should end this wait has failed."
     others = [a for a in sink.waiters if a.rank is None and a.activity.kind in TO_OTHERS and a.activity.site]
     return asks + (f" Meanwhile {others[0].says}." if others else "")
 
@@ -617,6 +640,14 @@ def _asked(sink: Sink) -> str:
         ports |= {int(port) for text in frame.locals.values() for port in address.findall(text)}
     asked = next((a for a in sink.live if a is not sink.one and ports & set(a.process.listens)), None)
     return f" That server is in this job: {asked.says}." if asked else ""
+
+
+def _parties(sink: Sink) -> str:
+    """Return words about how many threads have come to the barrier at which the culprit waits, if variables say it."""
+    names = [f"{sink.act.target}.{name}" for name in ("_parties", "_count")]
+    here = [f for t in sink.one.process.threads for f in t.frames if (f.file, f.line) == (sink.act.file, sink.act.line)]
+    wanted, come = next(([f.locals[n] for n in names] for f in here if {*names} <= {*f.locals}), ("", ""))
+    return f" It opens when {wanted} threads have come, and {come} have." if wanted else ""
 
 
 def _beside(sink: Sink) -> str:
@@ -683,14 +714,8 @@ def _left_locked(sink: Sink) -> str:
     return f"{said} Look for an acquire() whose release() is skipped by a return or an exception."
 
 
-def same_name(one: str, other: str) -> bool:
-    """Return whether two expressions may name one object: `self.lock` is what others call `self.buffer.lock`."""
-    short, long = sorted((each.removeprefix("self.") for each in (one, other)), key=len)
-    return bool(short) and (long == short or long.endswith(f".{short}"))
-
-
 RULES: tuple[Callable[[Sink], Verdict | None], ...] = (
-    _paused, _blocked_loop, _refusing, _outlived, _locked_outside, _pipe_kept_open, _joined_too_early,
+    _paused, _blocked_loop, _refusing, _starved, _outlived, _locked_outside, _pipe_kept_open, _joined_too_early,
     _joins_its_producer, _dead, _own_waits, _slow, locked_file, _cleaned_up, _store, _unexplained, _loader,
     _silent_server, _outside, _retrying, device, _unscheduled, _computing, _both_poll, _threads_poll, _polling,
     _one_at_a_time, _lost_task, _blocked,

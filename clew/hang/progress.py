@@ -11,9 +11,9 @@ from dataclasses import replace
 from itertools import pairwise
 
 from clew.hang import source
-from clew.hang.activity import DATABASE, DISTRIBUTED, Activity, activity_of, importing
+from clew.hang.activity import DATABASE, DISTRIBUTED, IDLE, Activity, activity_of, importing
 from clew.hang.inside import PROGRAM, installed
-from clew.hang.observed import Look, Process, Thread
+from clew.hang.observed import Frame, Look, Process, Thread
 
 WAITING_NAMES = re.compile(
     r"(^|[._(])(n|num_)?(wait\w*|try|tries|attempt\w*|retr(y|ies|ied|ying)|poll(s|ed|ing)?|spin\w*|elapsed|deadline|timeout|"
@@ -201,9 +201,12 @@ def moves(process: Process, sources: Mapping[str, str], world: int | None) -> bo
     if any(wait.get("for_s", 0.0) > LONG_WAIT_S for wait in newest.waits):
         return False  # a process of Clew reports that it has been in one wait for long, while it polls
     moved = moved_counters(process, sources)
-    if any(name.startswith("main") for name in moved) or _advances(process):
-        return True
     every = seen(newest, sources, world)
+    asleep = never_woken(process) and all(each.kind in IDLE and each.kind != "sleep" for each in every)
+    # What its variables hold was then changed by other threads. A task of asyncio may be on the loop of one of them.
+    own = r"main\d" if asleep else "main"
+    if any(re.match(own, name) for name in moved) or _advances(process, asleep=asleep):
+        return True
     if moved and _threads_advance(newest, every[-1:], sources):
         return True
     if every and every[-1].kind in ("thread", "pool", "future") and _passes_lock(newest, sources, world):
@@ -223,10 +226,16 @@ def moves(process: Process, sources: Mapping[str, str], world: int | None) -> bo
     return _passes_lines(newest, sources) or _works_in_library(newest, sources)
 
 
-def _advances(process: Process) -> bool:
+def never_woken(process: Process) -> bool:
+    """Return whether the main thread, if it waited, was not woken up during the whole watch."""
+    return bool(process.looks) and 0 < process.looks[0].switches == process.last.switches
+
+
+def _advances(process: Process, *, asleep: bool) -> bool:
     """Return whether a process is busy with a number that only rises or falls, or writes while its coroutines end."""
     looks = recent(process).looks
-    return (busy(process) and _goes_steadily(process)) or (looks[-1].written > looks[0].written and _tasks_end(process))
+    steady = not asleep and busy(process) and _goes_steadily(process)
+    return steady or (looks[-1].written > looks[0].written and _tasks_end(process))
 
 
 def _threads_advance(process: Process, newest: Sequence[Activity], sources: Mapping[str, str]) -> bool:
@@ -468,9 +477,7 @@ def pace(process: Process, sources: Mapping[str, str]) -> str:
     return ""
 
 
-ACCEPTED = re.compile(
-    r"accept|kept|keep|good|ready|done|put|sent|emitted|passed|step|version|update|epoch|iter|batch|len\("
-)
+ACCEPTED = re.compile(r"accept|kept|keep|good|ready|done|put|sent|emitted|passed|step|version|update|iter|batch|len\(")
 """Names of counters that grow if not everything is rejected."""
 KEPT = re.compile(r"(^|[_\W])(accept(ed)?|kept|emitted|passed)([_\W]|$)")
 """Names of counters that stand still if everything is rejected."""
@@ -518,6 +525,34 @@ def keeps_nothing(process: Process, sources: Mapping[str, str]) -> str:
             if values and values[0] < values[-1] >= BARREN:
                 return f"{frame.name}.{name} (beside {kept})"
     return ""
+
+
+def puts_nothing(process: Process, sources: Mapping[str, str]) -> tuple[Activity, Frame, str] | None:
+    """Return what shows that a thread goes round and puts nothing into the queue from which the main thread gets.
+
+    Returns:
+        The wait of the main thread, the frame of the other thread, with the line of its loop, and the counter of the
+        loop's rounds. Nothing else that the loop counts has changed, nor the length of any collection.
+    """
+    every = seen(process, sources, None) if never_woken(process) else []
+    if {each.kind for each in every} != {"queue"}:
+        return None
+    for thread, frame in ((t, f) for t in process.threads for f in t.frames if not installed(f.file)):
+        loop = source.outermost_loop(sources.get(frame.file, ""), frame.line)
+        puts = [name[:-4] for name in source.calls_of(loop) if name.endswith(".put")] if loop is not None else []
+        if loop is None or not any(source.same_name(name, every[-1].target) for name in puts):
+            continue
+        same = [t for look in process.looks for t in look.threads if t.os_id == thread.os_id != process.pid]
+        values = [f.locals for t in same for f in t.frames if f.function == frame.function]
+        rounds = source.rounds(loop, loop)
+        counts = {*source.counted(loop), *rounds, "unfinished_tasks"}
+        moved = {n for each in values for n in each if n in values[0] and each[n] != values[0][n]}
+        moved = {n for n in moved if "len(" in n or n.rpartition(".")[2] in counts}
+        for name in moved if len(moved) == 1 else ():
+            numbers = [int(each[name]) for each in values if each.get(name, "").isdigit()]
+            if name.rpartition(".")[2] in rounds and numbers and numbers[-1] - numbers[0] >= BARREN:
+                return every[-1], replace(frame, line=loop.lineno), name
+    return None
 
 
 def _frame_and_name(counter: str) -> tuple[str, str]:

@@ -172,13 +172,26 @@ def actors_of(snapshot: Snapshot) -> list[Actor]:
     for process, role in with_ranks(snapshot.processes, snapshot.sources):
         process = without_torn(process)
         every = activities(process, snapshot.sources, world)
-        activity = effective(every)
+        activity = effective(_without_idle_readers(every, process, snapshot))
         work = awaited_work(process, activity, snapshot.processes, snapshot.sources)
         moving = moves(process, snapshot.sources, world) or bool(work)
         found.append(
             Actor(process=process, activity=activity, threads=tuple(every), moving=moving, role=role, work=work)
         )
     return found
+
+
+def _without_idle_readers(every: list[Activity], process: Process, snapshot: Snapshot) -> list[Activity]:
+    """Return the activities of a server without its threads that wait for a client's next request, if others remain.
+
+    No thread of the client's process waits at the other end of such a connection. The other threads may owe answers.
+    """
+    used = {own for each in snapshot.processes for _, own, _ in each.awaits}
+    idle = {end for each in snapshot.processes for end in each.ends if end.startswith("socket:")} - used
+    readers = {thread for thread, _, other in process.awaits if other in idle and process.listens}
+    names = {thread.name for thread in process.threads if thread.os_id in readers}
+    kept = [each for each in every[1:] if each.thread not in names or each.task]
+    return [*every[:1], *kept] if any(each.file and not installed(each.file) for each in kept) else every
 
 
 def effective(every: Sequence[Activity]) -> Activity:

@@ -84,6 +84,12 @@ def dotted(node: ast.AST) -> str:
     return "?"
 
 
+def same_name(one: str, other: str) -> bool:
+    """Return whether two expressions may name one object: `self.lock` is what others call `self.buffer.lock`."""
+    short, long = sorted((each.removeprefix("self.") for each in (one, other)), key=len)
+    return bool(short) and (long == short or long.endswith(f".{short}"))
+
+
 def calls_at(text: str, line: int) -> list[ast.Call]:
     """Return the calls that begin at or cover a line, those that begin there first, short before long."""
     path = enclosing(text, line)

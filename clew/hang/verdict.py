@@ -49,6 +49,8 @@ def words_of(one: Activity) -> str:
         return "waits for a lock or semaphore that nobody releases"
     if one.kind == "condition" and one.task:
         return "waits for an event or condition of asyncio that nobody sets"
+    if one.kind == "file" and not one.op.endswith(("open", "partner")):  # the kernel's wait for the other end of a FIFO
+        return "waits for a file lock"
     return LOCAL[one.kind][1] if one.kind in LOCAL else f"is in {one.op}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -77,3 +78,19 @@ def test_a_log_that_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:
         Snapshot(processes=(Process(pid=4194305, name="rollout", exit="by signal 9"),)), run.path
     ).machine
     assert time.monotonic() - began < LIMIT_S + 1 and not [line for line in lines if line.startswith("log of")]
+
+
+def test_a_file_that_filelock_closes_between_attempts_is_still_awaited(tmp_path: Path) -> None:
+    path = tmp_path / "rows.lock"
+    program = "import sys, filelock; print('tries', flush=True); filelock.FileLock(sys.argv[1]).acquire()"
+    with path.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        command = [sys.executable, "-c", program, "rows.lock"]
+        with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE) as process:
+            try:
+                assert process.stdout is not None and process.stdout.readline() == b"tries\n"
+                time.sleep(0.5)
+                (waiting,) = snapshot([process.pid], lambda *_: True).processes
+            finally:
+                process.kill()
+    assert waiting.wants == (str(path.stat().st_ino),)

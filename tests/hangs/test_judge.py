@@ -322,6 +322,102 @@ def test_a_loop_that_asks_a_database_polls_beside_a_heartbeat_that_writes(call: 
     assert judge(Snapshot(processes=(asking,), seconds=3.0, sources={"train.py": text})).pattern == pattern
 
 
+FEEDS = (
+    "def run(self):\n    while True:\n        self.epoch += 1\n        for p in self.prompts:\n"
+    "            if suitable(p): pending.append(p)\n            if len(pending) == 8: self.out.put(pending)\n"
+    "batch = feeder.out.get()\n"
+)
+
+
+def at(line: int, function: str = "train", **values: str) -> Frame:
+    """Return a user's frame at a line of train.py."""
+    return Frame(function=function, file="train.py", line=line, locals=values)
+
+
+def within(name: str, file: str, **values: str) -> Frame:
+    """Return a frame of the standard library."""
+    return Frame(function=name, file=f"/usr/lib/python3.11/{file}", line=1, locals=values)
+
+
+@pytest.mark.parametrize(
+    "rounds, pending, pattern",
+    [(40, 0, "rollout blocked"), (4, 0, "undetermined"), (40, 1, "healthy"), (-40, 0, "undetermined")],
+)
+def test_a_thread_that_goes_round_and_puts_nothing_starves_the_main_thread(
+    rounds: int, pending: int, pattern: str
+) -> None:
+    looks = []
+    for n in range(6):
+        epoch = str(500 + rounds * n)
+        shown = {"self.epoch": epoch, "len(self.out.queue)": "0", "self.out.unfinished_tasks": "3"}
+        feeds = at(5, "run", **shown, **{"len(pending)": str(pending * n)})
+        gets = (within("Condition.wait", "threading.py"), within("Queue.get", "queue.py"))
+        threads = (
+            Thread(name="MainThread", os_id=100, frames=(*gets, at(7, **{"feeder.epoch": epoch}))),
+            Thread(name="feeder", os_id=101, active=True, frames=(within("shuffle", "random.py"), feeds)),
+        )
+        looks.append(Look(at=0.5 * n, state="S", switches=7, cpu_s=0.5 * n, threads=threads))
+    starved = replace(rank(0, 7), rank=None, world=None, looks=tuple(looks), waits_in="futex_do_wait")
+    verdict = judge(Snapshot(processes=(starved,), seconds=3.0, sources={"train.py": FEEDS}))
+    assert verdict.pattern == pattern
+    if pattern == "rollout blocked":
+        assert verdict.sites == ("train.py:2", "train.py:7")
+        assert "goes round at train.py:2 and puts nothing: run.self.epoch grows" in verdict.explanation
+
+
+def test_a_rank_that_has_a_file_locked_and_waits_for_those_who_want_it_is_at_fault() -> None:
+    acquire = Frame(function="FileLock.acquire", file="/x/site-packages/filelock/_api.py", line=1)
+    waits = rank(1, 8)
+    thread = replace(waits.threads[0], frames=(acquire, *waits.threads[0].frames))
+    waits = replace(waits, looks=tuple(replace(look, threads=(thread,)) for look in waits.looks), wants=("77",))
+    verdict = judged(replace(rank(0, 9, "barrier"), files=("77",)), waits)
+    assert (verdict.pattern, verdict.ranks, verdict.sites) == ("lock or I/O", (0,), ("train.py:8", "train.py:9"))
+    assert "Rank 1 (pid 101) waits for a file lock at train.py:8" in verdict.explanation
+    assert verdict.explanation.partition("train.py:9")[2].startswith(": dist.barrier(). There it waits for ranks")
+
+
+@pytest.mark.parametrize("asks, site", [(False, "train.py:2"), (True, "train.py:1")])
+def test_a_thread_that_reads_a_connection_that_nobody_uses_owes_no_answer(asks: bool, site: str) -> None:
+    text = "for raw in self.rfile: pass\nrunning.wait()\nreturn self.file.readline()\n"
+
+    def one(pid: int, *threads: tuple[Frame, ...]) -> Process:
+        every = tuple(Thread(name=f"T{n}", os_id=pid + n, frames=frames) for n, frames in enumerate(threads))
+        every = (replace(every[0], name="MainThread"), *every[1:])
+        looks = tuple(Look(at=0.5 * n, state="S", switches=7, threads=every) for n in range(6))
+        return Process(pid=pid, command=("python",), looks=looks, waits_in="futex_do_wait")
+
+    reads, selects = within("SocketIO.readinto", "socket.py"), within("select", "selectors.py")
+    event, serves = within("Event.wait", "threading.py"), within("serve_forever", "socketserver.py")
+    server = one(200, (selects, serves, at(9)), (reads, at(1)), (event, at(2)))
+    server = replace(server, listens=(80,), ends=("socket:[1]",), awaits=((201, "socket:[4]", "socket:[3]"),))
+    asked = ((300, "socket:[2]", "socket:[1]"), *([(301, "socket:[3]", "socket:[4]")] if asks else []))
+    client = replace(one(300, (reads, at(3))), peers=(80,), ends=("socket:[3]",), awaits=asked)
+    verdict = judge(Snapshot(processes=(server, client), seconds=3.0, sources={"train.py": text}))
+    assert site in verdict.sites
+
+
+def test_a_barrier_says_how_many_threads_have_come() -> None:
+    values = {"self.sync._parties": "8", "self.sync._count": "6"}
+    frames = (within("Barrier._wait", "threading.py"), at(1, **values))
+    looks = tuple(
+        Look(at=0.5 * n, state="S", switches=7, threads=(Thread(name="MainThread", os_id=100, frames=frames),))
+        for n in range(6)
+    )
+    waits = replace(rank(0, 1), rank=None, world=None, looks=looks, waits_in="futex_do_wait")
+    verdict = judge(Snapshot(processes=(waits,), seconds=3.0, sources={"train.py": "self.sync.wait()\n"}))
+    assert "It opens when 8 threads have come, and 6 have." in verdict.explanation
+
+
+@pytest.mark.parametrize("age, told", [(60, True), (1, False)])
+def test_a_process_that_polls_is_shown_the_old_exception_at_the_end_of_its_log(age: int, told: bool) -> None:
+    polls = replace(rank(0, 2), rank=None, world=None)
+    line = f"log of {polls.label}, written {age} s ago ('/x/log'): 'sqlite3.IntegrityError: UNIQUE constraint failed'"
+    sources = {"train.py": "while not ready():\n    time.sleep(1)\n"}
+    verdict = judge(Snapshot(processes=(polls,), seconds=3.0, sources=sources, machine=(line,)))
+    assert verdict.pattern == "external wait"
+    assert ("Its log ends with 'sqlite3.IntegrityError" in verdict.explanation) == told
+
+
 def test_a_list_of_an_attribute_that_grows_is_accepted_work() -> None:
     looks = []
     for n in range(6):
