@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
@@ -11,21 +11,45 @@ from pathlib import PurePath
 
 from clew.hang.activity import DISTRIBUTED, LOOP_COUNTER, WORKS, Activity
 from clew.hang.collective_calls import behind, other_numbers, parting
+from clew.hang.equal_stacks import ranges
 from clew.hang.inside import installed
 from clew.hang.observed import Frame
+from clew.hang.roles import joins_as
 from clew.hang.source import WITHOUT_RAISE, follows, outermost_loop
 from clew.hang.verdict import MESSAGES, Actor, Verdict, names, subject, verdict_about
 from clew.hang.waits_for import key_of
 
 
-def missing_ranks(ranks: list[Actor], missing: list[int], gone: str) -> Verdict | None:
+def _joined_twice(live: list[Actor], missing: list[int]) -> Verdict | None:
+    """Judge processes that are in init_process_group as the same rank of one world: another rank is then absent."""
+    joining = defaultdict[tuple[int, int, str], list[Actor]](list)
+    for actor in live:
+        if actor.activity.kind == "init" and not actor.dead and (joined := joins_as(actor.process)):
+            joining[joined].append(actor)
+    for (rank, world, address), alike in joining.items():
+        # All but rank 0 are connected to one store. Without an address, this tells two jobs apart.
+        peers = [set(a.process.peers) for a in alike if a.process.peers]
+        if len(alike) < 2 or (peers and not set.intersection(*peers)):
+            continue
+        joined = {number for number, *same in joining if same == [world, address]}
+        absent = ranges({*(missing or range(world))} - joined - {a.rank for a in live})
+        nobody = f", and nobody as rank {absent}" if absent else ""
+        why = f"{' and '.join(a.process.label for a in alike)} each joined as rank {rank}{nobody}."
+        return replace(verdict_about("initialisation", alike, why, live), ranks=(rank,))
+    return None
+
+
+def missing_ranks(ranks: list[Actor], missing: list[int], gone: str, live: list[Actor]) -> Verdict | None:
     """Judge a rank that has no process: it never started (initialisation), or it has ended (dead).
 
     Args:
         ranks: The ranks that were found.
         missing: Rank numbers that no living process has.
         gone: Words about processes of the job that have ended.
+        live: All processes of the job.
     """
+    if found := _joined_twice(live, missing):
+        return found
     dead = [a for a in ranks if a.dead]
     blocked = [a for a in ranks if not a.dead and a.activity.kind in DISTRIBUTED]
     if not missing or not blocked:
@@ -33,10 +57,12 @@ def missing_ranks(ranks: list[Actor], missing: list[int], gone: str) -> Verdict 
     numbers = ", ".join(map(str, missing))
     first = blocked[0].activity
     starting = all(a.activity.kind == "init" for a in blocked) and not dead and not gone
-    what = "never joined" if starting else "has ended"
+    what = f"{'never joined' if starting else 'has ended'}: there is no such process"
+    if unnamed := ", ".join(a.process.label for a in live if a.rank is None and a.activity.kind == "init"):
+        what = f"was not seen, but nothing names the rank of {unnamed}, in init_process_group, too"
     why = (
-        f"Rank {numbers} {what}: there is no such process. {gone}The other ranks wait for it in {first.op} at "
-        f"{first.site}, and will wait until their timeout."
+        f"Rank {numbers} {what}. {gone}The other ranks wait for it in {first.op} at {first.site}, and will "
+        f"wait until their timeout."
     )
     pattern = "initialisation" if starting else "dead"
     return replace(

@@ -53,7 +53,7 @@ def judge(snapshot: Snapshot) -> Verdict:
         _stopped(live)
         or _unasked(live, snapshot.sources)
         or _progress(live, ranks, snapshot)
-        or missing_ranks(ranks, missing, gone)
+        or missing_ranks(ranks, missing, gone, live)
         or initialisation(ranks)
         or _by_graph(live, ranks, snapshot)
     )

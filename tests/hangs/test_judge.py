@@ -382,6 +382,39 @@ def test_a_rank_without_a_process_is_dead() -> None:
     assert (verdict.pattern, verdict.ranks) == ("dead", (1,))
 
 
+def joining(pid: int, number: int | str, port: int = 29500) -> Process:
+    """Return a process that a program started, and that is in init_process_group as a rank of three."""
+    address = f'"tcp://127.0.0.1:{port}"'
+    one = rank(pid - 100, 5, "init_process_group", rank=f"{number}", world_size="3", init_method=address)
+    user = replace(one.threads[0].frames[-1], locals={"local_rank": "0"})
+    looks = tuple(
+        replace(x, threads=(replace(x.threads[0], frames=(x.threads[0].frames[0], user)),)) for x in one.looks
+    )
+    return replace(one, rank=None, world=None, looks=looks, parent=99)
+
+
+def test_two_processes_that_join_as_one_rank_are_at_fault_for_the_rank_that_nobody_is() -> None:
+    sources = {"train.py": SCRIPT}
+    verdict = judge(Snapshot(processes=(joining(100, 0), joining(101, 1), joining(102, 1)), sources=sources))
+    assert (verdict.pattern, verdict.ranks, verdict.pids) == ("initialisation", (1,), (101, 102))
+    assert "Pid 101 and pid 102 each joined as rank 1, and nobody as rank 2." in verdict.explanation
+    assert verdict.sites == ("train.py:5",)
+    # The rank that torch was given counts, and not a variable that is 0 everywhere.
+    verdict = judge(Snapshot(processes=(joining(100, 0), joining(101, 2)), sources=sources))
+    assert (verdict.pattern, verdict.ranks) == ("initialisation", (1,))
+    assert "Rank 1 never joined: there is no such process" in verdict.explanation
+
+
+def test_a_process_that_joins_elsewhere_or_as_an_unknown_rank_is_not_called_the_same_one_or_absent() -> None:
+    other = joining(102, 1, port=29600)
+    unknown = joining(102, "?")
+    for process in (other, unknown, replace(joining(102, 1), peers=(29600,))):
+        processes = (joining(100, 0), replace(joining(101, 1), peers=(29500,)), process)
+        verdict = judge(Snapshot(processes=processes, sources={"train.py": SCRIPT}))
+        assert verdict.pattern == "initialisation" and "each joined" not in verdict.explanation
+        assert "no such process" not in verdict.explanation and "pid 102" in verdict.explanation
+
+
 def test_a_receiver_waits_for_its_source() -> None:
     verdict = judged(rank(0, 7, "recv", src="1"), rank(1, 8))
     assert (verdict.pattern, verdict.ranks) == ("missing rank", (1,))
