@@ -9,7 +9,9 @@ from dataclasses import replace
 
 from clew.hang.activity import POINT_TO_POINT
 from clew.hang.equal_stacks import ranges
+from clew.hang.graph import reachable
 from clew.hang.verdict import SOUND, Actor, Verdict
+from clew.hang.waits_for import all_edges
 
 AGAIN = "A restart will hang again at the same place, unless the data or random numbers lead elsewhere."
 UNLESS = "A restart will hang again unless what it waits for is there by then."
@@ -60,6 +62,8 @@ def with_advice(verdict: Verdict, actors: Sequence[Actor]) -> Verdict:
         again = "" if verdict.pattern in SOUND else f"clew hang {pids} again in a minute, and compare the lines."
         return replace(verdict, next=verdict.next or again)
     restart = CHANCE if verdict.cause in BY_CHANCE else RESTART.get(verdict.pattern, "")
+    if restart == UNLESS and (edges := all_edges(actors)) and any(pid in reachable(pid, edges) for pid in verdict.pids):
+        restart = AGAIN  # it waits for those that wait for it, so nothing can come in time
     return replace(
         verdict,
         explanation=f"{verdict.explanation} {restart}".strip(),

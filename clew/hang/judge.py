@@ -18,7 +18,7 @@ from clew.hang.progress import cpu_share, pace, recent
 from clew.hang.roles import actors_of, world_of
 from clew.hang.source import goes_on_for_ever, loop_at
 from clew.hang.verdict import SOUND, Actor, Verdict, names, verdict_about
-from clew.hang.waits_for import application_edges, collective_edges, key_of
+from clew.hang.waits_for import all_edges, collective_edges, key_of
 
 SUPERVISING = ("process", "thread", "pool", "future", "tasks", "ray")
 """Kinds of waits of a main process that only waits for its children to end."""
@@ -198,10 +198,7 @@ def _by_graph(live: list[Actor], ranks: list[Actor], snapshot: Snapshot) -> Verd
     together = _together(ranks, edges)
     if together and sum(map(len, together)) == len(ranks):
         return _in_one_call(together)
-    for pid, targets in application_edges(live).items():
-        edges[pid] = edges.get(pid, set()) | targets
-    for actor in live:
-        edges.setdefault(actor.pid, set())
+    edges = all_edges(live)
     by_pid = {a.pid: a for a in live}
     component = _most_waited(_candidates(edges, by_pid), edges)
     culprits = [by_pid[pid] for pid in sorted(component)]

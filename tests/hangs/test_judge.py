@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from clew.hang import equal_stacks, source
 from clew.hang.activity import C10D, Activity, new_group_members
+from clew.hang.advice import AGAIN, UNLESS
 from clew.hang.engines import answers
 from clew.hang.examine import enough
 from clew.hang.graph import sinks
@@ -224,6 +226,32 @@ def test_a_rank_that_serves_while_the_others_wait_for_it_is_missing() -> None:
     verdict = judged(rank(0, 5, "broadcast", src="0"), serving)
     assert (verdict.pattern, verdict.ranks) == ("missing rank", (1,))
     assert "waits for requests or events at train.py:8" in verdict.explanation
+
+
+READS = "def read(sock):\n    return sock.recv(4)\ndef serve(sock):\n    read(sock)\ndef pull(sock):\n    read(sock)\n"
+
+
+def reading(pid: int, caller: str, line: int, **more: Any) -> Process:
+    """Return a process that reads from a socket in a function that others call, too."""
+    frames = tuple(Frame(function=name, file="net.py", line=at) for name, at in (("read", 2), (caller, line)))
+    looks = (Look(at=0.0, state="S", threads=(Thread(name="MainThread", os_id=pid, frames=frames),)),)
+    return Process(pid=pid, looks=looks * 6, waits_in="wait_woken", command=("python",), **more)
+
+
+def test_two_processes_that_read_from_each_other_hang_again() -> None:
+    pull = reading(101, "pull", 6, peers=(8000,), awaits=((101, "socket:[1]", "socket:[2]"),), ends=("socket:[1]",))
+    serve = reading(102, "serve", 4, listens=(8000,), awaits=((102, "socket:[2]", "socket:[1]"),), ends=("socket:[2]",))
+    verdict = judge(Snapshot(processes=(pull, serve), sources={"net.py": READS}))
+    assert (verdict.pattern, verdict.pids, verdict.restart) == ("external wait", (101, 102), AGAIN)
+    alone = judge(Snapshot(processes=(pull,), sources={"net.py": READS}))
+    assert (alone.pattern, alone.pids, alone.restart) == ("external wait", (101,), UNLESS)
+
+
+def test_a_rank_that_holds_a_lock_in_a_collective_hangs_again() -> None:
+    holds = replace(rank(0, 5, "all_reduce"), files=("7",))
+    waits = replace(rank(1, 8), waits_in="flock_lock_inode_wait", wants=("7",))
+    assert (judged(holds, waits).pattern, judged(holds, waits).restart) == ("lock or I/O", AGAIN)
+    assert judged(replace(holds, files=()), waits).restart == UNLESS
 
 
 def test_a_server_that_nobody_calls_is_idle_unless_its_own_coroutine_waits_for_a_semaphore() -> None:
