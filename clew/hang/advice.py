@@ -119,14 +119,18 @@ def _next(verdict: Verdict, actors: Sequence[Actor]) -> str:
     match verdict.pattern:
         case "stopped" if verdict.cause == "stopped":
             return f"kill -CONT {pids}"
+        case "rollout blocked" if verdict.cause == "paused":
+            return "Resume the engine, and read the log of its client: it says why it has not done so."
         case "dead":
             return "Read the end of its log: it says why it ended."
         case "external wait" | "rollout blocked" if verdict.cause == "network" and "accept(" in text:
             return f"ss -ltnp | grep 'pid={first},' shows the port on which it waits for somebody to connect"
-        case "external wait" | "rollout blocked" if verdict.cause == "network":
-            return f"ss -tnp | grep 'pid={first},' shows the other side; py-spy dump --pid PID, what it does"
-        case "external wait" | "rollout blocked" if verdict.cause in ("http", "paused") and "sleep(" not in text:
-            return f"ss -tnp | grep 'pid={first},' shows the server; ask it: curl -s localhost:PORT/health"
+        case "external wait" | "rollout blocked" if verdict.cause in ("network", "http") and "sleep(" not in text:
+            ports = {port for actor in actors if actor.pid == first for port in actor.process.peers}
+            servers = (a.pid for a in actors if a.rank is None and a.pid != first and ports & {*a.process.listens})
+            if server := next(servers, None):
+                return f"py-spy dump --locals --pid {server}"
+            return f"ss -tnp | grep 'pid={first},' shows the other side: look into its log, and what it does"
         case "cpu" | "lock or I/O" | "data loading" | "event loop blocked" if first:
             return f"py-spy dump --native --pid {first}"
         case "same collective everywhere" | "shape mismatch":
@@ -134,7 +138,7 @@ def _next(verdict: Verdict, actors: Sequence[Actor]) -> str:
                 "Run it again with TORCH_DISTRIBUTED_DEBUG=DETAIL, which names both sides of a mismatch; on GPUs with "
                 "NCCL_DEBUG=INFO, too, which shows the network."
             )
-    return f"py-spy dump --locals --pid {first}" if first else "clew hang --stacks --pid PID"
+    return f"py-spy dump --locals --pid {first}" if first else f"clew hang --stacks --pid {actors[0].pid}"
 
 
 def _script(actors: Sequence[Actor]) -> str:

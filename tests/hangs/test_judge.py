@@ -243,8 +243,12 @@ def test_two_processes_that_read_from_each_other_hang_again() -> None:
     serve = reading(102, "serve", 4, listens=(8000,), awaits=((102, "socket:[2]", "socket:[1]"),), ends=("socket:[2]",))
     verdict = judge(Snapshot(processes=(pull, serve), sources={"net.py": READS}))
     assert (verdict.pattern, verdict.pids, verdict.restart) == ("external wait", (101, 102), AGAIN)
+    assert verdict.next == "py-spy dump --locals --pid 102"
     alone = judge(Snapshot(processes=(pull,), sources={"net.py": READS}))
     assert (alone.pattern, alone.pids, alone.restart) == ("external wait", (101,), UNLESS)
+    assert alone.next.startswith("ss -tnp | grep 'pid=101,'")
+    paused = judge(Snapshot(processes=(pull, replace(serve, answers={"is_paused": "true"})), sources={"net.py": READS}))
+    assert paused.pids == (102,) and paused.next.startswith("Resume the engine")
 
 
 def test_a_rank_that_holds_a_lock_in_a_collective_hangs_again() -> None:
@@ -431,6 +435,7 @@ def test_two_processes_that_join_as_one_rank_are_at_fault_for_the_rank_that_nobo
     verdict = judge(Snapshot(processes=(joining(100, 0), joining(101, 2)), sources=sources))
     assert (verdict.pattern, verdict.ranks) == ("initialisation", (1,))
     assert "Rank 1 never joined: there is no such process" in verdict.explanation
+    assert verdict.next == "clew hang --stacks --pid 100"
 
 
 def test_a_process_that_joins_elsewhere_or_as_an_unknown_rank_is_not_called_the_same_one_or_absent() -> None:
