@@ -14,6 +14,7 @@ from pathlib import Path
 from clew.hang import proc
 from clew.hang.inside import installed
 from clew.hang.observed import Process, Snapshot
+from clew.hang.roles import with_ranks
 
 LIMIT_S = 2.0
 """Time limit in seconds for all files: a network file system that stands still gives no answer."""
@@ -33,7 +34,8 @@ def with_files(snapshot: Snapshot, run: Path | None = None) -> Snapshot:
         run: Run directory of Clew, if the job is a run of Clew.
     """
     lines = list[str]()
-    worker = threading.Thread(target=_collect, args=(lines, snapshot.processes, run), daemon=True)
+    processes = [process for process, _ in with_ranks(snapshot.processes, snapshot.sources)]
+    worker = threading.Thread(target=_collect, args=(lines, processes, run), daemon=True)
     worker.start()
     worker.join(LIMIT_S)
     return replace(snapshot, machine=(*snapshot.machine, *lines))
