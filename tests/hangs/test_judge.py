@@ -18,7 +18,7 @@ from clew.hang import equal_stacks, source
 from clew.hang.activity import C10D, Activity, new_group_members
 from clew.hang.advice import AGAIN, UNLESS
 from clew.hang.engines import answers
-from clew.hang.examine import enough
+from clew.hang.examine import enough, just_stopped
 from clew.hang.graph import sinks
 from clew.hang.judge import Verdict, judge
 from clew.hang.observed import Frame, Group, Inside, Look, Process, Snapshot, Thread, snapshot_from
@@ -481,6 +481,22 @@ def test_a_counter_that_goes_round_in_a_while_loop_is_no_progress() -> None:
     waiting = rank(0, 2, "all_reduce")
     verdict = judge(Snapshot(processes=(waiting, spinning), seconds=3.0, sources={"train.py": text}))
     assert (verdict.pattern, verdict.ranks) == ("cpu", (1,))
+
+
+@pytest.mark.parametrize("last, stopped", [((9, 9, 9), True), ((9, 10, 10), False)])
+def test_a_job_has_just_stopped_only_if_no_number_changed_in_the_last_three_looks(
+    last: tuple[int, ...], stopped: bool
+) -> None:
+    text = "def count():\n    while number < 99:\n        number = number + work()\n"
+    looks = []
+    for n, number in enumerate((*range(9), *last)):
+        frame = Frame(function="count", file="train.py", line=3, locals={"number": str(number)})
+        thread = Thread(name="MainThread", os_id=101, active=True, frames=(frame,))
+        looks.append(Look(at=0.5 * n, state="R", cpu_s=0.5 * n, switches=7, threads=(thread,)))
+    counting = replace(rank(1, 8), looks=tuple(looks), waits_in="")
+    waiting = rank(0, 2, "all_reduce")
+    seen = Snapshot(processes=(waiting, counting), seconds=6.0, sources={"train.py": text})
+    assert judge(seen).pattern == "slow" and just_stopped(seen) is stopped
 
 
 def test_a_snapshot_survives_json() -> None:
