@@ -308,8 +308,6 @@ def cycle(culprits: list[Actor], waiters: list[Actor], sources: Mapping[str, str
         return found
     # Every rank receives before it sends, or the reverse.
     if kinds <= set(MESSAGES):
-        callers = _callers(culprits)
-        where += "".join(f" Rank {rank} was called there by {f.function} at {_site(f)}." for rank, f in callers.items())
         if kinds == {"recv"} and (parted := _left_a_loop(culprits, sources)):
             pattern = "pipeline micro-batch mismatch"
             why = f"Every one of ranks {names(culprits)} receives, and none sends to it. {parted[1]} {where}"
@@ -318,8 +316,7 @@ def cycle(culprits: list[Actor], waiters: list[Actor], sources: Mapping[str, str
             tags = {a.activity.tag for a in culprits if a.activity.tag.isdigit()}
             apart = f" Their tags differ: {' and '.join(sorted(tags))}." if len(kinds) == 2 and len(tags) == 2 else ""
             why = f"Ranks {names(culprits)} wait for one another in send and recv, so none proceeds.{apart} {where}"
-        found = verdict_about(pattern, culprits, why, waiters, structural=True)
-        return found.at(*(_site(frame) for frame in callers.values()))
+        return with_callers(verdict_about(pattern, culprits, why, waiters, structural=True), culprits)
     # A stage of a pipeline has gone on to a collective while its neighbour still exchanges micro-batches.
     if kinds & set(MESSAGES):
         why = (
@@ -359,20 +356,22 @@ def cycle(culprits: list[Actor], waiters: list[Actor], sources: Mapping[str, str
     return verdict_about("collective mismatch", odd, why, culprits + waiters, structural=True, confidence=sure)
 
 
-def _callers(ranks: Sequence[Actor]) -> dict[int | None, Frame]:
-    """Return the frame of each rank at the first level, going outwards, where the callers of their common line differ.
+def with_callers(verdict: Verdict, actors: Sequence[Actor]) -> Verdict:
+    """Return a verdict that also names the callers of the line that some processes share.
 
-    Empty if the ranks are at different lines, or if all of their callers are equal.
+    They are the frames at the first level, going outwards, where the processes differ.
     """
-    stacks = [own_frames(a) for a in ranks]
-    for depth, level in enumerate(zip(*stacks, strict=False)):
+    for depth, level in enumerate(zip(*map(own_frames, actors), strict=False)):
+        if not depth and any(a.activity.line != frame.line for a, frame in zip(actors, level, strict=True)):
+            return verdict  # another thread than the main one decides what a process does
         if len({(frame.file, frame.line) for frame in level}) > 1:
-            return dict(zip([a.rank for a in ranks], level, strict=True)) if depth else {}
-    return {}
-
-
-def _site(frame: Frame) -> str:
-    return f"{PurePath(frame.file).name}:{frame.line}"
+            sites = [f"{PurePath(frame.file).name}:{frame.line}" for frame in level] if depth else []
+            said = (
+                f" {a.process.label[:1].upper()}{a.process.label[1:]} was called there by {frame.function} at {site}."
+                for a, frame, site in zip(actors, level, sites, strict=False)
+            )
+            return replace(verdict, explanation=verdict.explanation + "".join(said)).at(*sites)
+    return verdict
 
 
 def _left_a_loop(ranks: Sequence[Actor], sources: Mapping[str, str]) -> tuple[list[Actor], str] | None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from clew.hang.activity import DISTRIBUTED
 from clew.hang.advice import with_advice
-from clew.hang.between_ranks import cycle, initialisation, missing_ranks, same_everywhere, two_threads
+from clew.hang.between_ranks import cycle, initialisation, missing_ranks, same_everywhere, two_threads, with_callers
 from clew.hang.collective_calls import where
 from clew.hang.graph import reachable, sinks
 from clew.hang.inside import installed
@@ -209,8 +209,8 @@ def _by_graph(live: list[Actor], ranks: list[Actor], snapshot: Snapshot) -> Verd
     between = any(a.activity.kind in (*DISTRIBUTED, "device") for a in culprits)
     if between and len(culprits) > 1 and all(a.rank is not None for a in culprits):
         return _unless_ready(device(sink) or locked_file(sink) or cycle(culprits, waiters, snapshot.sources), culprits)
-    found = local_cause(sink)
-    return _with_those_alike(found, culprits[0], ranks)
+    found = _with_those_alike(local_cause(sink), culprits[0], ranks)
+    return with_callers(found, culprits) if found.pids == tuple(a.pid for a in culprits) else found
 
 
 def _together(ranks: list[Actor], edges: Mapping[int, set[int]]) -> list[list[Actor]]:

@@ -251,6 +251,14 @@ def test_two_processes_that_read_from_each_other_hang_again() -> None:
     assert paused.pids == (102,) and paused.next.startswith("Resume the engine")
 
 
+def test_the_callers_of_a_line_that_two_processes_share_are_named_if_they_are_on_the_main_threads() -> None:
+    pull = reading(101, "pull", 6, awaits=((101, "socket:[1]", "socket:[2]"),), ends=("socket:[1]",))
+    serve = reading(102, "serve", 4, awaits=((102, "socket:[2]", "socket:[1]"),), ends=("socket:[2]",))
+    verdict = judge(Snapshot(processes=(pull, serve), sources={"net.py": READS}))
+    assert verdict.sites == ("net.py:2", "net.py:4", "net.py:6")
+    assert "Pid 101 was called there by pull at net.py:6. Pid 102 was called there by serve at" in verdict.explanation
+
+
 def test_a_rank_that_holds_a_lock_in_a_collective_hangs_again() -> None:
     holds = replace(rank(0, 5, "all_reduce"), files=("7",))
     waits = replace(rank(1, 8), waits_in="flock_lock_inode_wait", wants=("7",))
