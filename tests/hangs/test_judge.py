@@ -259,6 +259,24 @@ def test_the_callers_of_a_line_that_two_processes_share_are_named_if_they_are_on
     assert "Pid 101 was called there by pull at net.py:6. Pid 102 was called there by serve at" in verdict.explanation
 
 
+def test_a_blocked_event_loop_that_waits_for_a_coroutine_of_its_own_says_so() -> None:
+    text = "def load(self):\n    job = run_coroutine_threadsafe(fetch(), self.loop)\n    job.result()\n"
+
+    def at(function: str, file: str, line: int = 1) -> Frame:
+        return Frame(function=function, file=file, line=line)
+
+    runs = (at("Handle._run", "/usr/lib/python3.11/asyncio/events.py"),)
+    runs += (at("BaseEventLoop._run_once", "/usr/lib/python3.11/asyncio/base_events.py"),)
+    result = at("Future.result", "/usr/lib/python3.11/concurrent/futures/_base.py")
+    main = Thread(name="MainThread", os_id=100, frames=(result, at("load", "train.py", 3), *runs))
+    other = Thread(name="loop", os_id=101, frames=runs)
+    for threads, own in (((main,), True), ((main, other), False)):
+        process = Process(pid=100, command=("python",), looks=(Look(at=0.0, state="S", threads=threads),) * 6)
+        verdict = judge(Snapshot(processes=(process,), sources={"train.py": text}))
+        assert verdict.pattern == "event loop blocked"
+        assert ("given to this same loop" in verdict.explanation) is own
+
+
 def test_a_rank_that_holds_a_lock_in_a_collective_hangs_again() -> None:
     holds = replace(rank(0, 5, "all_reduce"), files=("7",))
     waits = replace(rank(1, 8), waits_in="flock_lock_inode_wait", wants=("7",))
