@@ -326,11 +326,18 @@ def cycle(culprits: list[Actor], waiters: list[Actor], sources: Mapping[str, str
         # `gone`: ranks in another operation. They are at fault, and so are ranks whose peer is one of them or unknown.
         gone = {a.rank for a in culprits if a.activity.kind not in MESSAGES}
         waiting = [a for a in culprits if a.activity.kind in MESSAGES and gone & set(a.activity.peers)]
-        if len(gone) == 1 and len(waiting) > 1:  # several await a message from one rank, so that one has left
-            return _left(next(a for a in culprits if a.rank in gone), waiting, [*waiters, *culprits])
         sides = [a for a in culprits if a.rank in gone or not a.activity.peers or gone & set(a.activity.peers)]
-        waiters = [*waiters, *(a for a in culprits if a not in sides)]
-        return verdict_about("pipeline micro-batch mismatch", sides, why, waiters, structural=True)
+        others = [*waiters, *(a for a in culprits if a not in sides)]
+        if len(gone) == 1 and waiting:
+            on = next(a for a in culprits if a.rank in gone)
+            if len(waiting) > 1:  # several await a message from one rank, so that one has left
+                return _left(on, waiting, [*waiters, *culprits])
+            if through := [a for a in waiters if key_of(a.activity) == key_of(on.activity)]:
+                why += (
+                    f" {subject(through, 'has come', 'have come')} to {on.activity.op}, too, so rank {names(waiting)} "
+                    f"may exchange more messages than its peers do: look at rank {names(waiting)} first."
+                )
+        return verdict_about("pipeline micro-batch mismatch", sides, why, others, structural=True)
     for key in dict.fromkeys((key_of(a.activity), a.activity.op) for a in culprits if a.activity.root):
         inside = [a for a in culprits if (key_of(a.activity), a.activity.op) == key]
         if found := _other_roots(inside, [a for a in [*culprits, *waiters] if a not in inside]):

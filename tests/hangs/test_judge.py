@@ -277,6 +277,16 @@ def test_a_blocked_event_loop_that_waits_for_a_coroutine_of_its_own_says_so() ->
         assert ("given to this same loop" in verdict.explanation) is own
 
 
+def test_a_rank_that_awaits_a_message_when_its_peers_are_through_is_to_be_looked_at_first() -> None:
+    ranks = [rank(0, 9, "barrier", world=3), rank(1, 9, "barrier", world=3), rank(2, 7, "recv", src="0", world=3)]
+    verdict = judged(*ranks)
+    assert (verdict.pattern, verdict.ranks) == ("pipeline micro-batch mismatch", (0, 2))
+    assert "Rank 1 has come to barrier, too" in verdict.explanation
+    assert "look at rank 2 first" in verdict.explanation
+    pair = judged(rank(0, 9, "barrier"), rank(1, 7, "recv", src="0"))
+    assert pair.pattern == verdict.pattern and "first" not in pair.explanation
+
+
 def test_a_rank_that_holds_a_lock_in_a_collective_hangs_again() -> None:
     holds = replace(rank(0, 5, "all_reduce"), files=("7",))
     waits = replace(rank(1, 8), waits_in="flock_lock_inode_wait", wants=("7",))
