@@ -9,7 +9,9 @@ from dataclasses import replace
 
 from clew.hang.activity import POINT_TO_POINT
 from clew.hang.equal_stacks import ranges
+from clew.hang.graph import reachable
 from clew.hang.verdict import SOUND, Actor, Verdict
+from clew.hang.waits_for import all_edges
 
 AGAIN = "A restart will hang again at the same place, unless the data or random numbers lead elsewhere."
 UNLESS = "A restart will hang again unless what it waits for is there by then."
@@ -60,6 +62,8 @@ def with_advice(verdict: Verdict, actors: Sequence[Actor]) -> Verdict:
         again = "" if verdict.pattern in SOUND else f"clew hang {pids} again in a minute, and compare the lines."
         return replace(verdict, next=verdict.next or again)
     restart = CHANCE if verdict.cause in BY_CHANCE else RESTART.get(verdict.pattern, "")
+    if restart == UNLESS and (edges := all_edges(actors)) and any(pid in reachable(pid, edges) for pid in verdict.pids):
+        restart = AGAIN  # it waits for those that wait for it, so nothing can come in time
     return replace(
         verdict,
         explanation=f"{verdict.explanation} {restart}".strip(),
@@ -115,14 +119,18 @@ def _next(verdict: Verdict, actors: Sequence[Actor]) -> str:
     match verdict.pattern:
         case "stopped" if verdict.cause == "stopped":
             return f"kill -CONT {pids}"
+        case "rollout blocked" if verdict.cause == "paused":
+            return "Resume the engine, and read the log of its client: it says why it has not done so."
         case "dead":
             return "Read the end of its log: it says why it ended."
         case "external wait" | "rollout blocked" if verdict.cause == "network" and "accept(" in text:
             return f"ss -ltnp | grep 'pid={first},' shows the port on which it waits for somebody to connect"
-        case "external wait" | "rollout blocked" if verdict.cause == "network":
-            return f"ss -tnp | grep 'pid={first},' shows the other side; py-spy dump --pid PID, what it does"
-        case "external wait" | "rollout blocked" if verdict.cause in ("http", "paused") and "sleep(" not in text:
-            return f"ss -tnp | grep 'pid={first},' shows the server; ask it: curl -s localhost:PORT/health"
+        case "external wait" | "rollout blocked" if verdict.cause in ("network", "http") and "sleep(" not in text:
+            ports = {port for actor in actors if actor.pid == first for port in actor.process.peers}
+            servers = (a.pid for a in actors if a.rank is None and a.pid != first and ports & {*a.process.listens})
+            if server := next(servers, None):
+                return f"py-spy dump --locals --pid {server}"
+            return f"ss -tnp | grep 'pid={first},' shows the other side: look into its log, and what it does"
         case "cpu" | "lock or I/O" | "data loading" | "event loop blocked" if first:
             return f"py-spy dump --native --pid {first}"
         case "same collective everywhere" | "shape mismatch":
@@ -130,7 +138,7 @@ def _next(verdict: Verdict, actors: Sequence[Actor]) -> str:
                 "Run it again with TORCH_DISTRIBUTED_DEBUG=DETAIL, which names both sides of a mismatch; on GPUs with "
                 "NCCL_DEBUG=INFO, too, which shows the network."
             )
-    return f"py-spy dump --locals --pid {first}" if first else "clew hang --stacks --pid PID"
+    return f"py-spy dump --locals --pid {first}" if first else f"clew hang --stacks --pid {actors[0].pid}"
 
 
 def _script(actors: Sequence[Actor]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
@@ -11,21 +11,45 @@ from pathlib import PurePath
 
 from clew.hang.activity import DISTRIBUTED, LOOP_COUNTER, WORKS, Activity
 from clew.hang.collective_calls import behind, other_numbers, parting
+from clew.hang.equal_stacks import ranges
 from clew.hang.inside import installed
 from clew.hang.observed import Frame
+from clew.hang.roles import joins_as
 from clew.hang.source import WITHOUT_RAISE, follows, outermost_loop
 from clew.hang.verdict import MESSAGES, Actor, Verdict, names, subject, verdict_about
 from clew.hang.waits_for import key_of
 
 
-def missing_ranks(ranks: list[Actor], missing: list[int], gone: str) -> Verdict | None:
+def _joined_twice(live: list[Actor], missing: list[int]) -> Verdict | None:
+    """Judge processes that are in init_process_group as the same rank of one world: another rank is then absent."""
+    joining = defaultdict[tuple[int, int, str], list[Actor]](list)
+    for actor in live:
+        if actor.activity.kind == "init" and not actor.dead and (joined := joins_as(actor.process)):
+            joining[joined].append(actor)
+    for (rank, world, address), alike in joining.items():
+        # All but rank 0 are connected to one store. Without an address, this tells two jobs apart.
+        peers = [set(a.process.peers) for a in alike if a.process.peers]
+        if len(alike) < 2 or (peers and not set.intersection(*peers)):
+            continue
+        joined = {number for number, *same in joining if same == [world, address]}
+        absent = ranges({*(missing or range(world))} - joined - {a.rank for a in live})
+        nobody = f", and nobody as rank {absent}" if absent else ""
+        why = f"{' and '.join(a.process.label for a in alike)} each joined as rank {rank}{nobody}."
+        return replace(verdict_about("initialisation", alike, why, live), ranks=(rank,))
+    return None
+
+
+def missing_ranks(ranks: list[Actor], missing: list[int], gone: str, live: list[Actor]) -> Verdict | None:
     """Judge a rank that has no process: it never started (initialisation), or it has ended (dead).
 
     Args:
         ranks: The ranks that were found.
         missing: Rank numbers that no living process has.
         gone: Words about processes of the job that have ended.
+        live: All processes of the job.
     """
+    if found := _joined_twice(live, missing):
+        return found
     dead = [a for a in ranks if a.dead]
     blocked = [a for a in ranks if not a.dead and a.activity.kind in DISTRIBUTED]
     if not missing or not blocked:
@@ -33,10 +57,12 @@ def missing_ranks(ranks: list[Actor], missing: list[int], gone: str) -> Verdict 
     numbers = ", ".join(map(str, missing))
     first = blocked[0].activity
     starting = all(a.activity.kind == "init" for a in blocked) and not dead and not gone
-    what = "never joined" if starting else "has ended"
+    what = f"{'never joined' if starting else 'has ended'}: there is no such process"
+    if unnamed := ", ".join(a.process.label for a in live if a.rank is None and a.activity.kind == "init"):
+        what = f"was not seen, but nothing names the rank of {unnamed}, in init_process_group, too"
     why = (
-        f"Rank {numbers} {what}: there is no such process. {gone}The other ranks wait for it in {first.op} at "
-        f"{first.site}, and will wait until their timeout."
+        f"Rank {numbers} {what}. {gone}The other ranks wait for it in {first.op} at {first.site}, and will "
+        f"wait until their timeout."
     )
     pattern = "initialisation" if starting else "dead"
     return replace(
@@ -282,8 +308,6 @@ def cycle(culprits: list[Actor], waiters: list[Actor], sources: Mapping[str, str
         return found
     # Every rank receives before it sends, or the reverse.
     if kinds <= set(MESSAGES):
-        callers = _callers(culprits)
-        where += "".join(f" Rank {rank} was called there by {f.function} at {_site(f)}." for rank, f in callers.items())
         if kinds == {"recv"} and (parted := _left_a_loop(culprits, sources)):
             pattern = "pipeline micro-batch mismatch"
             why = f"Every one of ranks {names(culprits)} receives, and none sends to it. {parted[1]} {where}"
@@ -292,8 +316,7 @@ def cycle(culprits: list[Actor], waiters: list[Actor], sources: Mapping[str, str
             tags = {a.activity.tag for a in culprits if a.activity.tag.isdigit()}
             apart = f" Their tags differ: {' and '.join(sorted(tags))}." if len(kinds) == 2 and len(tags) == 2 else ""
             why = f"Ranks {names(culprits)} wait for one another in send and recv, so none proceeds.{apart} {where}"
-        found = verdict_about(pattern, culprits, why, waiters, structural=True)
-        return found.at(*(_site(frame) for frame in callers.values()))
+        return with_callers(verdict_about(pattern, culprits, why, waiters, structural=True), culprits)
     # A stage of a pipeline has gone on to a collective while its neighbour still exchanges micro-batches.
     if kinds & set(MESSAGES):
         why = (
@@ -303,11 +326,18 @@ def cycle(culprits: list[Actor], waiters: list[Actor], sources: Mapping[str, str
         # `gone`: ranks in another operation. They are at fault, and so are ranks whose peer is one of them or unknown.
         gone = {a.rank for a in culprits if a.activity.kind not in MESSAGES}
         waiting = [a for a in culprits if a.activity.kind in MESSAGES and gone & set(a.activity.peers)]
-        if len(gone) == 1 and len(waiting) > 1:  # several await a message from one rank, so that one has left
-            return _left(next(a for a in culprits if a.rank in gone), waiting, [*waiters, *culprits])
         sides = [a for a in culprits if a.rank in gone or not a.activity.peers or gone & set(a.activity.peers)]
-        waiters = [*waiters, *(a for a in culprits if a not in sides)]
-        return verdict_about("pipeline micro-batch mismatch", sides, why, waiters, structural=True)
+        others = [*waiters, *(a for a in culprits if a not in sides)]
+        if len(gone) == 1 and waiting:
+            on = next(a for a in culprits if a.rank in gone)
+            if len(waiting) > 1:  # several await a message from one rank, so that one has left
+                return _left(on, waiting, [*waiters, *culprits])
+            if through := [a for a in waiters if key_of(a.activity) == key_of(on.activity)]:
+                why += (
+                    f" {subject(through, 'has come', 'have come')} to {on.activity.op}, too, so rank {names(waiting)} "
+                    f"may exchange more messages than its peers do: look at rank {names(waiting)} first."
+                )
+        return verdict_about("pipeline micro-batch mismatch", sides, why, others, structural=True)
     for key in dict.fromkeys((key_of(a.activity), a.activity.op) for a in culprits if a.activity.root):
         inside = [a for a in culprits if (key_of(a.activity), a.activity.op) == key]
         if found := _other_roots(inside, [a for a in [*culprits, *waiters] if a not in inside]):
@@ -333,20 +363,22 @@ def cycle(culprits: list[Actor], waiters: list[Actor], sources: Mapping[str, str
     return verdict_about("collective mismatch", odd, why, culprits + waiters, structural=True, confidence=sure)
 
 
-def _callers(ranks: Sequence[Actor]) -> dict[int | None, Frame]:
-    """Return the frame of each rank at the first level, going outwards, where the callers of their common line differ.
+def with_callers(verdict: Verdict, actors: Sequence[Actor]) -> Verdict:
+    """Return a verdict that also names the callers of the line that some processes share.
 
-    Empty if the ranks are at different lines, or if all of their callers are equal.
+    They are the frames at the first level, going outwards, where the processes differ.
     """
-    stacks = [own_frames(a) for a in ranks]
-    for depth, level in enumerate(zip(*stacks, strict=False)):
+    for depth, level in enumerate(zip(*map(own_frames, actors), strict=False)):
+        if not depth and any(a.activity.line != frame.line for a, frame in zip(actors, level, strict=True)):
+            return verdict  # another thread than the main one decides what a process does
         if len({(frame.file, frame.line) for frame in level}) > 1:
-            return dict(zip([a.rank for a in ranks], level, strict=True)) if depth else {}
-    return {}
-
-
-def _site(frame: Frame) -> str:
-    return f"{PurePath(frame.file).name}:{frame.line}"
+            sites = [f"{PurePath(frame.file).name}:{frame.line}" for frame in level] if depth else []
+            said = (
+                f" {a.process.label[:1].upper()}{a.process.label[1:]} was called there by {frame.function} at {site}."
+                for a, frame, site in zip(actors, level, sites, strict=False)
+            )
+            return replace(verdict, explanation=verdict.explanation + "".join(said)).at(*sites)
+    return verdict
 
 
 def _left_a_loop(ranks: Sequence[Actor], sources: Mapping[str, str]) -> tuple[list[Actor], str] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,8 +13,9 @@ from pathlib import Path
 from clew.errors import LaunchError, RecordError
 from clew.hang import jobs, proc
 from clew.hang.collect import UNREADABLE, snapshot, sources_of, unseen_ranks
+from clew.hang.inside import installed
 from clew.hang.judge import SOUND, judge
-from clew.hang.observed import Process, Snapshot
+from clew.hang.observed import Look, Process, Snapshot
 
 WATCH_S = 10.0
 """Longest time in seconds for which processes are watched before they are judged."""
@@ -48,6 +50,23 @@ def _newest(seen: Snapshot, count: int) -> Snapshot:
     return replace(seen, processes=tuple(replace(each, looks=each.looks[-count:]) for each in seen.processes))
 
 
+def just_stopped(seen: Snapshot) -> bool:
+    """Return whether a job that moved looks hung in the last three looks, and no number in the user's frames changed.
+
+    Three looks alone can miss slow progress: some counters are trusted only with more values.
+    """
+    newest = _newest(seen, 3)
+    still = all(_numbers(look) == _numbers(each.last) for each in newest.processes for look in each.looks)
+    return still and judge(seen).pattern in SOUND and judge(newest).exit_code == 1
+
+
+def _numbers(look: Look) -> list[tuple[str, str, str]]:
+    """Return the numbers in the user's frames: the function, the name and the value of each."""
+    frames = (frame for thread in look.threads for frame in thread.frames if not installed(frame.file))
+    every = [(frame.function, *local) for frame in frames for local in frame.locals.items()]
+    return sorted(each for each in every if re.fullmatch(r"-?[\d.]+(e[-+]?\d+)?", each[2]))
+
+
 def examine(pids: Sequence[int], named: dict[int, Process] | None = None, *, once: bool = False) -> Snapshot:
     """Return a snapshot of the jobs of these processes.
 
@@ -72,7 +91,7 @@ def examine(pids: Sequence[int], named: dict[int, Process] | None = None, *, onc
         if pid not in seen_pids
     )
     seen = replace(seen, processes=processes + gone)
-    if not once and judge(seen).pattern in SOUND and judge(_newest(seen, 3)).exit_code == 1:
+    if not once and just_stopped(seen):
         just = "nothing moved in the last three looks: if it has just begun to hang, ask again in a few seconds"
         seen = replace(seen, notes=(*seen.notes, just))
     return seen

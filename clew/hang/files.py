@@ -15,6 +15,7 @@ from typing import TypeVar
 from clew.hang import proc
 from clew.hang.inside import installed
 from clew.hang.observed import Process, Snapshot
+from clew.hang.roles import with_ranks
 
 LIMIT_S = 2.0
 """Time limit in seconds for all files: a network file system that stands still gives no answer."""
@@ -34,7 +35,8 @@ def with_files(snapshot: Snapshot, run: Path | None = None) -> Snapshot:
         snapshot: Processes of this machine.
         run: Run directory of Clew, if the job is a run of Clew.
     """
-    every = chain(in_run(run) if run else (), folders(snapshot.processes), logs(snapshot.processes, run))
+    processes = [process for process, _ in with_ranks(snapshot.processes, snapshot.sources)]
+    every = chain(in_run(run) if run else (), folders(processes), logs(processes, run))
     return replace(snapshot, machine=(*snapshot.machine, *within_limit(every)))
 
 

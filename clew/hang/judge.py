@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from clew.hang.activity import DISTRIBUTED
 from clew.hang.advice import with_advice
-from clew.hang.between_ranks import cycle, initialisation, missing_ranks, same_everywhere, two_threads
+from clew.hang.between_ranks import cycle, initialisation, missing_ranks, same_everywhere, two_threads, with_callers
 from clew.hang.collective_calls import where
 from clew.hang.graph import reachable, sinks
 from clew.hang.inside import installed
@@ -18,7 +18,7 @@ from clew.hang.progress import cpu_share, pace, recent
 from clew.hang.roles import actors_of, world_of
 from clew.hang.source import goes_on_for_ever, loop_at
 from clew.hang.verdict import SOUND, Actor, Verdict, names, verdict_about
-from clew.hang.waits_for import application_edges, collective_edges, key_of
+from clew.hang.waits_for import all_edges, collective_edges, key_of
 
 SUPERVISING = ("process", "thread", "pool", "future", "tasks", "ray")
 """Kinds of waits of a main process that only waits for its children to end."""
@@ -53,7 +53,7 @@ def judge(snapshot: Snapshot) -> Verdict:
         _stopped(live)
         or _unasked(live, snapshot.sources)
         or _progress(live, ranks, snapshot)
-        or missing_ranks(ranks, missing, gone)
+        or missing_ranks(ranks, missing, gone, live)
         or initialisation(ranks)
         or _by_graph(live, ranks, snapshot)
     )
@@ -198,10 +198,7 @@ def _by_graph(live: list[Actor], ranks: list[Actor], snapshot: Snapshot) -> Verd
     together = _together(ranks, edges)
     if together and sum(map(len, together)) == len(ranks):
         return _in_one_call(together)
-    for pid, targets in application_edges(live).items():
-        edges[pid] = edges.get(pid, set()) | targets
-    for actor in live:
-        edges.setdefault(actor.pid, set())
+    edges = all_edges(live)
     by_pid = {a.pid: a for a in live}
     component = _most_waited(_candidates(edges, by_pid), edges)
     culprits = [by_pid[pid] for pid in sorted(component)]
@@ -212,8 +209,10 @@ def _by_graph(live: list[Actor], ranks: list[Actor], snapshot: Snapshot) -> Verd
     between = any(a.activity.kind in (*DISTRIBUTED, "device") for a in culprits)
     if between and len(culprits) > 1 and all(a.rank is not None for a in culprits):
         return _unless_ready(device(sink) or locked_file(sink) or cycle(culprits, waiters, snapshot.sources), culprits)
-    found = local_cause(sink)
-    return _with_those_alike(found, culprits[0], ranks)
+    found = _with_those_alike(local_cause(sink), culprits[0], ranks)
+    if found.cause == "event loop blocked":
+        return replace(found, explanation=found.explanation + _own_coroutine(by_pid[found.pids[0]], snapshot.sources))
+    return with_callers(found, culprits) if found.pids == tuple(a.pid for a in culprits) else found
 
 
 def _together(ranks: list[Actor], edges: Mapping[int, set[int]]) -> list[list[Actor]]:
@@ -238,6 +237,15 @@ def _unless_ready(verdict: Verdict, ranks: list[Actor]) -> Verdict:
     """
     ready = any(a.process.last.state == "R" for a in ranks)
     return replace(verdict, structural=verdict.structural and not ready)
+
+
+def _own_coroutine(one: Actor, sources: Mapping[str, str]) -> str:
+    """Return words if a blocked event loop, the only one of its process, waits for a coroutine of its own; else ""."""
+    near = "".join(sources.get(one.activity.file, "").splitlines()[max(0, one.activity.line - 2) : one.activity.line])
+    loops = [thread for thread in one.process.threads if any(frame.name == "_run_once" for frame in thread.frames)]
+    if len(loops) != 1 or "run_coroutine_threadsafe(" not in near:
+        return ""
+    return " It waits for a coroutine that it has given to this same loop, which cannot run it: await it instead."
 
 
 def _with_those_alike(verdict: Verdict, culprit: Actor, ranks: list[Actor]) -> Verdict:

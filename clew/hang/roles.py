@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from clew.hang.activity import Activity, activities
+from clew.hang.activity import C10D, Activity, activities
 from clew.hang.inside import installed
 from clew.hang.observed import Group, Process, Snapshot
 from clew.hang.programs import awaited_work, with_python_parents
@@ -52,6 +52,15 @@ def _spawned_rank(process: Process) -> int | None:
     for frame in process.main.frames if process.main else ():
         if frame.name == "_wrap" and "multiprocessing/spawn" in frame.file and frame.locals.get("i", "").isdigit():
             return int(frame.locals["i"])
+    return None
+
+
+def joins_as(process: Process) -> tuple[int, int, str] | None:
+    """Return the rank, world size and address with which torch makes the default group now; None if it makes none."""
+    for frame in process.main.frames if process.main else ():
+        rank, world = (frame.locals.get(name, "") for name in ("rank", "world_size"))
+        if frame.name == "init_process_group" and frame.file.endswith(C10D) and rank.isdigit() and world.isdigit():
+            return int(rank), int(world), frame.locals.get("init_method", "").strip("'\"")
     return None
 
 
@@ -102,6 +111,8 @@ def _rank_of(process: Process, *, distributed: bool) -> int | None:
     group = world_group(process)
     if group is not None and group.rank is not None:
         return group.rank
+    if joined := joins_as(process):  # more certain than the environment, or a local variable of the user's
+        return joined[0]
     if process.rank is not None:
         return process.rank
     if not distributed:
@@ -158,6 +169,7 @@ def world_of(snapshot: Snapshot) -> int | None:
         return snapshot.world
     for said in (
         [len(group.members) for each in snapshot.processes if (group := world_group(each))],
+        [joined[1] for each in snapshot.processes if (joined := joins_as(each))],
         [each.world for each in snapshot.processes if each.world],
         [n for each in snapshot.processes if (n := local_integer(each, WORLD_NAMES)) is not None],
     ):

@@ -59,6 +59,12 @@ def _members(one: Activity, ranks: Sequence[Actor]) -> set[int]:
     return _present(one, ranks) | (away or {a.pid for a in ranks})
 
 
+def all_edges(live: Sequence[Actor]) -> Edges:
+    """Return which processes could end each process's wait, in the application or in a collective, as pids."""
+    collective = collective_edges([actor for actor in live if actor.rank is not None])
+    return {pid: targets | collective.get(pid, set()) for pid, targets in application_edges(live).items()}
+
+
 def application_edges(live: Sequence[Actor]) -> Edges:
     """Return which processes could end each process's application wait, as pids."""
     # A forked client has its parent's listening sockets, too, but it does not serve the port that it is connected to.

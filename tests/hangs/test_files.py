@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 from clew.hang.collect import snapshot
 from clew.hang.files import LIMIT_S, with_files
 from clew.hang.observed import Process, Snapshot
+from clew.hang.proc import below
 from clew.record.run import RunDirectory
 
 POLLS = """
@@ -94,3 +96,23 @@ def test_a_file_that_filelock_closes_between_attempts_is_still_awaited(tmp_path:
             finally:
                 process.kill()
     assert waiting.wants == (str(path.stat().st_ino),)
+
+
+def test_a_helper_that_inherited_the_rank_is_not_named_as_that_rank(tmp_path: Path) -> None:
+    program = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(99)'])"
+    log = tmp_path / "job.log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-c", program], stdout=output, stderr=output, env={**os.environ, "RANK": "0"}
+        )
+    try:
+        while len(pids := below([process.pid])) < 2:
+            time.sleep(0.05)
+        time.sleep(0.5)
+        lines = with_files(snapshot(sorted(pids, reverse=True), lambda *_: True)).machine
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        process.wait()
+    (end,) = [line for line in lines if line.startswith("log of")]
+    assert f"log of pid {max(pids)}," in end

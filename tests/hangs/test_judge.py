@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,8 +16,9 @@ from hypothesis import strategies as st
 
 from clew.hang import equal_stacks, source
 from clew.hang.activity import C10D, Activity, new_group_members
+from clew.hang.advice import AGAIN, UNLESS
 from clew.hang.engines import answers
-from clew.hang.examine import enough
+from clew.hang.examine import enough, just_stopped
 from clew.hang.graph import sinks
 from clew.hang.judge import Verdict, judge
 from clew.hang.observed import Frame, Group, Inside, Look, Process, Snapshot, Thread, snapshot_from
@@ -224,6 +226,72 @@ def test_a_rank_that_serves_while_the_others_wait_for_it_is_missing() -> None:
     verdict = judged(rank(0, 5, "broadcast", src="0"), serving)
     assert (verdict.pattern, verdict.ranks) == ("missing rank", (1,))
     assert "waits for requests or events at train.py:8" in verdict.explanation
+
+
+READS = "def read(sock):\n    return sock.recv(4)\ndef serve(sock):\n    read(sock)\ndef pull(sock):\n    read(sock)\n"
+
+
+def reading(pid: int, caller: str, line: int, **more: Any) -> Process:
+    """Return a process that reads from a socket in a function that others call, too."""
+    frames = tuple(Frame(function=name, file="net.py", line=at) for name, at in (("read", 2), (caller, line)))
+    looks = (Look(at=0.0, state="S", threads=(Thread(name="MainThread", os_id=pid, frames=frames),)),)
+    return Process(pid=pid, looks=looks * 6, waits_in="wait_woken", command=("python",), **more)
+
+
+def test_two_processes_that_read_from_each_other_hang_again() -> None:
+    pull = reading(101, "pull", 6, peers=(8000,), awaits=((101, "socket:[1]", "socket:[2]"),), ends=("socket:[1]",))
+    serve = reading(102, "serve", 4, listens=(8000,), awaits=((102, "socket:[2]", "socket:[1]"),), ends=("socket:[2]",))
+    verdict = judge(Snapshot(processes=(pull, serve), sources={"net.py": READS}))
+    assert (verdict.pattern, verdict.pids, verdict.restart) == ("external wait", (101, 102), AGAIN)
+    assert verdict.next == "py-spy dump --locals --pid 102"
+    alone = judge(Snapshot(processes=(pull,), sources={"net.py": READS}))
+    assert (alone.pattern, alone.pids, alone.restart) == ("external wait", (101,), UNLESS)
+    assert alone.next.startswith("ss -tnp | grep 'pid=101,'")
+    paused = judge(Snapshot(processes=(pull, replace(serve, answers={"is_paused": "true"})), sources={"net.py": READS}))
+    assert paused.pids == (102,) and paused.next.startswith("Resume the engine")
+
+
+def test_the_callers_of_a_line_that_two_processes_share_are_named_if_they_are_on_the_main_threads() -> None:
+    pull = reading(101, "pull", 6, awaits=((101, "socket:[1]", "socket:[2]"),), ends=("socket:[1]",))
+    serve = reading(102, "serve", 4, awaits=((102, "socket:[2]", "socket:[1]"),), ends=("socket:[2]",))
+    verdict = judge(Snapshot(processes=(pull, serve), sources={"net.py": READS}))
+    assert verdict.sites == ("net.py:2", "net.py:4", "net.py:6")
+    assert "Pid 101 was called there by pull at net.py:6. Pid 102 was called there by serve at" in verdict.explanation
+
+
+def test_a_blocked_event_loop_that_waits_for_a_coroutine_of_its_own_says_so() -> None:
+    text = "def load(self):\n    job = run_coroutine_threadsafe(fetch(), self.loop)\n    job.result()\n"
+
+    def at(function: str, file: str, line: int = 1) -> Frame:
+        return Frame(function=function, file=file, line=line)
+
+    runs = (at("Handle._run", "/usr/lib/python3.11/asyncio/events.py"),)
+    runs += (at("BaseEventLoop._run_once", "/usr/lib/python3.11/asyncio/base_events.py"),)
+    result = at("Future.result", "/usr/lib/python3.11/concurrent/futures/_base.py")
+    main = Thread(name="MainThread", os_id=100, frames=(result, at("load", "train.py", 3), *runs))
+    other = Thread(name="loop", os_id=101, frames=runs)
+    for threads, own in (((main,), True), ((main, other), False)):
+        process = Process(pid=100, command=("python",), looks=(Look(at=0.0, state="S", threads=threads),) * 6)
+        verdict = judge(Snapshot(processes=(process,), sources={"train.py": text}))
+        assert verdict.pattern == "event loop blocked"
+        assert ("given to this same loop" in verdict.explanation) is own
+
+
+def test_a_rank_that_awaits_a_message_when_its_peers_are_through_is_to_be_looked_at_first() -> None:
+    ranks = [rank(0, 9, "barrier", world=3), rank(1, 9, "barrier", world=3), rank(2, 7, "recv", src="0", world=3)]
+    verdict = judged(*ranks)
+    assert (verdict.pattern, verdict.ranks) == ("pipeline micro-batch mismatch", (0, 2))
+    assert "Rank 1 has come to barrier, too" in verdict.explanation
+    assert "look at rank 2 first" in verdict.explanation
+    pair = judged(rank(0, 9, "barrier"), rank(1, 7, "recv", src="0"))
+    assert pair.pattern == verdict.pattern and "first" not in pair.explanation
+
+
+def test_a_rank_that_holds_a_lock_in_a_collective_hangs_again() -> None:
+    holds = replace(rank(0, 5, "all_reduce"), files=("7",))
+    waits = replace(rank(1, 8), waits_in="flock_lock_inode_wait", wants=("7",))
+    assert (judged(holds, waits).pattern, judged(holds, waits).restart) == ("lock or I/O", AGAIN)
+    assert judged(replace(holds, files=()), waits).restart == UNLESS
 
 
 def test_a_server_that_nobody_calls_is_idle_unless_its_own_coroutine_waits_for_a_semaphore() -> None:
@@ -478,6 +546,40 @@ def test_a_rank_without_a_process_is_dead() -> None:
     assert (verdict.pattern, verdict.ranks) == ("dead", (1,))
 
 
+def joining(pid: int, number: int | str, port: int = 29500) -> Process:
+    """Return a process that a program started, and that is in init_process_group as a rank of three."""
+    address = f'"tcp://127.0.0.1:{port}"'
+    one = rank(pid - 100, 5, "init_process_group", rank=f"{number}", world_size="3", init_method=address)
+    user = replace(one.threads[0].frames[-1], locals={"local_rank": "0"})
+    looks = tuple(
+        replace(x, threads=(replace(x.threads[0], frames=(x.threads[0].frames[0], user)),)) for x in one.looks
+    )
+    return replace(one, rank=None, world=None, looks=looks, parent=99)
+
+
+def test_two_processes_that_join_as_one_rank_are_at_fault_for_the_rank_that_nobody_is() -> None:
+    sources = {"train.py": SCRIPT}
+    verdict = judge(Snapshot(processes=(joining(100, 0), joining(101, 1), joining(102, 1)), sources=sources))
+    assert (verdict.pattern, verdict.ranks, verdict.pids) == ("initialisation", (1,), (101, 102))
+    assert "Pid 101 and pid 102 each joined as rank 1, and nobody as rank 2." in verdict.explanation
+    assert verdict.sites == ("train.py:5",)
+    # The rank that torch was given counts, and not a variable that is 0 everywhere.
+    verdict = judge(Snapshot(processes=(joining(100, 0), joining(101, 2)), sources=sources))
+    assert (verdict.pattern, verdict.ranks) == ("initialisation", (1,))
+    assert "Rank 1 never joined: there is no such process" in verdict.explanation
+    assert verdict.next == "clew hang --stacks --pid 100"
+
+
+def test_a_process_that_joins_elsewhere_or_as_an_unknown_rank_is_not_called_the_same_one_or_absent() -> None:
+    other = joining(102, 1, port=29600)
+    unknown = joining(102, "?")
+    for process in (other, unknown, replace(joining(102, 1), peers=(29600,))):
+        processes = (joining(100, 0), replace(joining(101, 1), peers=(29500,)), process)
+        verdict = judge(Snapshot(processes=processes, sources={"train.py": SCRIPT}))
+        assert verdict.pattern == "initialisation" and "each joined" not in verdict.explanation
+        assert "no such process" not in verdict.explanation and "pid 102" in verdict.explanation
+
+
 def test_a_receiver_waits_for_its_source() -> None:
     verdict = judged(rank(0, 7, "recv", src="1"), rank(1, 8))
     assert (verdict.pattern, verdict.ranks) == ("missing rank", (1,))
@@ -511,6 +613,22 @@ def test_a_counter_that_goes_round_in_a_while_loop_is_no_progress() -> None:
     waiting = rank(0, 2, "all_reduce")
     verdict = judge(Snapshot(processes=(waiting, spinning), seconds=3.0, sources={"train.py": text}))
     assert (verdict.pattern, verdict.ranks) == ("cpu", (1,))
+
+
+@pytest.mark.parametrize("last, stopped", [((9, 9, 9), True), ((9, 10, 10), False)])
+def test_a_job_has_just_stopped_only_if_no_number_changed_in_the_last_three_looks(
+    last: tuple[int, ...], stopped: bool
+) -> None:
+    text = "def count():\n    while number < 99:\n        number = number + work()\n"
+    looks = []
+    for n, number in enumerate((*range(9), *last)):
+        frame = Frame(function="count", file="train.py", line=3, locals={"number": str(number)})
+        thread = Thread(name="MainThread", os_id=101, active=True, frames=(frame,))
+        looks.append(Look(at=0.5 * n, state="R", cpu_s=0.5 * n, switches=7, threads=(thread,)))
+    counting = replace(rank(1, 8), looks=tuple(looks), waits_in="")
+    waiting = rank(0, 2, "all_reduce")
+    seen = Snapshot(processes=(waiting, counting), seconds=6.0, sources={"train.py": text})
+    assert judge(seen).pattern == "slow" and just_stopped(seen) is stopped
 
 
 def test_a_snapshot_survives_json() -> None:
