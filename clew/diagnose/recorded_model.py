@@ -20,7 +20,6 @@ from clew.record.media import media_name
 from clew.record.rows import Sequence as Row
 from clew.record.run import RunDirectory
 from clew.seeds import derive_seed
-from clew.training import checkpoint
 
 
 class RecordedModel(EpisodeEngine):
@@ -237,8 +236,8 @@ def _lines(prompt: Any) -> list[str]:
 
 def resources_of(run: RunDirectory, config: Config, engine: Any, reward: Any) -> Resources:
     """Return what the episodes of a run share, with the tokenizer and the image processing of a checkpoint."""
-    folders = checkpoint.saved(run.checkpoints)
-    tokenizer = load_tokenizer(str(folders[0]) if folders else config.model.path)
+    versions = run.checkpointed()
+    tokenizer = load_tokenizer(str(run.checkpoint(versions[0])) if versions else config.model.path)
     return resources(config, engine, tokenizer, reward, vision=load_vision(tokenizer.name_or_path))
 
 
