@@ -146,7 +146,7 @@ def look_at(pid: int, program: str) -> Look:
                 files = (frame.file for thread in threads for frame in thread.frames)
                 # The event loop's thread of a Ray actor may show a stack that it left long ago. Its name still tells.
                 loops = any("asyncio" in each for each in (*files, *(thread.name.lower() for thread in threads)))
-                return replace(look, threads=with_numbers(pid, threads + (tasks_of(pid) if loops else ())))
+                return replace(look, threads=with_numbers(pid, threads) + (tasks_of(pid) if loops else ()))
         else:
             error = _reason(ended.stderr)
         if error.startswith(UNREADABLE) or (stat := proc.stat_of(pid)) is None:

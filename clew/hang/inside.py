@@ -95,7 +95,9 @@ def tasks(memory: Memory) -> Iterator[Thread]:
             state, error = memory.int32(task + place["state"]), memory.word(task + place["exception"])
             name = memory.show(memory.word(task + place["task_name"])).strip("'")
             waiter = memory.word(task + place["waiter"])
-            frames = tuple(coroutine_frames(memory, memory.word(task + place["coroutine"])))
+            coroutine = coroutine_frames(memory, memory.word(task + place["coroutine"]))
+            # At once: soon, a local may have another list, and the memory of the first one hold anything.
+            frames = tuple(_with_numbers(memory, frame) for frame in coroutine)
             kind = memory.type_name(waiter) if waiter else ""
             ended = "" if state == 0 else memory.type_name(error) if error else "done"
             # Skip tasks that ended without an error, and one that runs now: its frames are those of the thread.
