@@ -477,9 +477,9 @@ def server_addresses() -> list[str]:
         host, _, port = address.rpartition(":")
         if not host or "/" in host or not port.isdigit():
             raise ConfigError(f"{name} holds {address!r}, expected host:port, such as 127.0.0.1:20082.")
-    servers = [address.replace("localhost:", "127.0.0.1:") for address in addresses]
-    if twice := next((address for address in servers if servers.count(address) > 1), ""):
-        raise ConfigError(f"{name} holds the server {twice} twice. Name each server once.")
+    servers = [f"127.0.0.1:{a.removeprefix('localhost:')}" if a.startswith("localhost:") else a for a in addresses]
+    if twice := [address for address, server in zip(addresses, servers, strict=True) if servers.count(server) > 1]:
+        raise ConfigError(f"{name} holds one server twice: {', '.join(twice)}. Name each server once.")
     return addresses
 
 

@@ -14,7 +14,7 @@ from clew.hang.verdict import SOUND, Actor, Verdict
 from clew.hang.waits_for import all_edges
 
 AGAIN = "A restart will hang again at the same place, unless the data or random numbers lead elsewhere."
-UNLESS = "A restart will hang again unless what it waits for is there by then."
+UNLESS = "A restart will hang again unless what the job waits for is there by then."
 CHANCE = "A restart goes on if only chance led to this order, and hangs again if the same steps lead here."
 RESTART = {
     "missing rank": AGAIN,
@@ -120,7 +120,7 @@ def _next(verdict: Verdict, actors: Sequence[Actor]) -> str:
         case "stopped" if verdict.cause == "stopped":
             return f"kill -CONT {pids}"
         case "rollout blocked" if verdict.cause == "paused":
-            return "Resume the engine, and read the log of its client: it says why it has not done so."
+            return "Resume the engine. The log of its client says why the client has not resumed it."
         case "dead":
             return "Read the end of its log: it says why it ended."
         case "external wait" | "rollout blocked" if verdict.cause == "network" and "accept(" in text:
@@ -130,7 +130,7 @@ def _next(verdict: Verdict, actors: Sequence[Actor]) -> str:
             servers = (a.pid for a in actors if a.rank is None and a.pid != first and ports & {*a.process.listens})
             if server := next(servers, None):
                 return f"py-spy dump --locals --pid {server}"
-            return f"ss -tnp | grep 'pid={first},' shows the other side: look into its log, and what it does"
+            return f"ss -tnp | grep 'pid={first},' shows the other side. Read its log, and look at what it does."
         case "cpu" | "lock or I/O" | "data loading" | "event loop blocked" if first:
             return f"py-spy dump --native --pid {first}"
         case "same collective everywhere" | "shape mismatch":

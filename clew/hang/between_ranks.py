@@ -59,7 +59,7 @@ def missing_ranks(ranks: list[Actor], missing: list[int], gone: str, live: list[
     starting = all(a.activity.kind == "init" for a in blocked) and not dead and not gone
     what = f"{'never joined' if starting else 'has ended'}: there is no such process"
     if unnamed := ", ".join(a.process.label for a in live if a.rank is None and a.activity.kind == "init"):
-        what = f"was not seen, but nothing names the rank of {unnamed}, in init_process_group, too"
+        what = f"was not seen. It may be {unnamed}, which is in init_process_group, too, and whose rank is unknown"
     why = (
         f"Rank {numbers} {what}. {gone}The other ranks wait for it in {first.op} at {first.site}, and will "
         f"wait until their timeout."
@@ -300,8 +300,9 @@ def cycle(culprits: list[Actor], waiters: list[Actor], sources: Mapping[str, str
         return verdict_about("cleanup deadlock", cleaning, why, waiters + culprits, structural=True)
     inside = [a for a in culprits if a.activity.kind in DISTRIBUTED]
     if apart := [a for a in culprits if a not in inside]:
-        who = f"ranks {names(inside)}, which wait" if len(inside) > 1 else f"rank {names(inside)}, which waits"
-        why = f"{_sentences(apart)} That can only be ended by {who} for rank {names(apart)} in {inside[0].activity.op}."
+        who = f"ranks {names(inside)} could end that wait, and they wait"
+        who = who if len(inside) > 1 else f"rank {names(inside)} could end that wait, and it waits"
+        why = f"{_sentences(apart)} Only {who} for rank {names(apart)} in {inside[0].activity.op}."
         return verdict_about("missing rank", apart, why, [*inside, *waiters], structural=True)
     # Sender and receiver have met, but expect different sizes.
     if len(kinds) == 2 and kinds == set(MESSAGES) and len(culprits) == 2 and (found := _other_shapes(culprits)):
@@ -310,7 +311,7 @@ def cycle(culprits: list[Actor], waiters: list[Actor], sources: Mapping[str, str
     if kinds <= set(MESSAGES):
         if kinds == {"recv"} and (parted := _left_a_loop(culprits, sources)):
             pattern = "pipeline micro-batch mismatch"
-            why = f"Every one of ranks {names(culprits)} receives, and none sends to it. {parted[1]} {where}"
+            why = f"Ranks {names(culprits)} all receive, and none of them sends. {parted[1]} {where}"
         else:
             pattern = "send/receive cycle"
             tags = {a.activity.tag for a in culprits if a.activity.tag.isdigit()}

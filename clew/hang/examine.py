@@ -92,7 +92,7 @@ def examine(pids: Sequence[int], named: dict[int, Process] | None = None, *, onc
     )
     seen = replace(seen, processes=processes + gone)
     if not once and just_stopped(seen):
-        just = "nothing moved in the last three looks: if it has just begun to hang, ask again in a few seconds"
+        just = "nothing moved in the last three looks: if the job has just begun to hang, ask again in a few seconds"
         seen = replace(seen, notes=(*seen.notes, just))
     return seen
 

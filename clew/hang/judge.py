@@ -245,7 +245,7 @@ def _own_coroutine(one: Actor, sources: Mapping[str, str]) -> str:
     loops = [thread for thread in one.process.threads if any(frame.name == "_run_once" for frame in thread.frames)]
     if len(loops) != 1 or "run_coroutine_threadsafe(" not in near:
         return ""
-    return " It waits for a coroutine that it has given to this same loop, which cannot run it: await it instead."
+    return " It waits for a coroutine that it has given to this same loop, which cannot run it now. Await it instead."
 
 
 def _with_those_alike(verdict: Verdict, culprit: Actor, ranks: list[Actor]) -> Verdict:

@@ -139,8 +139,8 @@ def _starved(sink: Sink) -> Verdict | None:
             get, frame, counter = barren
             site = f"{PurePath(frame.file).name}:{frame.line}"
             why = (
-                f"{by.process.label} {words_of(get)} at {get.place}. The thread that should fill it goes round at "
-                f"{site} and puts nothing: {frame.name}.{counter} grows, and nothing that it collects does."
+                f"{by.process.label} {words_of(get)} at {get.place}. The thread that should fill this queue loops "
+                f"at {site} and puts nothing: {frame.name}.{counter} grows, and nothing that it collects does."
             )
             found = verdict_about("rollout blocked", [by], why, sink.live, cause="queue", confidence="medium")
             return replace(found, sites=tuple(sorted({get.site, site})))
@@ -421,7 +421,7 @@ def locked_file(sink: Sink) -> Verdict | None:
     waiting, by = pairs[0]
     why = f"{waiting.says}. {by.process.label} has locked that file, and does not unlock it: {by.says}."
     if by.activity.kind in DISTRIBUTED and waiting.rank is not None:
-        why += " There it waits for ranks that wait for the lock."
+        why += " It is in a collective there, and waits for ranks that wait for this lock."
     return verdict_about("lock or I/O", [by], why, sink.live, cause="file").at(waiting.activity.site)
 
 

@@ -250,8 +250,8 @@ def rounds(loop: Loop, outer: Loop) -> set[str]:
     if isinstance(loop, ast.While):
         names = counted(loop)
         before = [node for node in outer.body if isinstance(node, ast.Assign) and node.lineno < loop.lineno]
-        stored = {each.id for node in before for each in ast.walk(node) if isinstance(each, ast.Name)}
-        return names if loop is outer else names & stored
+        used = (each for node in before for each in ast.walk(node) if isinstance(each, ast.Name))
+        return names if loop is outer else names & {name.id for name in used if isinstance(name.ctx, ast.Store)}
     counts = isinstance(loop.iter, ast.Call) and re.search(r"(range|enumerate|count)$", dotted(loop.iter.func))
     target = loop.target.elts[0] if isinstance(loop.target, ast.Tuple) else loop.target
     return {target.id} if counts and isinstance(target, ast.Name) else set()

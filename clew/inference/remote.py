@@ -151,7 +151,9 @@ class RemoteEngine:
         try:
             completion = await self._backend.generate(request)
         except EngineUnreachable as error:  # the connections to a server that is given up are closed
-            raise error if self.failure is None else EngineUnreachable("", self.failure) from error
+            if self.failure is None:
+                raise
+            raise EngineUnreachable("", self.failure) from error
         finally:
             self.core.active.discard(request)
         self._refuse_other_label(completion, label)
@@ -315,7 +317,7 @@ class RemoteEngine:
                     await asyncio.sleep(0.005)
             if loop.time() > deadline:
                 number = counted(len(self.core.active), "request")
-                await self._give_up(f"it goes on with {number} {ABORT_S:g} s after it was told to abort them")
+                await self._give_up(f"it still has {number} {ABORT_S:g} s after it was told to abort them")
                 raise EngineUnreachable("", str(self.failure))
 
     # Pause -----------------------------------------------------------------------------------------------------------
@@ -383,7 +385,7 @@ class RemoteEngine:
                     raise EngineError(f"{kind} did not start: it {ended}")
                 if self.attached and not resumed and await self._answers():
                     resumed = True
-                    log.warning("%s at %s answers, and generates nothing: it is resumed", kind, backend.address)
+                    log.warning("%s at %s answers but generates nothing: resuming it", kind, backend.address)
                     await self._resumed()
                 elif self.attached and not warned:
                     warned = True

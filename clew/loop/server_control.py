@@ -38,7 +38,10 @@ LEASE_S = 60.0
 
 TAKEN_OUT = "%s did not %s, and is taken out until it has loaded the newest weights: %s"
 
-NO_OTHER = "No other server serves. Look into its log, restart it if you have started it, and start the run again."
+NO_OTHER = (
+    "No other server can take over. Read that server's log, restart the server if you started it yourself, and start "
+    "the run again."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +88,10 @@ class ServerControl:
             taken.append(await engine.load_weights(ref))
 
         servers = self.ready() if servers is None else servers
-        self._ask(f"load version {ref.version}", load, servers)
+        try:
+            self._ask(f"load version {ref.version}", load, servers)
+        except EngineError as error:
+            raise EngineError(f"{sentence(str(error))} {NO_OTHER}") from error
         served = {server.name for server in servers}
         for server in self._run.servers():  # those that died meanwhile are not listed any more
             if server.wants_weights and server.name in served:
@@ -221,8 +227,7 @@ class ServerControl:
             if isinstance(outcome, EngineError) and goes_on:
                 self.take_out(server, what, outcome)
             elif isinstance(outcome, BaseException):
-                more = f"{sentence(str(outcome))} {NO_OTHER}"
-                raise EngineError(more) if isinstance(outcome, EngineError) else outcome
+                raise outcome
 
     async def _ask_one(self, server: Server, what: str, ask: Ask) -> bool:
         """Ask a server, and return whether it did what was asked. One that died or froze is taken out.

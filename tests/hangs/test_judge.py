@@ -312,7 +312,7 @@ def test_a_rank_whose_queue_is_filled_by_ranks_that_wait_for_it_is_missing(fills
     others[fills] = replace(others[fills], ends=("w pipe:[1]",))
     verdict = judged(*others, reads)
     assert (verdict.pattern, verdict.ranks, verdict.sites) == ("missing rank", (2,), ("train.py:8",))
-    assert f"That can only be ended by rank {fills}, which waits for rank 2 in all_reduce." in verdict.explanation
+    assert f"Only rank {fills} could end that wait, and it waits for rank 2 in all_reduce." in verdict.explanation
 
 
 def test_ranks_whose_queues_only_the_other_one_fills_are_in_no_collective() -> None:
@@ -430,7 +430,7 @@ def test_a_thread_that_goes_round_and_puts_nothing_starves_the_main_thread(
     assert verdict.pattern == pattern
     if pattern == "rollout blocked":
         assert verdict.sites == ("train.py:2", "train.py:7")
-        assert "goes round at train.py:2 and puts nothing: run.self.epoch grows" in verdict.explanation
+        assert "loops at train.py:2 and puts nothing: run.self.epoch grows" in verdict.explanation
 
 
 def test_a_rank_that_has_a_file_locked_and_waits_for_those_who_want_it_is_at_fault() -> None:
@@ -441,7 +441,7 @@ def test_a_rank_that_has_a_file_locked_and_waits_for_those_who_want_it_is_at_fau
     verdict = judged(replace(rank(0, 9, "barrier"), files=("77",)), waits)
     assert (verdict.pattern, verdict.ranks, verdict.sites) == ("lock or I/O", (0,), ("train.py:8", "train.py:9"))
     assert "Rank 1 (pid 101) waits for a file lock at train.py:8" in verdict.explanation
-    assert verdict.explanation.partition("train.py:9")[2].startswith(": dist.barrier(). There it waits for ranks")
+    assert verdict.explanation.partition("train.py:9")[2].startswith(": dist.barrier(). It is in a collective there")
 
 
 @pytest.mark.parametrize("asks, site", [(False, "train.py:2"), (True, "train.py:1")])

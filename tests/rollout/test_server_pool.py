@@ -366,7 +366,7 @@ def test_an_update_that_fails_on_the_only_server_says_what_to_do(tmp_path: Path)
         threading.Thread(target=refusing.serve_forever, daemon=True).start()
         address = f"127.0.0.1:{refusing.server_port}"
         run.register_server(Server(name="server", address=address, pid=1, ready=True))
-        words = r"1 tensors differ: lm_head\.weight\. No other server .* restart it"
+        words = r"1 tensors differ: lm_head\.weight\. No other server .* start the run again"
         with closing(ServerControl(run)) as control, pytest.raises(EngineError, match=words):
             control.load(WeightRef(version=5, path=str(tmp_path), digest=""))
         refusing.shutdown()
