@@ -1,7 +1,7 @@
 """Names in the configuration that stand for the user's code, such as `my_project.rewards.exact_match`.
 
-`load` resolves every such name, and decides whether it may be resolved: see `only_trusted`. In all functions, `field`
-is the field of the configuration that has the name, for error messages.
+`load` resolves every such name, and decides whether it may be resolved: see `only_trusted`. Error messages need the
+argument `field`: the field of the configuration whose value is the name.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ class TrustRule:
     """A rule that applies while someone else's record is open: see `only_trusted`."""
 
     record: str
+    """Words that say which record is open, and why it is someone else's."""
     modules: frozenset[str]
+    """Modules that the user trusts."""
 
 
 trust_rules: list[TrustRule] = []

@@ -54,7 +54,7 @@ def few(items: Sequence[Any], most: int = 8) -> str:
 
 
 def sentence(text: str) -> str:
-    """Return text with a full stop, unless it ends with one, or with another mark."""
+    """Return text, with a full stop added unless it ends with a full stop, `!` or `?`."""
     return text if text.endswith((".", "!", "?")) else f"{text}."
 
 

@@ -49,8 +49,8 @@ async def run_agent(
 ) -> AsyncIterator[tuple[AgentResult, PreTrainedTokenizerBase | None]]:
     """Run the agent on each row, one after the other, and yield each result with the model's tokenizer.
 
-    The agent's code runs on this event loop, so that a debugger works. The tokenizer is None with an API provider, on
-    which the seed has no effect.
+    The agent's code runs on this event loop, so that a debugger works. With an API provider, the tokenizer is None and
+    the seed has no effect.
 
     Raises:
         ConfigError: There is no such agent.

@@ -51,7 +51,11 @@ def other_files(
 ) -> list[str]:
     """Return a line for each file whose digest differs. A file that several names stand for is listed once.
 
-    The digests are by the field that names the file, or by the file's name. `which` says in words which file it is.
+    Args:
+        then: Digests of the files of one run, by the field that names the file or by the file's name.
+        now: Those of the other run.
+        which: Words that say which file it is.
+        ignore: Fields and sections to leave out.
     """
     names: dict[tuple[str, str], list[str]] = {}
     for name in sorted({*then, *now}):
@@ -76,7 +80,10 @@ def table_of_changes(
 ) -> Table:
     """Return a table of numbers, each as "then → now", or once if it is the same.
 
-    `names` are the columns after the first. Each row has its own number, and the numbers then and now by these names.
+    Args:
+        what: Heading of the first column.
+        names: The other columns, which are keys of the numbers.
+        rows: Number of the row, the numbers then, and the numbers now.
     """
     table = numbers_table(what, *names, title=title or None)
     for number, then, now in rows:

@@ -94,7 +94,9 @@ def _print_difference(
 ) -> None:
     """Print the first difference, what it suggests, and everything on record that could have caused it.
 
-    `environments` says what differs in the environments of the step. The user gave the first run's path as `named`.
+    Args:
+        environments: What differs in the environments of the step.
+        named: Path of the first run, as the user gave it.
     """
     changed = causes.configuration_changes(runs, found.step)
     counted = {name: line for name, line in changed.items() if not is_ignored(name, ignore)}

@@ -204,7 +204,8 @@ def _recorded_part(
     Args:
         data: What follows from its data about each trained token [N]; the advantage counts if no stage has it.
         stages: Values of its trained tokens [N] by stage.
-        of_update: Number of trained tokens in the sequence's update; `total` is that of the step.
+        of_update: Number of trained tokens in the sequence's update.
+        total: Number of trained tokens in the step.
     """
     tokens = {**data, **{name: stages[stage] for stage, name in _STAGES.items() if stage in stages}}
     current = tokens.get("current", tokens["behaviour"]).astype(np.float64)

@@ -95,7 +95,9 @@ def read_batch_with_warning(run: RunDirectory, step: int) -> list[Sequence]:
 def chain_holds(run: RunDirectory, steps: range, whose: str = "") -> bool:
     """Print what does not fit in the chain of commits, and what has no digest in it; return whether everything fits.
 
-    Data and stages of `steps` are compared with their digests. `whose` is a prefix that names one of two runs.
+    Args:
+        steps: The steps whose data and stages are compared with their digests.
+        whose: Prefix that names the run, where there are two.
     """
     found = chain.breaks(run, steps)
     for each in found[:_BREAKS]:
@@ -110,7 +112,7 @@ def chain_holds(run: RunDirectory, steps: range, whose: str = "") -> bool:
 def suggestions(found: Difference, runs: Mapping[str, RunDirectory]) -> Iterator[str]:
     """Yield lines on what may have caused a difference: what it looks like, and how its step stands out in each run.
 
-    The keys of `runs` are the prefixes of the lines about each.
+    `runs` are the runs that were compared, each by the prefix of the line about it.
     """
     if found.suggests:
         yield f"this suggests: {found.suggests}"
@@ -141,7 +143,7 @@ def warn_if_altered(run: RunDirectory, batch: list[Sequence], stages: Stages, su
 
 
 def select_rows(run: RunDirectory, step: int, batch: list[Sequence], only: str | None) -> list[Sequence]:
-    """Return the rows of a group, an episode or a sequence; all if `only` is None. Raises RecordError without any."""
+    """Return the rows of a group, an episode or a sequence; all if `only` is None. Raises RecordError if none fits."""
     found = [row for row in batch if only is None or only in (row.id, row.episode_id, row.group_id)]
     if not found:
         groups = sorted({row.group_id for row in batch})

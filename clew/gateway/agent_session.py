@@ -239,7 +239,8 @@ class AgentSession:
     def _constrained(self, ask: Ask) -> tuple[Ask, str]:
         """Return the request as the engine can honour it, and the text that the reply begins with to force a tool call.
 
-        A demand that cannot be met is refused.
+        Raises:
+            Refusal: The engine or the chat template cannot meet a demand.
         """
         if ask.logprobs:
             field = "top_logprobs" if ask.text is None else "logprobs"

@@ -223,9 +223,10 @@ async def _receive(
 
 
 async def _has_begun(request: Submission, http: HTTPRequest, stream: bool) -> bool:
-    """Wait for the answer; for a stream, only for its first words, and at most KEEP_ALIVE_S.
+    """Wait for the answer. For a stream, wait only for its first words, and at most KEEP_ALIVE_S.
 
-    Return False if the client disconnected first.
+    Returns:
+        False if the client disconnected first.
     """
     gone = asyncio.ensure_future(disconnected(http))
     watched: set[asyncio.Future[Any]] = {gone}
@@ -345,7 +346,7 @@ def _is_retry(http: HTTPRequest) -> bool:
 
 
 async def _read(http: HTTPRequest) -> bytes:
-    """Return the body, whose size `clew.http_server.Guard` limits, unless its objects have too many keys."""
+    """Return the body, whose size `clew.http_server.Guard` limits. Raises Refusal if its objects have too many keys."""
     raw = await http.body()
     if next(itertools.islice(re.finditer(rb'"\s*:', raw), MAX_KEYS, None), None) is not None:
         raise Refusal(413, f"Cannot read the body: its objects have more than {MAX_KEYS} keys. Send less at once.")

@@ -79,7 +79,7 @@ def _missing_or_new(recorded: Sequence[Message], sent: Sequence[Message], index:
     """Return a difference if messages were removed or inserted before the next one that both share; else None."""
     before, after = ([key_of(message) for message in messages[index:]] for messages in (recorded, sent))
     removed, inserted = after[0] in before, before[0] in after
-    if removed == inserted:  # both also if their keys are equal: then they differ in reasoning, which keys leave out
+    if removed == inserted:  # equal keys set both: the two then differ only in what keys leave out, such as reasoning
         return None
     count = before.index(after[0]) if removed else after.index(before[0])
     numbers = f"message {index + 1}" if count == 1 else f"messages {index + 1} to {index + count}"

@@ -87,9 +87,9 @@ class Reader:
 
     ::
 
-        beginning ──► thought ──► after the thought ──┐       ┌► words ◄──► call     Qwen, Hermes
-            └─────────────────────────────────────────┴► opening ──► whole           Llama
-                                                              └► plain               no tools
+        beginning ──► thought ──► after the thought ──┐       ┌► words ◄──► call       Qwen, Hermes
+            └─────────────────────────────────────────┴► opening ──► calls or content  Llama
+                                                              └► plain                 no tools
 
     The content ends where the first call begins: a reply is its reasoning, then its content, then its calls.
     """

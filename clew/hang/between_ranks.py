@@ -27,7 +27,7 @@ def _joined_twice(live: list[Actor], missing: list[int]) -> Verdict | None:
         if actor.activity.kind == "init" and not actor.dead and (joined := joins_as(actor.process)):
             joining[joined].append(actor)
     for (rank, world, address), alike in joining.items():
-        # All but rank 0 are connected to one store. Without an address, this tells two jobs apart.
+        # Two jobs may use the same numbers. Only ranks of one job are connected to the same store.
         peers = [set(a.process.peers) for a in alike if a.process.peers]
         if len(alike) < 2 or (peers and not set.intersection(*peers)):
             continue
@@ -40,13 +40,13 @@ def _joined_twice(live: list[Actor], missing: list[int]) -> Verdict | None:
 
 
 def missing_ranks(ranks: list[Actor], missing: list[int], gone: str, live: list[Actor]) -> Verdict | None:
-    """Judge a rank that has no process: it never started (initialisation), or it has ended (dead).
+    """Judge a rank that has no process: it never started, it has ended, or its process joined as another rank.
 
     Args:
         ranks: The ranks that were found.
         missing: Rank numbers that no living process has.
         gone: Words about processes of the job that have ended.
-        live: All processes of the job.
+        live: Processes of the job, also ended ones, without launchers and idle helpers.
     """
     if found := _joined_twice(live, missing):
         return found
@@ -278,7 +278,7 @@ def _drifted(ranks: list[Actor]) -> tuple[str, list[Actor], str] | None:
 
 
 def _sentences(actors: list[Actor]) -> str:
-    """Return what the first four of some processes do, a sentence about each."""
+    """Return a sentence about each of the first four processes: what it does, and where."""
     return " ".join(f"{a.says[:1].upper()}{a.says[1:]}." for a in actors[:4])
 
 

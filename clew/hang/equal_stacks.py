@@ -1,4 +1,4 @@
-"""Groups processes with equal stacks into classes, and writes numbers of ranks as ranges, such as 0-3, 7."""
+"""Groups processes whose main threads have equal stacks, and writes ranks as ranges, such as 0-3, 7."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def stack_of(thread: Thread) -> Stack:
 
 
 def ranks_by_stack(processes: Iterable[Process]) -> RanksByStack:
-    """Return the ranks of each stack of a main thread. A process without a rank is named by its negative pid."""
+    """Return the stacks of main threads, each with its ranks. A process without a rank counts as its negative pid."""
     found: dict[Stack, list[int]] = {}
     for process in processes:
         if (thread := process.main) is not None:

@@ -51,9 +51,10 @@ def _newest(seen: Snapshot, count: int) -> Snapshot:
 
 
 def just_stopped(seen: Snapshot) -> bool:
-    """Return whether a job that moved looks hung in the last three looks, and no number in the user's frames changed.
+    """Return whether a job that moved before looks hung in its last three looks.
 
-    Three looks alone can miss slow progress: some counters are trusted only with more values.
+    No number in the user's frames may have changed in them, either: three looks alone can miss slow progress, because
+    some counters are trusted only with more values.
     """
     newest = _newest(seen, 3)
     still = all(_numbers(look) == _numbers(each.last) for each in newest.processes for look in each.looks)

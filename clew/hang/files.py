@@ -52,7 +52,7 @@ def within_limit(values: Iterable[T]) -> list[T]:
 def awaited_locks(process: Process) -> set[int]:
     """Return the inodes of the files that threads of a process try to lock with `filelock`.
 
-    Its newer versions open such a file for each attempt, and close it in between.
+    Newer versions of `filelock` open such a file for each attempt, and close it in between.
     """
     frames = (frame for thread in process.threads for frame in thread.frames if "/filelock/" in frame.file)
     texts = {frame.locals.get(name, "")[1:-1] for frame in frames for name in ("canonical_path", "lock_filename")}

@@ -96,7 +96,7 @@ def tasks(memory: Memory) -> Iterator[Thread]:
             name = memory.show(memory.word(task + place["task_name"])).strip("'")
             waiter = memory.word(task + place["waiter"])
             coroutine = coroutine_frames(memory, memory.word(task + place["coroutine"]))
-            # At once: soon, a local may have another list, and the memory of the first one hold anything.
+            # Read the numbers now: a moment later, the memory of a list may hold something else.
             frames = tuple(_with_numbers(memory, frame) for frame in coroutine)
             kind = memory.type_name(waiter) if waiter else ""
             ended = "" if state == 0 else memory.type_name(error) if error else "done"

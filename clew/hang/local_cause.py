@@ -133,7 +133,7 @@ def _refusing(sink: Sink) -> Verdict | None:
 
 
 def _starved(sink: Sink) -> Verdict | None:
-    """Find a thread that goes round and puts nothing into the queue from which the main thread of its process gets."""
+    """Find a thread that loops without putting anything into the queue that the main thread of its process reads."""
     for by in (a for a in [*sink.culprits, *sink.waiters] if not a.moving and not a.dead):
         if barren := puts_nothing(by.process, sink.sources):
             get, frame, counter = barren
@@ -620,7 +620,7 @@ def _condition(sink: Sink) -> str:
     if not isinstance(loop, ast.While):
         return ""
     asks = "" if isinstance(loop.test, ast.Constant) else f" It sleeps and asks again while {ast.unparse(loop.test)}."
-    # The thread or process that should end the wait may have failed long before, and said so.
+    # The thread or process that should end the wait may have failed long before: its error then ends the log.
     log = rf"log of {re.escape(sink.one.process.label)}, .*written (\d+) s .*: (['\"])([\w.]*(Error|Exception)\b.*)\2$"
     ends = next((found for line in sink.snapshot.machine if (found := re.match(log, line))), None)
     if ends and int(ends[1]) > sink.snapshot.seconds:

@@ -203,7 +203,7 @@ def moves(process: Process, sources: Mapping[str, str], world: int | None) -> bo
     moved = moved_counters(process, sources)
     every = seen(newest, sources, world)
     asleep = never_woken(process) and all(each.kind in IDLE and each.kind != "sleep" for each in every)
-    # What its variables hold was then changed by other threads. A task of asyncio may be on the loop of one of them.
+    # Then other threads changed its variables. Tasks of asyncio still count: one of those threads may run their loop.
     own = r"main\d" if asleep else "main"
     if any(re.match(own, name) for name in moved) or _advances(process, asleep=asleep):
         return True
@@ -227,7 +227,7 @@ def moves(process: Process, sources: Mapping[str, str], world: int | None) -> bo
 
 
 def never_woken(process: Process) -> bool:
-    """Return whether the main thread, if it waited, was not woken up during the whole watch."""
+    """Return whether the main thread was not woken up during the whole watch. False if it has never waited."""
     return bool(process.looks) and 0 < process.looks[0].switches == process.last.switches
 
 
@@ -484,7 +484,7 @@ KEPT = re.compile(r"(^|[_\W])(accept(ed)?|kept|emitted|passed)([_\W]|$)")
 MANY = 10
 """Number of rounds without anything kept from which a filter is taken to reject everything."""
 BARREN = 100
-"""Number of rounds without anything kept, counted from the beginning of a `while`, from which it seems endless."""
+"""Number of rounds without anything kept, or put into a queue, from which a loop seems endless."""
 
 
 def refusing(process: Process, sources: Mapping[str, str]) -> str:
@@ -510,7 +510,7 @@ def _keeps_none(process: Process, sources: Mapping[str, str], moved: Mapping[str
 
 
 def keeps_nothing(process: Process, sources: Mapping[str, str]) -> str:
-    """Return the counter of rounds of a loop that ends when enough is kept and has kept nothing so far; else ""."""
+    """Return the counter of rounds of a loop that ends only when it has kept enough, and has kept nothing; else ""."""
     for frame in process.main.frames if process.main else ():
         text = sources.get(frame.file, "")
         loop, outer = source.loop_at(text, frame.line), source.outermost_loop(text, frame.line)
@@ -528,11 +528,11 @@ def keeps_nothing(process: Process, sources: Mapping[str, str]) -> str:
 
 
 def puts_nothing(process: Process, sources: Mapping[str, str]) -> tuple[Activity, Frame, str] | None:
-    """Return what shows that a thread goes round and puts nothing into the queue from which the main thread gets.
+    """Return evidence that a thread loops without putting anything into the queue that the main thread reads.
 
     Returns:
-        The wait of the main thread, the frame of the other thread, with the line of its loop, and the counter of the
-        loop's rounds. Nothing else that the loop counts has changed, nor the length of any collection.
+        The wait of the main thread; the frame of the other thread, at the line of its loop; and the counter of the
+        loop's rounds, which alone has changed. None if there is no such thread.
     """
     every = seen(process, sources, None) if never_woken(process) else []
     if {each.kind for each in every} != {"queue"}:

@@ -56,7 +56,7 @@ def _spawned_rank(process: Process) -> int | None:
 
 
 def joins_as(process: Process) -> tuple[int, int, str] | None:
-    """Return the rank, world size and address with which torch makes the default group now; None if it makes none."""
+    """Return rank, world size and address if the main thread is in init_process_group; None if it is not."""
     for frame in process.main.frames if process.main else ():
         rank, world = (frame.locals.get(name, "") for name in ("rank", "world_size"))
         if frame.name == "init_process_group" and frame.file.endswith(C10D) and rank.isdigit() and world.isdigit():
@@ -194,9 +194,10 @@ def actors_of(snapshot: Snapshot) -> list[Actor]:
 
 
 def _without_idle_readers(every: list[Activity], process: Process, snapshot: Snapshot) -> list[Activity]:
-    """Return the activities of a server without its threads that wait for a client's next request, if others remain.
+    """Return the activities of a server, without those of threads that only wait for a client's next request.
 
-    No thread of the client's process waits at the other end of such a connection. The other threads may owe answers.
+    A thread only does that if nobody waits at the other end of its connection. All activities are returned if none of
+    the rest is in the user's code: then no other thread can owe an answer.
     """
     used = {own for each in snapshot.processes for _, own, _ in each.awaits}
     idle = {end for each in snapshot.processes for end in each.ends if end.startswith("socket:")} - used

@@ -224,9 +224,9 @@ def counted(loop: ast.AST) -> set[str]:
 
 
 def collected(loop: Loop) -> set[str]:
-    """Return the numbers that a loop compares to know that it has enough, and makes grow: len(batch), or accepted.
+    """Return the numbers that a loop makes grow until it has enough, such as len(batch) or accepted.
 
-    A loop that sleeps, or passes over an exception, has none: its rounds may be attempts that brought nothing.
+    The set is empty for a loop that sleeps or swallows an exception: its rounds may be failed attempts.
     """
     tests = [loop.test] if isinstance(loop, ast.While) else []
     grown = counted(loop)
@@ -246,7 +246,7 @@ def collected(loop: Loop) -> set[str]:
 
 
 def rounds(loop: Loop, outer: Loop) -> set[str]:
-    """Return the names that count the rounds of a loop, and begin anew each time that the outer one enters it."""
+    """Return the names that count the rounds of a loop, and start again each time that `outer` enters the loop."""
     if isinstance(loop, ast.While):
         names = counted(loop)
         before = [node for node in outer.body if isinstance(node, ast.Assign) and node.lineno < loop.lineno]

@@ -70,7 +70,7 @@ class Application:
         self.model_path = str(folder.resolve()) if folder.is_dir() else model_path
         self.ready = False
         self.updating = asyncio.Lock()
-        """Held by each update, so that a server that looks for the newest weights sees what the trainer has loaded."""
+        """Lock that each weight update holds, so that `clew serve` does not load what the trainer has just loaded."""
         administration = _Administration(self)
         routes = administration.routes()
         self._admin = Starlette(routes=routes, exception_handlers={EngineError: administration.refused})

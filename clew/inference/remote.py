@@ -132,7 +132,7 @@ class RemoteEngine:
         """Version that the trainer has broadcast and that is not checked yet; None if there is none."""
         self._watch: asyncio.Task[None] | None = None
         self._loaded: str | None = None
-        """Label of the weights that it was given last; None: it has those that it started with."""
+        """Label of the weights that the server was given last; None: it has those that it started with."""
 
     # protocol.Engine -------------------------------------------------------------------------------------------------
 
@@ -177,12 +177,12 @@ class RemoteEngine:
             raise EngineUnreachable("", self.failure)
 
     def holds(self, ref: WeightRef) -> bool:
-        """Return whether it serves these weights. A server that has loaded none may hold any."""
+        """Return whether the server has these weights. One that has loaded none yet may hold any, so this is False."""
         return self.core.version == ref.version and self._loaded is not None
 
     @property
     def attached(self) -> bool:
-        """True if somebody else has started the server, and ends it."""
+        """True if somebody else started the server. Clew then leaves it running."""
         return isinstance(self.process, AttachedServer)
 
     def _unless_over(self, request: GenerateRequest, completion: Completion) -> Completion:
@@ -450,7 +450,7 @@ class RemoteEngine:
         return ""
 
     async def _resumed(self) -> None:
-        """Resume a server that ran already, in case that an update which did not end has left it paused."""
+        """Resume a server that ran already, in case an unfinished update has left it paused."""
         with suppress(EngineError):  # `prepare` says what it lacks
             await self._backend.resume()
 
@@ -517,7 +517,7 @@ class RemoteEngine:
     async def close(self) -> None:
         if self._watch is not None:
             self._watch.cancel()
-        if self.attached:  # an update that failed has left it paused
+        if self.attached:  # a failed update may have left it paused
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._resumed(), HEALTH_S)
         await self._backend.close()

@@ -116,8 +116,8 @@ def _contradiction(params: SamplingParams) -> str | None:
 def default_stop_ids(generation_config: Any, tokenizer: Any, vocab: int) -> tuple[int, ...]:
     """Return the end tokens of the tokenizer and of the generation config, if the model can draw them.
 
-    Its pad token ends a sequence only if the tokenizer has no end token, as in `clew.training.demonstrations`: vLLM,
-    SGLang and transformers go on behind a pad token.
+    The pad token counts only if the tokenizer has no end token, as in `clew.training.demonstrations`: vLLM, SGLang and
+    transformers do not stop at a pad token, either.
     """
     ids: set[int] = set()
     if tokenizer is not None:

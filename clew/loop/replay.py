@@ -54,8 +54,11 @@ class Replayed:
 def engine_at(run: RunDirectory, step: int, device: str | None = None, ranks: Ranks = ALONE) -> TrainEngine:
     """Return an engine at the nearest checkpoint at or before `step`, configured as the run is.
 
-    It needs nothing but the run directory: even the reference model is in it, as the run's first checkpoint. Device and
-    ranks may be others than the run had.
+    It needs nothing but the run directory: even the reference model is in it, as the run's first checkpoint.
+
+    Args:
+        device: Device to use in place of the run's; None: the run's.
+        ranks: Ranks of the engine; the run may have had others.
 
     Raises:
         RecordError: There is no such checkpoint, or it was altered.
@@ -90,7 +93,7 @@ def engine_at(run: RunDirectory, step: int, device: str | None = None, ranks: Ra
 
 
 def _check_belongs(run: RunDirectory, engine: TrainEngine, folder: Path) -> None:
-    """Raise an error unless a checkpoint is of the run's model, and its weights are what the step before it left."""
+    """Raise ModelError if a checkpoint is of another model, RecordError if its weights are not what its step left."""
     described = run.facts().get("parameters", engine.parameter_names)
     # without a critic, which the run may have had only for some steps
     runs, ours = ([n for n in names if not n.startswith("critic.")] for names in (described, engine.parameter_names))
@@ -145,7 +148,7 @@ def replay(run: RunDirectory, engine: TrainEngine, last: int, *, verify: bool = 
     Raises:
         DifferenceFound: A batch is not what was trained on; only checked with `verify`.
     """
-    drifted = ""  # else why the engine no longer has the weights of the record bit for bit
+    drifted = ""  # reason why the weights are no longer those of the record bit for bit; empty while they are
     for step in range(engine.version, last + 1):
         recorded = RecordedStep.read(run, step)
         whole = recorded.summary["digests"]["data"]
@@ -159,7 +162,11 @@ def replay(run: RunDirectory, engine: TrainEngine, last: int, *, verify: bool = 
 
 
 def _train_again(recorded: RecordedStep, engine: TrainEngine, drifted: str, *, verify: bool) -> Replayed:
-    """Train a recorded step again, and compare it with its record. `drifted` is as in `replay`."""
+    """Train a recorded step again, and compare it with its record.
+
+    Args:
+        drifted: Reason why the weights are no longer those of the record bit for bit; empty if they are.
+    """
     near = TOLERANCES[engine.config.model.dtype]
     tolerance, because = how_to_compare(recorded.summary, engine)
     if tolerance.exact and drifted:

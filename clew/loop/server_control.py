@@ -54,7 +54,7 @@ class Outcome:
 
 
 class ServerControl:
-    """The `Inference` of servers in other processes, which are all asked at the same time."""
+    """Client of inference servers in other processes (an `Inference`). It asks all of them at the same time."""
 
     def __init__(
         self, run: RunDirectory, lease_s: float = LEASE_S, frozen_s: float = FROZEN_S, *, patient: bool = False

@@ -46,7 +46,7 @@ def learn(config: Config, on_step: OnStep = lambda step, summary: None) -> None:
 
 
 class EngineHere:
-    """The `Inference` of launch.mode=inline: an engine, and the rollout that runs in turns with the trainer."""
+    """Engine for launch.mode=inline (an `Inference`), with the rollout that takes turns with the trainer."""
 
     def __init__(self, config: Config, run: RunDirectory, loop: asyncio.AbstractEventLoop) -> None:
         """Load the engine and prepare rollout, which runs in `loop`."""

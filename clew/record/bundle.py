@@ -219,7 +219,7 @@ def _unpack(path: Path, folder: Path) -> None:
 
 
 def _contents(path: Path, folder: Path) -> dict[str, Any]:
-    """Return the content of bundle.json, and write placeholders for the earlier steps, which have only index lines."""
+    """Return the content of bundle.json, and write placeholders for steps of which the bundle has only index lines."""
     contents = read_json(folder / NAME, Bundle)
     rows.check_format(path, contents["clew_format"])
     steps = RunDirectory(folder).steps

@@ -101,7 +101,9 @@ def seal_broken(content: bytes) -> bool:
 def link(steps: Steps, step: int, evaluation: Mapping[str, Any] | None) -> dict[str, str]:
     """Return the digests of the files that `step` is committed with, by their paths in the run directory.
 
-    Its data and its stages are already written. `evaluation` is the newest one, as the step's JSON will hold it.
+    Args:
+        step: Step that is about to be committed. Its data and its stages are already written.
+        evaluation: Newest evaluation, as the step's JSON will hold it; None if there is none.
     """
     run = steps.folder.parent
     files = [steps.data_path(step), *steps.stage_paths(step)]

@@ -24,7 +24,7 @@ log = logging.getLogger("clew.record")
 def write_bytes(path: Path, content: bytes | memoryview, *, private: bool = False) -> None:
     """Write `content` to `path` atomically. Raises RecordError if the disk is full, or this user may not write there.
 
-    A `private` file can be read only by this user (mode 0600), from before it has any content.
+    Only this user can read a `private` file (mode 0600), even before it has any content.
     """
     opener = (lambda name, flags: os.open(name, flags, 0o600)) if private else None
     beside = path.with_name(f".{path.name}.{os.getpid()}")
@@ -86,7 +86,8 @@ def _left(path: Path) -> str:
 def remove_strays(folder: Path, *names: str) -> None:
     """Remove files, and folders of weights, that a killed process left half-written in `folder`.
 
-    `names` are patterns of what the caller writes, such as "g*.arrows": another process may still write other files.
+    `names` are patterns of the files that the caller writes, such as "g*.arrows". Others are left alone:
+    another process may still be writing them.
     """
     for name in names:
         for stray in folder.glob(f".{name}.*"):

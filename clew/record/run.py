@@ -150,7 +150,8 @@ class RunDirectory:
     def hold(self, role: str, patience_s: float = PATIENCE_S) -> IO[str]:
         """Take the lock of `role` ("trainer", "rollout", "server", "server-1") of this run until the process ends.
 
-        Raises RecordError if another process still has this role after `patience_s`.
+        Raises:
+            RecordError: Another process still has this role after `patience_s` seconds.
         """
         return hold_lock(self.status / f"{role}.lock", role, patience_s)
 

@@ -34,7 +34,7 @@ UNKNOWN = {
     "committed_at": None,
     "timings": {},
 }
-"""Content of a step's JSON, apart from its index line, as far as it is not known."""
+"""Defaults for the fields of a step's JSON that its index line does not have, where they are not known."""
 
 
 @with_config(STRICT)

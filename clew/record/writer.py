@@ -160,7 +160,7 @@ class Writer:
 def complete(sequences: Iterable[Mapping[str, Any] | rows.Sequence], *, version: int) -> list[rows.Sequence]:
     """Return sequences with all columns; what is missing is filled in as docs/record.md says.
 
-    Tokens of sequences that do not say were sampled by the weights of `version`.
+    `version` is that of the weights that sampled the tokens, for sequences that do not give `versions`.
 
     Raises:
         RecordError: A sequence lacks a needed column, or has an unknown or invalid one.

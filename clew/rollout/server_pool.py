@@ -72,7 +72,7 @@ class ServerPool(HTTPEngine):
         return await super().generate(request)
 
     def _fitting(self, request: GenerateRequest) -> SamplingParams:
-        """Return the request's parameters, unless they have a JSON schema: it is never applied in training."""
+        """Return the request's parameters. Raises SchemaUnsupported for a JSON schema, which training never applies."""
         if request.params.json_schema is not None:
             raise SchemaUnsupported(
                 "in training no output is held to a JSON schema: its tokens' logprobs would be those among what the "

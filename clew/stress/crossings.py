@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Crossing:
-    """A prompt of the episode with the ID `asker` that holds text of the episode with the ID `owner`."""
+    """Finding that a prompt of the episode `asker` holds `text` of the episode `owner`. Both are IDs."""
 
     asker: str
     owner: str
@@ -138,7 +138,10 @@ def _marks_in(text: str, marks: Mapping[str, list[tuple[str, T]]], least: int) -
 def judge_answers(waves: Sequence[Wave], state: State, *, repeats: bool) -> list[Verdict]:
     """Return a verdict if an answer to one episode appears in the requests of another.
 
-    `repeats` is True if the model repeats its answers, so that an answer can also be followed from wave to wave.
+    Args:
+        waves: All waves at full speed, ending with crowd and again.
+        state: Names the object that holds the text.
+        repeats: True if the model repeats its answers, so that an answer can also be followed from wave to wave.
     """
     *_, crowd, again = waves
     crossings = [

@@ -58,7 +58,9 @@ class Elsewhere:
 async def run_some_elsewhere(source: Source, runner: WaveRunner, crowd: Wave, first: Sequence[str]) -> Elsewhere:
     """Run a few episodes of the crowd in two other processes. Each runs different rows, unless there is only one.
 
-    Episodes that failed are not run. Those whose ID is in `first` are preferred.
+    Args:
+        crowd: Wave to choose from. Episodes that failed in it are not run.
+        first: IDs of the episodes to prefer.
     """
     sound = {episode.id: episode for episode in crowd.episodes if episode.error is None}
     wanted = [*(sound[id] for id in first if id in sound), *sound.values()]

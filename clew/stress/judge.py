@@ -47,7 +47,11 @@ def judge(
 ) -> tuple[list[Verdict], list[str]]:
     """Return the verdicts of the waves at full speed, and notes on what they cannot show, with advice.
 
-    The waves are warm, alone, narrow, crowd and again; `confirming` are further crowds.
+    Args:
+        waves: The waves warm, alone, narrow, crowd and again, in this order.
+        confirming: Further crowds.
+        origins: Names the lines that drew random numbers.
+        state: Names the object that holds crossed text.
     """
     warm, alone, _, crowd, again = waves
     verdicts = judge_blocks(crowd.watched, again.watched)

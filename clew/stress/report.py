@@ -112,7 +112,9 @@ class Report:
 def parts(episode: Episode, requests: Sequence[Request], holds: Sequence[Interval]) -> dict[str, float]:
     """Return the seconds of each part of an episode, by PARTS.
 
-    `holds` are the times during which other episodes held the event loop for long.
+    Args:
+        requests: The episode's own requests to the model.
+        holds: Times during which other episodes held the event loop for long.
     """
     modelled = [(request.came, request.done) for request in requests]
     answered = max((request.done for request in requests), default=episode.started)

@@ -271,8 +271,10 @@ def judge_changes(
 ) -> list[Verdict]:
     """Return one verdict for each object, facts first and suspicions last.
 
-    `matters` is True if episodes were seen to depend on one another. `uses` has the reads and writes of the suspects,
-    if they were traced.
+    Args:
+        matters: True if episodes were seen to depend on one another.
+        sources: Names the lines that change an object.
+        uses: Reads and writes of the suspects. None: they were not traced.
     """
     several_rows = _several_rows(changes)
     by_top: dict[str, list[tuple[str, Verdict]]] = defaultdict(list)

@@ -82,7 +82,12 @@ async def run_episode(
 ) -> None:
     """Run the agent on its own copy of the row, and set the episode's results.
 
-    Whatever the agent raises is kept as the episode's error. `stepped` is called after each step.
+    Whatever the agent raises is kept as the episode's error.
+
+    Args:
+        timeout_s: Maximum seconds; None: no limit.
+        stepped: Called after each step; None: steps are not reported.
+        code: Tells the user's code from that of libraries.
     """
     episode.started = time.monotonic()
     limit = asyncio.timeout(timeout_s)

@@ -231,9 +231,9 @@ class Stuck(Exception):
 
 
 class StuckWatch(Watcher):
-    """Interrupts calls in which the main thread's event loop would stand still for longer than `stuck_s`.
+    """Interrupts calls in which the event loop has stood still for `stuck_s` without computing.
 
-    The caller keeps `running` up to date.
+    Enter it in the main thread. The caller keeps `running` up to date.
     """
 
     def __init__(self, code: Code, running: Collection[Episode], stuck_s: float) -> None:

@@ -80,7 +80,7 @@ class Demonstrations:
         return Tokens.of(self._sequences({row: row for row in self._encoded}))
 
     def _sequences(self, rows: dict[int, int]) -> list[Sequence]:
-        """Return the sequences of some rows of the data. `rows` has each by the number of the group that it becomes."""
+        """Return the sequences of some rows of the data. `rows` maps the number of a group to its row of the data."""
         return [
             _sequence(f"g{number:06d}", place, demonstration, self._rows[row])
             for number, row in rows.items()
@@ -91,7 +91,7 @@ class Demonstrations:
 def _sequence(group: str, place: int, demonstration: Demonstration, row: dict) -> Sequence:
     """Return a demonstration as the record holds it. `place` is 1 for the rejected completion of a pair, else 0."""
     zeros = np.zeros(len(demonstration.input_ids), np.float32)
-    nobody = np.full(len(demonstration.input_ids), -1, np.int32)  # no policy generated it: it has no version or reward
+    nobody = np.full(len(demonstration.input_ids), -1, np.int32)  # no policy generated it, so it has no version
     return Sequence(
         id=f"{group}.e{place}.s0",
         group_id=group,

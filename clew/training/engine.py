@@ -408,7 +408,11 @@ class TrainEngine:
         return norm_problem(norm, self.optimizer, self.recent_norms, factor, self.ranks)
 
     def _refuse(self, problem: str, done: _PolicyUpdates) -> None:
-        """Drop the gradient of an update because of `problem`, and count the update as skipped, or stop."""
+        """Drop the gradient of an update because of `problem`, and count the update as skipped.
+
+        Raises:
+            GradientError: training.on_bad_gradient is "stop".
+        """
         self.optimizer.forget()
         refused = f"step {self.version}: {problem} This update was not made."
         where = f"`clew blame RUN --step {self.version}` finds the cause"

@@ -65,7 +65,11 @@ def print_health(
 ) -> None:
     """Print the concerns, each with its evidence and the next command, or that there is none.
 
-    `count` steps were looked at. If the chain of commits is `broken`, that is printed below.
+    Args:
+        count: Number of steps that were looked at.
+        unjudged: What cannot be judged.
+        path: The run directory or bundle, as the user gave it.
+        broken: True if the chain of commits does not fit together, which is printed below.
     """
     if not count and not concerns:
         return

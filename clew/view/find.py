@@ -69,7 +69,7 @@ class Found:
 
 
 def find_group(run: RunDirectory, name: Name) -> Found:
-    """Return a group by its ID, from an evaluation, a step, the inbox or rejected/. Raises RecordError without one."""
+    """Return a group by its ID, from an evaluation, a step, the inbox or rejected/. Raises RecordError if absent."""
     group = name.group
     if name.version is not None:
         return _of_evaluation(run, group, name.version)

@@ -245,7 +245,9 @@ def rejected_tokens(history: History) -> Concern | None:
 def gradients(history: History, factor: float | None, *, supervised: bool = False) -> Concern | None:
     """Return the concern that the gradient spiked, or that updates were left out.
 
-    `factor` is training.spike_factor; None: `SPIKE`. `clew blame` does not take a `supervised` run, of `clew sft`.
+    Args:
+        factor: Value of training.spike_factor; None: `SPIKE`.
+        supervised: True for a run of `clew sft`, which `clew blame` does not take.
     """
     spikes = find_spikes(history, factor or SPIKE)
     skipped = np.nan_to_num(history.metrics["updates_skipped"])

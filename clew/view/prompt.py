@@ -78,8 +78,11 @@ def show_prompt(console: Console, run: RunDirectory, wanted: str) -> None:
 
 
 def _find_prompt(run: RunDirectory, config: Mapping[str, Any], wanted: str) -> tuple[str, list[Attempt], bool]:
-    """Return the data row of the prompt that is meant, as the record has it, its groups, and whether `wanted` is the
-    number of the row. Raises RecordError if no prompt is meant, or several."""
+    """Find the prompt that `wanted` means. Raises RecordError if it means no prompt, or several.
+
+    Returns:
+        The prompt's row of data as the record has it, its groups, and whether `wanted` is the number of the row.
+    """
     column = str(config.get("data.prompt", "prompt"))
 
     def text_of(known: Mapping[str, Any]) -> str:

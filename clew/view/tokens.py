@@ -141,7 +141,7 @@ def times(count: int) -> str:
 
 
 def _style(generated: bool, strength: float) -> str:
-    """Return the style of a token. `strength` is its share of the largest absolute advantage of the sequence."""
+    """Return the style of a token. `strength` is its advantage, divided by the largest absolute one of the sequence."""
     if not generated:
         return "dim"
     if not strength:
