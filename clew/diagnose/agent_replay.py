@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from clew import config as configuration
@@ -88,14 +88,15 @@ def replay_agent(run: RunDirectory, rows: Sequence[Row], *, agent: str | None, b
 async def _replay(
     config: Config, run: RunDirectory, rows: Sequence[Row], answers: list[Interaction], agent: Any, base_url: str | None
 ) -> Replay:
+    shared = resources_of(run, config, None, None)
     found = await find_engine(base_url, configuration.provider()[1]) if base_url is not None else None
     if base_url is not None and found is None:
         raise EngineError(
             f"Cannot continue the conversation with {base_url}: it takes no token IDs. Name a server that `clew serve` "
             f"started."
         )
-    engine: Any = found.engine if found is not None else None
-    shared = resources_of(run, config, engine, None)
+    if found is not None:
+        shared = replace(shared, engine=found.engine)
     if rows[0].group_id.startswith("v"):
         shared = shared.at_temperature(config.eval.temperature)  # an episode of an evaluation
     model = RecordedModel(shared, answers, rows[0].episode_id, live=found is not None)
@@ -111,8 +112,8 @@ async def _replay(
         failure = f"{type(error).__name__}: {error}"
     finally:
         await workflow.close()
-        if engine is not None:
-            await gateway.call(engine.close())
+        if found is not None:
+            await gateway.call(found.engine.close())
         gateway.stop()
     return Replay(
         answered=model.answered,

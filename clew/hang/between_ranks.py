@@ -32,7 +32,8 @@ def _joined_twice(live: list[Actor], missing: list[int]) -> Verdict | None:
         if len(alike) < 2 or (peers and not set.intersection(*peers)):
             continue
         joined = {number for number, *same in joining if same == [world, address]}
-        absent = ranges({*(missing or range(world))} - joined - {a.rank for a in live})
+        lacking = missing if any(a.rank is not None for a in live) else range(world)
+        absent = ranges({*lacking} - joined - {a.rank for a in live})
         nobody = f", and nobody as rank {absent}" if absent else ""
         why = f"{' and '.join(a.process.label for a in alike)} each joined as rank {rank}{nobody}."
         return replace(verdict_about("initialisation", alike, why, live), ranks=(rank,))

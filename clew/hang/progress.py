@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from clew.hang import source
-from clew.hang.activity import DATABASE, DISTRIBUTED, IDLE, Activity, activity_of, importing
+from clew.hang.activity import DATABASE, DISTRIBUTED, Activity, activity_of, importing
 from clew.hang.inside import PROGRAM, installed
 from clew.hang.observed import Frame, Look, Process, Thread
 
@@ -202,7 +202,7 @@ def moves(process: Process, sources: Mapping[str, str], world: int | None) -> bo
         return False  # a process of Clew reports that it has been in one wait for long, while it polls
     moved = moved_counters(process, sources)
     every = seen(newest, sources, world)
-    asleep = never_woken(process) and all(each.kind in IDLE and each.kind != "sleep" for each in every)
+    asleep = never_woken(process) and {each.kind for each in every} == {"queue"}
     # Then other threads changed its variables. Tasks of asyncio still count: one of those threads may run their loop.
     own = r"main\d" if asleep else "main"
     if any(re.match(own, name) for name in moved) or _advances(process, asleep=asleep):
@@ -518,8 +518,10 @@ def keeps_nothing(process: Process, sources: Mapping[str, str]) -> str:
             continue
         every = [f.locals for t in _mains_of(process) for f in t.frames if f.function == frame.function]
         tested = ast.unparse(loop.test) if isinstance(loop, ast.While) else ""
-        goals = {name for name in frame.locals if KEPT.search(name) and name in tested} | source.collected(loop)
-        kept = next((name for name in sorted(goals) if {each.get(name) for each in every} == {"0"}), "")
+        goals = source.collected(loop)  # if one of them grows, the loop may end
+        still = sorted(name for name in {*goals, *frame.locals} if {each.get(name) for each in every} == {"0"})
+        kept = next((name for name in still if KEPT.search(name) and name in tested), "")
+        kept = kept or (min(goals) if goals and goals <= {*still} else "")
         for name in source.rounds(loop, outer) if kept else ():
             values = [int(each[name]) for each in every if each.get(name, "").isdigit()]
             if values and values[0] < values[-1] >= BARREN:

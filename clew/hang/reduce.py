@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from clew.hang.activity import LOOP_COUNTER, WORKS, activity_of
-from clew.hang.observed import Process, Snapshot
+from clew.hang.observed import Frame, Process, Snapshot
 
 KEPT = 2
 """Number of ranks of one state that are kept as they were seen."""
@@ -95,7 +95,8 @@ def state_of(process: Process, sources: Mapping[str, str]) -> Hashable:
     if main is not None and one is not None:  # everything by which `between_ranks` tells ranks in one call apart
         counts = [each for each in one.counters.items() if LOOP_COUNTER.search(each[0]) or WORKS.search(each[0])]
         met = [frame.locals.get(name) for frame in main.frames for name in MEETING] if one.kind in MAKING else []
-        operation = (one.op, one.group, one.members, one.peers, one.branch, one.root, one.shape, *counts, *met)
+        met += [frame.locals.get("rank") for frame in main.frames if _joins(frame) and not _joins(frame, process.rank)]
+        operation = (one.op, one.group, one.members, one.peers, one.tag, one.branch, one.root, one.shape, *counts, *met)
     seen = (last.state, last.error, woken, process.exit, process.waits_in, process.world)
     return threads, *operation, *seen, process.calls, process.launched, alone and process.pid
 
@@ -145,15 +146,30 @@ def to_judge(snapshot: Snapshot) -> Snapshot:
     return replace(snapshot, processes=tuple(found), notes=notes)
 
 
+def _joins(frame: Frame, rank: int | None = None) -> bool:
+    """Return whether a frame makes torch's default group; with a rank, whether it does so as this rank."""
+    return frame.name == "init_process_group" and (rank is None or frame.locals.get("rank") == str(rank))
+
+
 def _as(process: Process, rank: int, pid: int, host: str) -> Process:
     looks = tuple(
         replace(
             look,
-            threads=tuple(replace(each, os_id=pid) if each.os_id == process.pid else each for each in look.threads),
+            threads=tuple(
+                replace(
+                    each,
+                    os_id=pid if each.os_id == process.pid else each.os_id,
+                    frames=tuple(
+                        replace(f, locals={**f.locals, "rank": str(rank)}) if _joins(f, process.rank) else f
+                        for f in each.frames
+                    ),
+                )
+                for each in look.threads
+            ),
         )
         for look in process.looks
     )
-    # `roles` reads a rank from these groups, so each process needs its own rank there.
+    # `roles` reads a rank from these groups, and above from a call, so each process needs its own rank there.
     groups = tuple(each if each.rank is None else replace(each, rank=rank) for each in process.inside.groups)
     inside = replace(process.inside, groups=groups)
     return replace(

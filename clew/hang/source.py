@@ -29,12 +29,16 @@ POLLS = re.compile(
     r"done|locked|strip|split|endswith|startswith|format|round|getpid|execute|fetchone|fetchall)$"
 )
 """Calls of a loop that only asks again and again."""
+QUERIES = re.compile(r"\.(execute|fetchone|fetchall)$")
+"""Calls of a loop that only asks again and again if it also sleeps."""
 REPORTS = re.compile(r"\.(write|writelines|write_text|dump|dumps|send|sendto|log|set|touch)$")
 """Calls by which a heartbeat tells others that its process is alive."""
 UNLIMITED = re.compile(r"\.(get|wait|acquire|read)$")
 """Calls that do not poll unless they have an argument, such as a timeout."""
 GROWS = ("append", "extend", "add", "update", "appendleft")
 """Methods by which a collection grows."""
+FAULTS = re.compile(r"bad|err|fail|nan|skip|drop|reject|miss|spike", re.I)
+"""Names of what a loop counts to give up, and does not collect."""
 Loop = ast.While | ast.For | ast.AsyncFor
 MOST_MEMBERS = 100_000
 """Largest integer that is evaluated: a larger range would only cost memory."""
@@ -228,7 +232,12 @@ def collected(loop: Loop) -> set[str]:
 
     The set is empty for a loop that sleeps or swallows an exception: its rounds may be failed attempts.
     """
-    tests = [loop.test] if isinstance(loop, ast.While) else []
+    if isinstance(loop, ast.While):
+        tests = [] if isinstance(loop.test, ast.Constant) else [loop.test]
+    elif isinstance(loop.iter, ast.Call) and dotted(loop.iter.func).endswith("count"):
+        tests = list[ast.expr]()
+    else:  # it ends by itself
+        return set()
     grown = counted(loop)
     for node in ast.walk(loop):
         if isinstance(node, ast.If) and isinstance(node.body[-1], (ast.Break, ast.Return)):
@@ -239,10 +248,13 @@ def collected(loop: Loop) -> set[str]:
             return set()
     if any(name.endswith("sleep") for name in calls_of(loop)):
         return set()
-    sides = (
-        s for test in tests for c in ast.walk(test) if isinstance(c, ast.Compare) for s in (c.left, *c.comparators)
-    )
-    return {t for t in map(ast.unparse, sides) if t.removeprefix("len(").rstrip(")").rpartition(".")[2] in grown}
+    grown = {name for name in grown if not FAULTS.search(name)}
+    goals = list[set[str]]()
+    for test in tests:
+        sides = (s for c in ast.walk(test) if isinstance(c, ast.Compare) for s in (c.left, *c.comparators))
+        texts = map(ast.unparse, sides)
+        goals.append({t for t in texts if t.removeprefix("len(").rstrip(")").rpartition(".")[2] in grown})
+    return set[str]().union(*goals) if all(goals) else set()  # otherwise something else can end it
 
 
 def rounds(loop: Loop, outer: Loop) -> set[str]:
@@ -316,6 +328,8 @@ def polls(loop: ast.AST, text: str, depth: int = 2, also: re.Pattern[str] | None
     if not names:
         return False
     sleeps = any(name.endswith("sleep") for name in names)
+    if depth == 2 and any(QUERIES.search(name) for name in names) and not (sleeps or any(".wait" in n for n in names)):
+        return False  # without a pause, it may work through the rows
     for name in names:
         if sleeps and name.endswith(".remote"):  # a method of an actor of Ray: without a sleep, the loop may be the job
             continue
@@ -345,8 +359,10 @@ def heartbeat(text: str, line: int) -> bool:
     if not isinstance(loop, ast.While):
         return False
     until = next((dotted(node.func) for node in ast.walk(loop.test) if isinstance(node, ast.Call)), "")
-    if not isinstance(loop.test, ast.Constant) and not until.endswith((".wait", ".is_set")):
-        return False
+    if not isinstance(loop.test, ast.Constant):
+        waits = all(name.removesuffix("()").endswith((".wait", ".is_set", "sleep")) for name in calls_of(loop))
+        if waits or not until.endswith((".wait", ".is_set")):  # one that reports nothing waits for the event
+            return False
     leaves = any(isinstance(node, (ast.Break, ast.Return, ast.Raise)) for node in ast.walk(loop))
     return not leaves and polls(loop, text, also=REPORTS)
 

@@ -23,7 +23,7 @@ from clew.hang.graph import sinks
 from clew.hang.judge import Verdict, judge
 from clew.hang.observed import Frame, Group, Inside, Look, Process, Snapshot, Thread, snapshot_from
 from clew.hang.progress import WAITING_NAMES
-from clew.hang.reduce import reduced
+from clew.hang.reduce import reduced, to_judge
 from clew.hang.report import Report
 from clew.hang.verdict import Actor
 from clew.hang.waits_for import application_edges
@@ -341,6 +341,10 @@ FILLS = (
 WAITS = (
     "def fill(n):\n    while len(rows) < n:\n        rounds += 1\n        generate()\n        done = 0\n",
     "def fill(n):\n    while len(rows) < n:\n        rounds += 1\n        rows.extend(poll())\n        time.sleep(1)\n",
+    "def fill(n):\n    for rounds in range(n):\n        one = step()\n        if one: rows.append(one)\n"
+    "        if len(rows) > 9: break\n",
+    "def fill(n):\n    for rounds in count():\n        one = step()\n        if one: rows.append(one)\n"
+    "        if len(rows) > 9: break\n        if one > n: break\n",
 )
 
 
@@ -544,6 +548,12 @@ def test_a_job_that_came_to_a_complete_hang_a_moment_ago_is_watched_on() -> None
 def test_a_rank_without_a_process_is_dead() -> None:
     verdict = judged(rank(0, 5, "all_reduce", world=3), rank(2, 5, "all_reduce", world=3))
     assert (verdict.pattern, verdict.ranks) == ("dead", (1,))
+
+
+def test_ranks_that_were_merged_while_they_join_keep_their_numbers() -> None:
+    joined = [rank(n, 5, "init_process_group", world=7, rank=f"{n}", world_size="7") for n in range(6)]
+    verdict = judge(to_judge(reduced(Snapshot(processes=tuple(joined), sources={"train.py": SCRIPT}))))
+    assert (verdict.pattern, verdict.ranks) == ("initialisation", (6,)) and "joined as" not in verdict.explanation
 
 
 def joining(pid: int, number: int | str, port: int = 29500) -> Process:
