@@ -90,8 +90,8 @@ class Rollout(Section):
     drop_equal_rewards: bool = False
     """Reject groups whose rewards are all equal, and make others in their place."""
     max_failed_share: float = Field(default=0.2, ge=0, le=1)
-    """Share of failed episodes above which the run stops: within about a batch if all fail, later the nearer the share
-    is to this limit, so that chance does not stop a healthy run."""
+    """Share of failed episodes above which the run stops. It stops within about a batch if all fail, and later the
+    nearer the share is to this limit, so that chance does not stop a healthy run."""
     episode_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds after which an episode is cancelled and fails."""
 
@@ -216,8 +216,8 @@ class Reject(Section):
     by: Literal["ratio", "k3"]
     """Value to bound: proximal over behaviour probability w, or the k3 estimate of their divergence, w - log w - 1."""
     over: Literal["token", "sequence_mean", "sequence_product", "sequence_max"]
-    """token: reject single tokens; sequence_mean, sequence_product, sequence_max: whole sequences, by the mean (of
-    ratios the geometric one), the product or the maximum over their trained tokens."""
+    """token: reject single tokens; sequence_mean, sequence_product, sequence_max: reject whole sequences by the mean
+    (geometric for ratios), product or maximum over their trained tokens."""
     low: float | None = Field(default=None, gt=0)
     """Reject below this value; null: no lower bound."""
     high: float | None = Field(default=None, gt=0)
@@ -304,19 +304,19 @@ class Algorithm(Section):
     dual_clip: float | None = Field(default=None, gt=1)
     """Upper bound of the ratio for negative advantages (arXiv 1912.09729); null: no bound."""
     importance: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "token_truncate"
-    """Weight for proximal over behaviour probability, of a token or a whole sequence: truncated to importance_cap, or 0
-    outside [1/cap, cap] (IcePop, MIS)."""
+    """Weight of a token, or of a whole sequence: the ratio of proximal to behaviour probability, truncated to
+    importance_cap, or set to 0 outside [1/cap, cap] (IcePop, MIS)."""
     importance_cap: float = Field(default=2.0, gt=0)
     """Limit of proximal over behaviour probability; see importance."""
     reject: Reject | None = None
     """Tokens or sequences to leave out of the loss because their proximal and behaviour probabilities are too far
     apart; null: none."""
     veto: float | None = Field(default=None, gt=0, lt=1)
-    """Leave whole sequences out of the loss that have a token with proximal over behaviour probability below this, such
-    as 1e-4; null: none."""
+    """Leave a whole sequence out of the loss if one of its tokens has a ratio of proximal to behaviour probability
+    below this, such as 1e-4; null: off."""
     off_policy_delta: float | None = Field(default=None, gt=0)
-    """Leave tokens with a negative advantage out of the loss where the mean over the sequence of log behaviour /
-    current probability is above this (DeepSeek-V3.2, arXiv 2512.02556, section 3.1); null: none."""
+    """Leave tokens with a negative advantage out of the loss if the mean of log(behaviour / current probability) over
+    their sequence is above this (DeepSeek-V3.2, arXiv 2512.02556, section 3.1); null: off."""
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the KL divergence from the run's first model; for dpo its beta, 0.1 if unset."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -411,7 +411,7 @@ class Debug(Section):
     format: Literal["parquet", "pt"] = "parquet"
     """Format of dumped batches: the record's own, or padded tensors for torch.load."""
     first_step: int = Field(default=0, ge=0)
-    """Step to replay from, starting with what the run directory debug.path had learned by then."""
+    """Step to replay from. The run starts with what the run directory debug.path had learned before that step."""
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Debug:

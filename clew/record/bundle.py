@@ -225,5 +225,5 @@ def _contents(path: Path, folder: Path) -> dict[str, Any]:
     steps = RunDirectory(folder).steps
     for entry in steps.index_lines()[: contents["first"]]:
         if not steps.json_path(entry["step"]).exists():
-            write_json(steps.json_path(entry["step"]), {"clew_format": rows.FORMAT, **summary.UNKNOWN, **entry})
+            write_json(steps.json_path(entry["step"]), {"clew_format": rows.FORMAT, **summary.EMPTY_SUMMARY, **entry})
     return contents

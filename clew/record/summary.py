@@ -23,7 +23,7 @@ Digests = Annotated[str, Field(pattern="^([0-9a-f]{16})*$")]
 AtLeastOne = Annotated[int, Field(strict=True, ge=1, lt=2**31)]
 Plan = list[list[list[Count]]]
 
-UNKNOWN = {
+EMPTY_SUMMARY = {
     "tensors": {},
     "metrics": {},
     "evaluation": None,

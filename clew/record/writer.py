@@ -27,7 +27,7 @@ from clew.record.media import is_media_name
 from clew.record.origin import IMPORTED
 from clew.record.run import RunDirectory
 from clew.record.steps import OF_ROWS
-from clew.record.summary import UNKNOWN
+from clew.record.summary import EMPTY_SUMMARY
 
 NEEDED = ("group_id", "input_ids", "loss_mask", "logprobs", "reward")
 """Columns that must be given, because there is no sensible default."""
@@ -137,7 +137,7 @@ class Writer:
         digests = digest_rows(rows.from_table(table))  # of the rows as a reader gets them, in the columns' types
         versions = np.concatenate([row.versions[row.loss_mask] for row in batch])
         summary = {
-            **UNKNOWN,
+            **EMPTY_SUMMARY,
             "groups": sorted({row.group_id for row in batch}),
             "versions": [int(versions.min()), int(versions.max())] if versions.size else [number, number],
             "digests": {"data": digest_batch(digests)},

@@ -85,7 +85,7 @@ class OfferingEngine(EpisodeEngine):
         return await super().generate(input_ids, **given)
 
 
-class BeforeEngine(GatewayThread):
+class EngineGateway(GatewayThread):
     """The gateway that training uses, in front of an engine."""
 
     def __init__(
@@ -115,7 +115,7 @@ class BeforeEngine(GatewayThread):
         return self.open(OfferingEngine(self._shared, episode_id))[0]
 
 
-class BeforeProvider(ServingThread):
+class ProviderGateway(ServingThread):
     """A gateway that passes requests on to a provider unchanged."""
 
     def __init__(self, url: str, api_key: str) -> None:
@@ -129,7 +129,7 @@ class BeforeProvider(ServingThread):
         await self.call(self._provider.close(key))
 
 
-Gateway = BeforeEngine | BeforeProvider
+Gateway = EngineGateway | ProviderGateway
 """A gateway in a thread of its own that notes the requests of the episodes."""
 
 
@@ -149,13 +149,13 @@ def answerer(
         api_key = provider()[1]
         served = asyncio.run(find_engine(base_url, api_key))
         if served is None:
-            return BeforeProvider(base_url, api_key)
+            return ProviderGateway(base_url, api_key)
         vision = load_vision(served.model) if served.takes_images else None
-        return BeforeEngine(served.engine, load_tokenizer(served.model), vision, served.engine.close)
+        return EngineGateway(served.engine, load_tokenizer(served.model), vision, served.engine.close)
     tokenizer = load_tokenizer(model) if model is not None else byte_tokenizer()
     vision = load_vision(model) if model is not None else NamedImages()
     texts = _answers(recorded) if recorded is not None else []
-    return BeforeEngine(StandIn(tokenizer, latency_s=latency_s, tokens=tokens, texts=texts), tokenizer, vision)
+    return EngineGateway(StandIn(tokenizer, latency_s=latency_s, tokens=tokens, texts=texts), tokenizer, vision)
 
 
 def _answers(path: Path) -> list[str]:

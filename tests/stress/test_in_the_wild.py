@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from clew.stress import waves
-from clew.stress.gateway import BeforeEngine
+from clew.stress.gateway import EngineGateway
 from clew.stress.report import Report
 from clew.stress.standin import StandIn, byte_tokenizer
 from tests.stress import agents_in_the_wild as wild
@@ -35,7 +35,7 @@ def _cleaned_up() -> Iterator[None]:
 
 def stressed(agent: type, latency_s: float, **more: Any) -> Report:
     tokenizer = byte_tokenizer()
-    gateway = BeforeEngine(StandIn(tokenizer, latency_s=latency_s), tokenizer, None)
+    gateway = EngineGateway(StandIn(tokenizer, latency_s=latency_s), tokenizer, None)
     return judged(agent, gateway, stuck_s=3.0, elsewhere=True, **more)
 
 

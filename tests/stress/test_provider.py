@@ -15,7 +15,7 @@ import pytest
 
 from clew.gateway.agent_session import Limits
 from clew.gateway.thread import GatewayThread
-from clew.stress.gateway import BeforeProvider, answerer
+from clew.stress.gateway import ProviderGateway, answerer
 from clew.stress.report import Report
 from clew.stress.requests import Request
 from tests.gateway.chatml import THINKING, chatml_tokenizer
@@ -40,7 +40,7 @@ def key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def stressed(cls: type, url: str) -> Report:
     gateway = answerer(url, latency_s=0, tokens=1, recorded=None, model=None)
-    assert isinstance(gateway, BeforeProvider)
+    assert isinstance(gateway, ProviderGateway)
     return judged(cls, gateway)
 
 
@@ -110,7 +110,7 @@ def test_a_wrong_key_is_told(providers: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_key_is_an_episodes_and_ends_with_it(providers: str) -> None:
-    gateway = BeforeProvider(f"{providers}/steady/v1", KEY)
+    gateway = ProviderGateway(f"{providers}/steady/v1", KEY)
 
     async def ask(key: str) -> list[str]:
         """Return what is refused, in each dialect."""
@@ -150,7 +150,7 @@ def test_a_key_is_an_episodes_and_ends_with_it(providers: str) -> None:
 
 
 def test_what_an_episode_does_not_wait_for_is_noted_as_it_stands(providers: str) -> None:
-    async def run(gateway: BeforeProvider) -> Request:
+    async def run(gateway: ProviderGateway) -> Request:
         key = gateway.open_episode("e")
         async with openai.AsyncOpenAI(base_url=gateway.base_url, api_key=key) as client:
             asked = client.completions.create(model="m", prompt="a word", stream=True)
@@ -161,7 +161,10 @@ def test_what_an_episode_does_not_wait_for_is_noted_as_it_stands(providers: str)
         (noted,) = gateway.requests.take()
         return noted
 
-    for gateway in (mute := BeforeProvider(f"{providers}/mute/v1", KEY), BeforeProvider(f"{providers}/chance/v1", KEY)):
+    for gateway in (
+        mute := ProviderGateway(f"{providers}/mute/v1", KEY),
+        ProviderGateway(f"{providers}/chance/v1", KEY),
+    ):
         noted = asyncio.run(run(gateway))
         assert (noted.episode, noted.asked, noted.refused) == ("e", "a word", "")
         assert bool(noted.answered) == (gateway is not mute)
@@ -200,7 +203,7 @@ def test_a_streamed_answer_has_the_words_of_a_whole_one(
     engine.speaks = spoken
     behind = GatewayThread(Limits())
     theirs, _ = behind.open(session_on(engine))
-    gateway = BeforeProvider(behind.base_url, theirs)
+    gateway = ProviderGateway(behind.base_url, theirs)
 
     async def run() -> None:
         key = gateway.open_episode("e")

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from clew.stress import run, waves
 from clew.stress.elsewhere import Source
-from clew.stress.gateway import BeforeEngine
+from clew.stress.gateway import EngineGateway
 from clew.stress.report import Report
 from clew.stress.standin import StandIn, byte_tokenizer
 from clew.stress.views import page, rendered
@@ -32,7 +32,7 @@ def stressed(cls: type, stuck_s: float = STUCK_S, latency_s: float = LATENCY_S) 
     # each stress has an event loop of its own, and these belong to the one in which they are first waited for
     agents_faulty.LOCK, agents_faulty.ClassSemaphore.browser = asyncio.Lock(), asyncio.Semaphore(1)
     tokenizer = byte_tokenizer()
-    return judged(cls, BeforeEngine(StandIn(tokenizer, latency_s=latency_s), tokenizer, None), stuck_s)
+    return judged(cls, EngineGateway(StandIn(tokenizer, latency_s=latency_s), tokenizer, None), stuck_s)
 
 
 FAULTS = {
@@ -213,7 +213,7 @@ def test_a_failure_while_a_finding_is_confirmed_is_reported() -> None:
 
 def test_text_of_another_row_is_suspected_if_no_other_process_can_be_run() -> None:
     tokenizer = byte_tokenizer()
-    gateway = BeforeEngine(StandIn(tokenizer, latency_s=LATENCY_S), tokenizer, None)
+    gateway = EngineGateway(StandIn(tokenizer, latency_s=LATENCY_S), tokenizer, None)
     source = Source(path="no_such_module.Agent")
     report = run.stressed(agents_faulty.KeepsFirstRow(), ROWS, gateway=gateway, batch=4, group=1, source=source)
     assert any("no_such_module" in note for note in report.notes)
@@ -222,7 +222,7 @@ def test_text_of_another_row_is_suspected_if_no_other_process_can_be_run() -> No
 
 def test_a_slow_model_is_no_failure_in_another_process() -> None:
     tokenizer = byte_tokenizer()
-    gateway = BeforeEngine(StandIn(tokenizer, latency_s=1.5), tokenizer, None)
+    gateway = EngineGateway(StandIn(tokenizer, latency_s=1.5), tokenizer, None)
     source = Source(path="tests.stress.agents_faulty.Agent")
     report = run.stressed(agents_faulty.Agent(), ROWS, gateway=gateway, batch=2, group=1, timeout_s=1.0, source=source)
     assert not [each for each in report.verdicts if each.certain], report.verdicts
