@@ -142,6 +142,6 @@ def test_supervised_training_under_torchrun_watches_itself(project: Project) -> 
         process.kill()
         process.wait()
     said = (project.folder / "terminal").read_text()
-    assert f"stopped. rank 1 (pid {pid}) is stopped" in said, said
+    assert f"stopped. Rank 1 (pid {pid}) is stopped" in said, said
     verdict = json.loads(max(project.run.reports.glob("hang-*.json")).read_text())
     assert (verdict["pattern"], verdict["ranks"]) == ("stopped", [1])
