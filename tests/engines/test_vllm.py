@@ -265,31 +265,11 @@ def test_a_pause_holds_requests_until_its_lease_ends(serving: Serving) -> None:
     assert serving.ask(scenario) > 1.0
 
 
-@pytest.mark.parametrize("mode", ["restart", "wait"])
-def test_generations_in_flight_restart_or_are_waited_for(serving: Serving, mode: str) -> None:
-    refs = [
-        published(
-            serving.folder / f"{mode}-{version}", make_model(serving.folder / f"{mode}{version}", version), version
-        )
-        for version in (20, 21)
-    ]
-    address = serving.vllm().cmdline()
-    port = address[address.index("--port") + 1]
-    first, second = update_in_flight(
-        serving.folder, serving.folder / "model", "vllm", f"127.0.0.1:{port}", mode, refs, LONG
-    )
-    assert first.versions == [20 if mode == "wait" else 21] * LONG
-    assert second.versions == [21] * LONG
-    for completion in (first, second):
-        folder = serving.folder / f"{mode}{completion.versions[0]}"
-        assert exact(completion, transformers.AutoModelForCausalLM.from_pretrained(folder), 1.0) < 1e-4
-
-
 @pytest.mark.parametrize("fault", ["the server is killed", "its engine process is stopped"])
 def test_a_server_that_dies_or_stands_still_is_started_again_and_no_request_is_lost(
     serving: Serving, fault: str
 ) -> None:
-    """The last tests on this server: it has version 0 again afterwards."""
+    """The server has version 0 again afterwards."""
 
     vllm = serving.vllm()
     computes = next(child for child in vllm.children(recursive=True) if "EngineCore" in child.name())
@@ -337,6 +317,27 @@ def test_a_server_that_dies_or_freezes_in_mid_update_is_named_and_returns_with_t
     until(lambda: serving.ask(lambda engine: engine.answers()) and _version(serving) == ref.version)
     completion = serving.generate(max_new_tokens=16, stop_token_ids=())
     assert completion.versions == [ref.version] * 16 and exact(completion, model, 1.0) < 1e-5
+
+
+@pytest.mark.parametrize("mode", ["restart", "wait"])
+def test_generations_in_flight_restart_or_are_waited_for(serving: Serving, mode: str) -> None:
+    """The last test on this server: it loads weights of which `clew serve` in front of it knows nothing."""
+    refs = [
+        published(
+            serving.folder / f"{mode}-{version}", make_model(serving.folder / f"{mode}{version}", version), version
+        )
+        for version in (20, 21)
+    ]
+    address = serving.vllm().cmdline()
+    port = address[address.index("--port") + 1]
+    first, second = update_in_flight(
+        serving.folder, serving.folder / "model", "vllm", f"127.0.0.1:{port}", mode, refs, LONG
+    )
+    assert first.versions == [20 if mode == "wait" else 21] * LONG
+    assert second.versions == [21] * LONG
+    for completion in (first, second):
+        folder = serving.folder / f"{mode}{completion.versions[0]}"
+        assert exact(completion, transformers.AutoModelForCausalLM.from_pretrained(folder), 1.0) < 1e-4
 
 
 def _version(serving: Serving) -> int:
