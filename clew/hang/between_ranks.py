@@ -316,8 +316,8 @@ def cycle(culprits: list[Actor], waiters: list[Actor], sources: Mapping[str, str
         else:
             pattern = "send/receive cycle"
             tags = {a.activity.tag for a in culprits if a.activity.tag.isdigit()}
-            apart = f" Their tags differ: {' and '.join(sorted(tags))}." if len(kinds) == 2 and len(tags) == 2 else ""
-            why = f"Ranks {names(culprits)} wait for one another in send and recv, so none proceeds.{apart} {where}"
+            differ = f" Their tags differ: {' and '.join(sorted(tags))}." if len(kinds) == 2 and len(tags) == 2 else ""
+            why = f"Ranks {names(culprits)} wait for one another in send and recv, so none proceeds.{differ} {where}"
         return with_callers(verdict_about(pattern, culprits, why, waiters, structural=True), culprits)
     # A stage of a pipeline has gone on to a collective while its neighbour still exchanges micro-batches.
     if kinds & set(MESSAGES):

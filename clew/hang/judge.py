@@ -210,8 +210,6 @@ def _by_graph(live: list[Actor], ranks: list[Actor], snapshot: Snapshot) -> Verd
     if between and len(culprits) > 1 and all(a.rank is not None for a in culprits):
         return _unless_ready(device(sink) or locked_file(sink) or cycle(culprits, waiters, snapshot.sources), culprits)
     found = _with_those_alike(local_cause(sink), culprits[0], ranks)
-    if found.cause == "event loop blocked":
-        return replace(found, explanation=found.explanation + _own_coroutine(by_pid[found.pids[0]], snapshot.sources))
     return with_callers(found, culprits) if found.pids == tuple(a.pid for a in culprits) else found
 
 
@@ -237,15 +235,6 @@ def _unless_ready(verdict: Verdict, ranks: list[Actor]) -> Verdict:
     """
     ready = any(a.process.last.state == "R" for a in ranks)
     return replace(verdict, structural=verdict.structural and not ready)
-
-
-def _own_coroutine(one: Actor, sources: Mapping[str, str]) -> str:
-    """Return words if a blocked event loop, the only one of its process, waits for a coroutine of its own; else ""."""
-    near = "".join(sources.get(one.activity.file, "").splitlines()[max(0, one.activity.line - 2) : one.activity.line])
-    loops = [thread for thread in one.process.threads if any(frame.name == "_run_once" for frame in thread.frames)]
-    if len(loops) != 1 or "run_coroutine_threadsafe(" not in near:
-        return ""
-    return " It waits for a coroutine that it has given to this same loop, which cannot run it now. Await it instead."
 
 
 def _with_those_alike(verdict: Verdict, culprit: Actor, ranks: list[Actor]) -> Verdict:

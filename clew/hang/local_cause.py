@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
@@ -107,8 +107,18 @@ def _blocked_loop(sink: Sink) -> Verdict | None:
     one = blocked[0]
     where = one.activity.place
     why = f"The event loop of {one.process.label} is blocked at {where}: no coroutine on it can run."
+    why += _own_coroutine(one, sink.sources)
     others = [*sink.waiters, *(a for a in sink.culprits if a is not one)]
     return verdict_about("event loop blocked", [one], why, others, cause="event loop blocked")
+
+
+def _own_coroutine(one: Actor, sources: Mapping[str, str]) -> str:
+    """Return words if a blocked event loop, the only one of its process, waits for a coroutine of its own; else ""."""
+    near = "".join(sources.get(one.activity.file, "").splitlines()[max(0, one.activity.line - 2) : one.activity.line])
+    loops = [thread for thread in one.process.threads if any(frame.name == "_run_once" for frame in thread.frames)]
+    if len(loops) != 1 or "run_coroutine_threadsafe(" not in near:
+        return ""
+    return " It waits for a coroutine that it has given to this same loop, which cannot run it now. Await it instead."
 
 
 def refuses(live: list[Actor], snapshot: Snapshot) -> tuple[Actor, str] | None:

@@ -26,12 +26,12 @@ POLLS = re.compile(
     r"(^|\.)(sleep|time|monotonic|perf_counter|get|get_nowait|exists|is_file|isfile|isdir|is_dir|empty|qsize|is_set|"
     r"wait|print|info|warning|debug|error|urlopen|read|read_text|open|json|load|loads|poll|is_alive|len|acquire|glob|stat|"
     r"getsize|getmtime|listdir|scandir|iterdir|flush|check|test|join|int|str|float|max|min|any|all|list|sorted|append|"
-    r"done|locked|strip|split|endswith|startswith|format|round|getpid|execute|fetchone|fetchall)$"
+    r"done|locked|strip|split|endswith|startswith|format|round|getpid)$"
 )
 """Calls of a loop that only asks again and again."""
 QUERIES = re.compile(r"\.(execute|fetchone|fetchall)$")
-"""Calls of a loop that only asks again and again if it also sleeps."""
-REPORTS = re.compile(r"\.(write|writelines|write_text|dump|dumps|send|sendto|log|set|touch)$")
+"""Calls of a loop that only asks again and again if it also waits; otherwise it may work through the rows."""
+REPORTS = re.compile(r"\.(write|writelines|write_text|dump|dumps|send|sendto|log|set|touch|execute)$")
 """Calls by which a heartbeat tells others that its process is alive."""
 UNLIMITED = re.compile(r"\.(get|wait|acquire|read)$")
 """Calls that do not poll unless they have an argument, such as a timeout."""
@@ -328,8 +328,8 @@ def polls(loop: ast.AST, text: str, depth: int = 2, also: re.Pattern[str] | None
     if not names:
         return False
     sleeps = any(name.endswith("sleep") for name in names)
-    if depth == 2 and any(QUERIES.search(name) for name in names) and not (sleeps or any(".wait" in n for n in names)):
-        return False  # without a pause, it may work through the rows
+    if also is None and (sleeps or any(".wait" in name for name in names)):
+        also = QUERIES
     for name in names:
         if sleeps and name.endswith(".remote"):  # a method of an actor of Ray: without a sleep, the loop may be the job
             continue

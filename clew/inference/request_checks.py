@@ -119,13 +119,11 @@ def default_stop_ids(generation_config: Any, tokenizer: Any, vocab: int) -> tupl
     The pad token counts only if the tokenizer has no end token, as in `clew.training.demonstrations`: vLLM, SGLang and
     transformers do not stop at a pad token, either.
     """
-    ids: set[int] = set()
-    if tokenizer is not None:
-        end = tokenizer.pad_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
-        ids |= set() if end is None else {end}
     named = generation_config.eos_token_id
-    ids |= set(named if isinstance(named, list) else [] if named is None else [named])
-    return tuple(sorted(token for token in ids if 0 <= token < vocab))
+    ids: set[int | None] = {*named} if isinstance(named, list) else {named}
+    if tokenizer is not None:
+        ids.add(tokenizer.pad_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id)
+    return tuple(sorted(token for token in ids if token is not None and 0 <= token < vocab))
 
 
 def matched_stop(request: GenerateRequest, output_ids: list[int], tokenizer: Any) -> str | None:

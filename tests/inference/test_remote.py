@@ -474,10 +474,7 @@ def test_a_pause_that_ends_in_mid_update_lets_no_request_through(
     tmp_path: Path, version: WeightRef, lease: float
 ) -> None:
     """They would be completed by the new weights, and labelled with the old ones."""
-    tiny_tokenizer(tmp_path / "model")
-    tiny_model(tmp_path / "model")
-    named = config().model_copy(update={"model": Model(path=str(tmp_path / "model"))})
-    held = {name: [digest, 1, 1, []] for name, digest in hex_digests(load_file(tmp_path / "model.safetensors")).items()}
+    named, held = served_model(tmp_path)
     choice = {"token_ids": [7], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "length"}
     loading = threading.Event()
 
@@ -508,13 +505,18 @@ def test_a_pause_that_ends_in_mid_update_lets_no_request_through(
         assert asyncio.run(scenario(address)).versions == [5]
 
 
+def served_model(folder: Path) -> tuple[Config, dict[str, list[Any]]]:
+    """Return the configuration of a small model, and what vLLM's worker says of a server that holds its weights."""
+    tiny_tokenizer(folder / "model")
+    tiny_model(folder / "model")
+    held = {name: [digest, 1, 1, []] for name, digest in hex_digests(load_file(folder / "model.safetensors")).items()}
+    return config().model_copy(update={"model": Model(path=str(folder / "model"))}), held
+
+
 def test_a_server_that_names_other_weights_than_it_was_given_serves_nothing_until_it_is_started_again(
     tmp_path: Path, version: WeightRef
 ) -> None:
-    tiny_tokenizer(tmp_path / "model")
-    tiny_model(tmp_path / "model")
-    named = config().model_copy(update={"model": Model(path=str(tmp_path / "model"))})
-    held = {name: [digest, 1, 1, []] for name, digest in hex_digests(load_file(tmp_path / "model.safetensors")).items()}
+    named, held = served_model(tmp_path)
     label = "default"
 
     async def answer(_: web.Request) -> web.Response:
@@ -649,10 +651,7 @@ def test_a_server_that_starts_while_the_trainer_publishes_loads_no_version_twice
     tmp_path: Path, version: WeightRef
 ) -> None:
     """A server that loads more slowly than the trainer steps would otherwise load each twice, and never serve."""
-    tiny_tokenizer(tmp_path / "model")
-    tiny_model(tmp_path / "model")
-    named = config().model_copy(update={"model": Model(path=str(tmp_path / "model"))})
-    held = {name: [digest, 1, 1, []] for name, digest in hex_digests(load_file(tmp_path / "model.safetensors")).items()}
+    named, held = served_model(tmp_path)
     loads: list[str] = []
     newer = replace(version, version=6)
 
