@@ -201,7 +201,10 @@ async def _keep_listed(
             await engine.restart(reporter)
         if not any(server.ready and server.pid == entry.pid for server in run.servers()):
             application.ready = False
-            run.register_server(replace(entry, ready=True))
+            async with application.updating:  # while an update hangs, the trainer would wait for it at each version
+                if engine.failure is not None:
+                    continue
+                run.register_server(replace(entry, ready=True))
             try:
                 await _load_newest(application, run, entry, reporter)
             except EngineUnreachable as error:  # the engine behind it died or froze: its watch will say so

@@ -686,6 +686,57 @@ def test_a_server_that_starts_while_the_trainer_publishes_loads_no_version_twice
         assert asyncio.run(asyncio.wait_for(scenario(address), 60)) and len(loads) == 2
 
 
+def test_a_server_that_hangs_in_an_update_is_not_listed_again_before_it_ends(
+    tmp_path: Path, version: WeightRef, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer would wait for it at each version, until the update is given up."""
+    named, held = served_model(tmp_path)
+    monkeypatch.setattr(serve, "LOOK_S", 0.01)
+    ends = threading.Event()
+
+    async def answer(request: web.Request) -> web.Response:
+        if b"clew_load" in await request.read():
+            await asyncio.to_thread(ends.wait, 60)
+        return web.json_response({"results": [held]})
+
+    async def scenario(address: str) -> None:
+        engine = RemoteEngine(named, RemoteCore(named), VLLMEngine.client(named, address))
+        application = Application(engine, named.model.path, weights_below=[tmp_path])
+        run = RunDirectory(tmp_path / "run")
+        entry = Server(name="server", address=address, pid=os.getpid(), ready=True)
+        run.announce_weights(version)
+        listening = asyncio.Event()
+        listening.set()
+
+        def ready() -> bool:
+            return any(server.ready for server in run.servers())
+
+        with run.report("server") as reporter:
+            async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=application), timeout=60) as client:
+                body = {"model_path": version.path, "weight_version": str(version.version)}
+                updating = asyncio.ensure_future(client.post("http://front/update_weights_from_disk", json=body))
+                while not application.updating.locked():  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+                # As if the trainer had just taken it out for being late.
+                keeper = asyncio.ensure_future(
+                    serve._keep_listed(named, run, entry, application, reporter, listening, None)
+                )
+                try:
+                    await asyncio.sleep(0.2)
+                    assert not ready() and not keeper.done()
+                    ends.set()
+                    assert (await updating).status_code == 200
+                    while not application.ready:  # noqa: ASYNC110
+                        await asyncio.sleep(0.01)
+                    assert ready() and engine.holds(version)
+                finally:
+                    keeper.cancel()
+                    await engine.close()
+
+    with serving(answer) as address:
+        asyncio.run(asyncio.wait_for(scenario(address), 60))
+
+
 def test_the_weights_that_a_server_started_with_are_not_taken_for_the_trainers(
     tmp_path: Path, version: WeightRef
 ) -> None:
