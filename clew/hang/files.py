@@ -25,6 +25,8 @@ SHOWN = 200
 """Characters of a log's last line that are shown."""
 FOLDERS = re.compile(r"check_?point|ckpt|rollout|heartbeat|weight|save|out|root|folder|path|dir|spool", re.I)
 """Names of local variables that may hold a folder of the job."""
+EXCEPTION = re.compile(r"[\w.]*(Error|Exception)\b")
+"""Beginning of the last line of a traceback."""
 T = TypeVar("T")
 
 
@@ -35,9 +37,12 @@ def with_files(snapshot: Snapshot, run: Path | None = None) -> Snapshot:
         snapshot: Processes of this machine.
         run: Run directory of Clew, if the job is a run of Clew.
     """
-    processes = [process for process, _ in with_ranks(snapshot.processes, snapshot.sources)]
-    every = chain(in_run(run) if run else (), folders(processes), logs(processes, run))
-    return replace(snapshot, machine=(*snapshot.machine, *within_limit(every)))
+    named = [process for process, _ in with_ranks(snapshot.processes, snapshot.sources)]
+    every = chain(in_run(run) if run else (), folders(named), logs(named, run))
+    machine = (*snapshot.machine, *within_limit(every))
+    errors = dict(within_limit(old_errors(named, snapshot.seconds)))
+    processes = tuple(replace(each, old_error=errors.get(each.pid, "")) for each in snapshot.processes)
+    return replace(snapshot, processes=processes, machine=machine)
 
 
 def within_limit(values: Iterable[T]) -> list[T]:
@@ -113,16 +118,35 @@ def logs(processes: Sequence[Process], run: Path | None) -> Iterator[str]:
     for process in processes:
         if run is not None and process.name and (process.exit or process.last.state in "ZX"):
             found[run / "logs" / f"{process.name}.log"] = f"{process.label}, which has ended {process.exit}".rstrip()
-        for number in (1, 2):
-            path = Path(proc.link_of(proc.PROC / str(process.pid) / "fd" / str(number)))
-            if path.is_absolute() and not path.is_relative_to("/dev"):
-                found.setdefault(path, process.label)
+        for path in _outputs(process):
+            found.setdefault(path, process.label)
     for path, who in list(found.items())[:8]:
         with suppress(OSError):
             if path.is_file():
-                age = max(0.0, time.time() - path.stat().st_mtime)
-                last = _last_line(path)
+                last, age = _last_line(path), _age(path)
                 yield f"log of {who}, written {age:.0f} s ago ({str(path)!r}): " + (repr(last) if last else "no lines")
+
+
+def old_errors(processes: Sequence[Process], seconds: float) -> Iterator[tuple[int, str]]:
+    """Yield each process whose output has ended with an exception for longer than `seconds`: its pid and that line."""
+    for process in processes:
+        for path in _outputs(process):
+            with suppress(OSError):
+                if path.is_file() and _age(path) > seconds and EXCEPTION.match(last := _last_line(path)):
+                    yield process.pid, last
+
+
+def _outputs(process: Process) -> Iterator[Path]:
+    """Yield the files that are the standard output and error of a process."""
+    for number in (1, 2):
+        path = Path(proc.link_of(proc.PROC / str(process.pid) / "fd" / str(number)))
+        if path.is_absolute() and not path.is_relative_to("/dev"):
+            yield path
+
+
+def _age(path: Path) -> float:
+    """Return the seconds since a file was written last."""
+    return max(0.0, time.time() - path.stat().st_mtime)
 
 
 def _last_line(path: Path) -> str:

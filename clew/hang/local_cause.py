@@ -631,10 +631,8 @@ def _condition(sink: Sink) -> str:
         return ""
     asks = "" if isinstance(loop.test, ast.Constant) else f" It sleeps and asks again while {ast.unparse(loop.test)}."
     # The thread or process that should end the wait may have failed long before: its error then ends the log.
-    log = rf"log of {re.escape(sink.one.process.label)}, .*written (\d+) s .*: (['\"])([\w.]*(Error|Exception)\b.*)\2$"
-    ends = next((found for line in sink.snapshot.machine if (found := re.match(log, line))), None)
-    if ends and int(ends[1]) > sink.snapshot.seconds:
-        asks += f" Its log ends with {ends[3]!r}: perhaps what should end this wait has failed."
+    if error := sink.one.process.old_error:
+        asks += f" Its log ends with {error!r}: perhaps what should end this wait has failed."
     others = [a for a in sink.waiters if a.rank is None and a.activity.kind in TO_OTHERS and a.activity.site]
     return asks + (f" Meanwhile {others[0].says}." if others else "")
 

@@ -167,6 +167,8 @@ class Process:
     """Processes outside of the job that hold what it waits for."""
     exit: str = ""
     """Exit status of a process that has ended."""
+    old_error: str = ""
+    """Exception with which its output has ended since before the watching; "" if it ends with something else."""
     doing: str = ""
     """Activity that Clew's status file names."""
     waits: tuple[dict[str, Any], ...] = ()

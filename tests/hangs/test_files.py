@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from clew.hang.collect import snapshot
 from clew.hang.files import LIMIT_S, with_files
 from clew.hang.observed import Process, Snapshot
@@ -55,6 +57,23 @@ def test_the_newest_file_of_a_polled_folder_and_the_end_of_the_log_are_told(tmp_
     assert "checkpoint_dir of wait" in newest and "'version-3', 7" in newest
     (end,) = [line for line in lines if line.startswith("log of")]
     assert str(log) in end and end.endswith("'waits for version 4'")
+
+
+@pytest.mark.parametrize("age, old", [(60, True), (1, False)])
+def test_an_exception_at_the_end_of_a_log_is_kept_if_it_is_older_than_the_watching(
+    tmp_path: Path, age: int, old: bool
+) -> None:
+    log, error = tmp_path / "job.log", "sqlite3.IntegrityError: UNIQUE constraint failed"
+    log.write_text(f"Traceback (most recent call last):\n{error}\n")
+    make_old(log, age)
+    with log.open("a") as output:
+        process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stdout=output)
+    try:
+        (seen,) = with_files(Snapshot(processes=(Process(pid=process.pid),), seconds=10.0)).processes
+    finally:
+        process.kill()
+        process.communicate()
+    assert seen.old_error == (error if old else "")
 
 
 def test_the_log_of_a_process_that_has_ended_and_the_age_of_a_run_are_told(tmp_path: Path) -> None:
