@@ -1,4 +1,7 @@
-"""Functions of `import clew`: those named like a command do what it does. `Run` gives a run as DataFrames."""
+"""The Python interface: `import clew`.
+
+A function with the name of a command does what that command does. `Run` returns a run's data as DataFrames.
+"""
 
 from __future__ import annotations
 
@@ -173,7 +176,7 @@ def rollout_batch(
         batch = clew.rollout_batch(rows, model="runs/mine", reward="my_rewards.exact", n_samples=4)
         tensors = batch.to_tensors()
 
-    It starts an event loop of its own, so it cannot be called from a running one, as in a notebook.
+    It starts its own event loop, so it cannot be called where one already runs, such as in a notebook.
 
     Args:
         data: Rows, or anything that data.path accepts.
@@ -288,8 +291,8 @@ class Run:
         """Return a DataFrame with one row for each trained token of a step.
 
         Its columns are the ID of the sequence, the token's position, the aligned columns of the record, and the stages
-        (advantages, logprobs, loss, …). A stage with the name of a column of the record gets a prefix, as in
-        `current_logprobs`.
+        (advantages, logprobs, loss, …). If the record has a column of the same name, the stage gets the prefix
+        `current_`, as in `current_logprobs`.
         """
         import numpy as np
 

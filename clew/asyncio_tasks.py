@@ -1,8 +1,8 @@
 """Writes the stacks of all asyncio tasks of this process when `clew hang` asks with a signal.
 
-A coroutine that waits is on no stack, so it cannot be seen from outside. The handler runs on the main thread between
-two of Python's instructions: as long as that thread is blocked in C code, the signal has no effect. Until somebody
-asks, it costs nothing.
+A waiting coroutine is on no thread's stack, so py-spy and the like cannot see it from outside. The handler runs on the
+main thread between two of Python's instructions: while that thread is blocked in C code, the signal has no effect. It
+costs nothing until somebody asks.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from typing import Any
 
 from clew.printing import visible
 
-ASKING = signal.SIGRTMIN + 11 if hasattr(signal, "SIGRTMIN") else None
+DUMP_SIGNAL = signal.SIGRTMIN + 11 if hasattr(signal, "SIGRTMIN") else None
 """Signal that `clew hang` sends to ask for the stacks. Nothing else is known to use it; None where real-time signals do
 not exist."""
 
-LONGEST = 32
+MAX_FRAMES = 32
 """Maximum number of frames written for one task."""
 
-MOST = 200
+MAX_STACKS = 200
 """Maximum number of different stacks written."""
 
 
@@ -39,7 +39,7 @@ def arm(path: Path, waits: Callable[[], list[dict[str, Any]]]) -> None:
 
     `waits` returns this process's waits. It runs in the signal handler, so it must not take a lock.
     """
-    if ASKING is None or threading.current_thread() is not threading.main_thread():
+    if DUMP_SIGNAL is None or threading.current_thread() is not threading.main_thread():
         return
     pid = os.getpid()
 
@@ -55,15 +55,15 @@ def arm(path: Path, waits: Callable[[], list[dict[str, Any]]]) -> None:
             with suppress(OSError):  # `print` would take locks, which the main thread may hold
                 os.write(2, visible(f"Cannot write {path}: {error}\n").encode())
 
-    signal.signal(ASKING, write)
-    signal.siginterrupt(ASKING, False)  # C code's system calls are restarted, not aborted
+    signal.signal(DUMP_SIGNAL, write)
+    signal.siginterrupt(DUMP_SIGNAL, False)  # system calls that it interrupts are restarted and do not fail
 
 
 def tasks_here() -> list[str]:
     """Return the stack of each asyncio task in the event loops that `_loops` finds. Equal stacks become one entry."""
     loops = {id(loop): loop for loop in _loops()}
     stacks = Counter(_stack(task) for loop in loops.values() for task in asyncio.all_tasks(loop))
-    return [f"{count} x {stack}" if count > 1 else stack for stack, count in stacks.most_common(MOST)]
+    return [f"{count} x {stack}" if count > 1 else stack for stack, count in stacks.most_common(MAX_STACKS)]
 
 
 def _loops() -> list[asyncio.AbstractEventLoop]:
@@ -88,7 +88,7 @@ def _loops() -> list[asyncio.AbstractEventLoop]:
 def _stack(task: asyncio.Task[Any]) -> str:
     """Return a task's stack, outermost frame first, and the type of the object that it waits for."""
     lines, awaited = list[str](), task.get_coro()
-    while awaited is not None and len(lines) < LONGEST:
+    while awaited is not None and len(lines) < MAX_FRAMES:
         frame = _part(awaited, "frame")
         if frame is None:
             break

@@ -45,7 +45,7 @@ DPO_BETA = 0.1
 """Default of algorithm.kl_coef for training.objective=dpo: the paper's beta."""
 
 SHARED_BY = {"vllm": "tensor-parallel-size", "sglang": "tp-size"}
-"""Each server's own option for the number of devices that share the model."""
+"""Name of each server's option for the number of devices that share the model (tensor parallelism)."""
 
 SERVERS_VARIABLE = "CLEW_LLM_SERVER_ADDRS"
 SERVERS_ALIAS = "AREAL_LLM_SERVER_ADDRS"
@@ -107,15 +107,15 @@ class Config(Section):
         if not isinstance(text, str):
             return values
         devices = parse_devices(text)
-        says: dict[str, Any] = {}
+        implied: dict[str, Any] = {}
         if devices.inference is not None:
-            says["inference.backend"] = devices.inference.name
+            implied["inference.backend"] = devices.inference.name
             if devices.inference.t > 1 and (option := SHARED_BY.get(devices.inference.name)):
                 args = {option: devices.inference.t} | _section(_section(values, "inference"), "args")
                 values = _with(values, "inference.args", args)
         if devices.training is not None:
-            says |= {"launch.ranks": devices.training.size, "training.tp": devices.training.t}
-        for name, value in says.items():
+            implied |= {"launch.ranks": devices.training.size, "training.tp": devices.training.t}
+        for name, value in implied.items():
             section, field = name.split(".")
             given = _section(values, section).get(field, value)
             if given != value:
@@ -284,7 +284,7 @@ class Config(Section):
 
     @property
     def devices(self) -> Devices:
-        """Return the parsed launch.devices. If it is not set: one server, and launch.ranks."""
+        """Return the parsed launch.devices. If it is not set, return one server and launch.ranks ranks."""
         if self.launch.devices is not None:
             return parse_devices(self.launch.devices)
         ranks, tp = self.launch.ranks, self.training.tp
@@ -444,7 +444,7 @@ def _forget_preset(values: Any) -> None:
             del values[section][field]
 
 
-def preset_of(config: Config) -> str:
+def preset_in_words(config: Config) -> str:
     """Return the options that the preset sets, as one line of text for people; empty without a preset."""
     chosen = _chosen(config.model_dump())
     return ", ".join(
@@ -464,9 +464,9 @@ def dump(config: Config) -> str:
 
 
 def server_addresses() -> list[str]:
-    """Return the host:port of each inference server in CLEW_LLM_SERVER_ADDRS (comma-separated).
+    """Return the host:port of each inference server in CLEW_LLM_SERVER_ADDRS (comma-separated), or in `SERVERS_ALIAS`.
 
-    If it is empty, callers use the servers of the run directory.
+    If both are empty, callers use the servers of the run directory.
 
     Raises:
         ConfigError: An address is not host:port, or is given twice.

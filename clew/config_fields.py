@@ -86,12 +86,12 @@ class Rollout(Section):
     """Maximum number of versions that a token may be older than the trainer, also called max staleness or
     off-policyness; 0: synchronous."""
     late: Literal["wait", "train"] = "wait"
-    """Treatment of a group that would grow too old: wait for it, or train on it later."""
+    """Treatment of a running group that would exceed max_lag: the batch waits for it, or it is trained on later."""
     drop_equal_rewards: bool = False
-    """Reject groups whose rewards are all equal, and make others in their place."""
+    """Reject groups whose rewards are all equal, and make others in their place (DAPO's dynamic sampling)."""
     max_failed_share: float = Field(default=0.2, ge=0, le=1)
-    """Share of failed episodes above which the run stops. It stops within about a batch if all fail, and later the
-    nearer the share is to this limit, so that chance does not stop a healthy run."""
+    """Share of failed episodes above which the run stops. If all fail, it stops within about a batch. The closer the
+    share is to this limit, the more episodes are counted first, so that chance does not stop a healthy run."""
     episode_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds after which an episode is cancelled and fails."""
 
@@ -150,8 +150,8 @@ class Inference(Section):
     cache_gib: float = Field(default=1.0, gt=0)
     """GiB of memory for keys and values; requests wait when it is full."""
     on_update: Literal["continue", "restart", "wait"] = "continue"
-    """On new weights, generations in flight continue under them, restart from the prompt, or the update waits until
-    they have ended."""
+    """Handling of generations in flight when new weights arrive: continue under the new weights, restart from the
+    prompt, or let the update wait until they have ended."""
     weights: str | None = None
     """Folder for weights on their way to inference, such as /dev/shm/NAME; null: the run directory."""
 
@@ -194,7 +194,7 @@ class Training(Section):
     betas: tuple[DecayRate, DecayRate] = (0.9, 0.95)
     """AdamW's decay rates of the two moments."""
     max_grad_norm: float = Field(default=1.0, gt=0)
-    """Global norm to which larger gradients are scaled."""
+    """Maximum global norm of the gradient; larger ones are scaled down to it."""
     on_bad_gradient: Literal["stop", "skip"] = "stop"
     """Reaction to an update with NaN, infinity or a spike: stop the run, or skip the update."""
     spike_factor: float | None = Field(default=None, gt=1)
@@ -272,7 +272,7 @@ class Algorithm(Section):
     sequence a number, or one per token; or, with a critic, (rewards, values, options) -> advantages and returns of each
     sequence's trained tokens."""
     gamma: float = Field(default=1.0, gt=0, le=1)
-    """Discount of a reward per token before it, for gae (arXiv 1506.02438)."""
+    """Discount of rewards per token, for gae (arXiv 1506.02438)."""
     gae_lambda: float = Field(default=0.95, ge=0, le=1)
     """Lambda of gae: 1 trusts only the rewards, 0 the critic's next value (arXiv 1506.02438, equation 16)."""
     critic: str | None = None
@@ -281,14 +281,14 @@ class Algorithm(Section):
     critic_lr: float | None = Field(default=None, gt=0)
     """Peak learning rate of the critic, for gae; null: training.lr."""
     value_clip: float | None = Field(default=0.2, gt=0)
-    """Distance beyond which moving a value gains nothing within a step, for gae (PPO's code, arXiv 2005.12729); null:
-    no limit."""
+    """Clip range of the critic's values: moving a value further than this within a step gains nothing, for gae (PPO's
+    code, arXiv 2005.12729); null: no limit."""
     bootstrap_truncated: bool = False
     """Bootstrap episodes that were cut off at a limit (with a critic): add the critic's value of the last state, as
     AReaL does; false: 0."""
     overlong_penalty: int | None = Field(default=None, ge=1)
-    """Number of last tokens before a response's limit over which a penalty rises to 1 (DAPO, arXiv 2503.14476, equation
-    13); null: no penalty."""
+    """Number of tokens before a response's limit within which a penalty rises from 0 to 1 (DAPO, arXiv 2503.14476,
+    equation 13); null: no penalty."""
     overlong_filter: bool = False
     """Leave sequences that were cut off at a limit out of the loss (arXiv 2503.14476)."""
     loss: str = "clip"
@@ -318,7 +318,7 @@ class Algorithm(Section):
     """Leave tokens with a negative advantage out of the loss if the mean of log(behaviour / current probability) over
     their sequence is above this (DeepSeek-V3.2, arXiv 2512.02556, section 3.1); null: off."""
     kl_coef: float = Field(default=0.0, ge=0)
-    """Weight of the KL divergence from the run's first model; for dpo its beta, 0.1 if unset."""
+    """Weight of the KL divergence from the run's first model (the reference model); for dpo its beta, 0.1 if unset."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the KL divergence (Schulman, joschu.net/blog/kl-approx.html)."""
     kl_in: Literal["loss", "reward"] = "loss"
@@ -372,9 +372,9 @@ class Eval(Section):
     path: str | None = None
     """Held-out rows, given like data.path: prompts, or demonstrations for `clew sft`; null: none."""
     every_steps: int = Field(default=10, ge=1)
-    """Number of steps N between evaluations: of versions 0, N, 2N, ... and the last."""
+    """Number N of steps between evaluations: versions 0, N, 2N, ... and the last are evaluated."""
     n_samples: int = Field(default=1, ge=1)
-    """Number of episodes per prompt n, for pass@1 to pass@n."""
+    """Number n of episodes per prompt, for pass@1, pass@2, pass@4, ... up to pass@n."""
     temperature: float = Field(default=0.0, ge=0)
     """Sampling temperature; 0: take the likeliest token."""
     pass_above: float = 0.5

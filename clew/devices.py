@@ -106,7 +106,7 @@ def gpus(environment: Mapping[str, str] = os.environ, nodes: Path = Path("/dev")
     return [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1")]
 
 
-def shared_out(devices: Devices, available: list[str]) -> dict[str, str]:
+def assigned_gpus(devices: Devices, available: list[str]) -> dict[str, str]:
     """Return the value of CUDA_VISIBLE_DEVICES for each server ("server", "server-1", ...) and for "trainer".
 
     The result is empty on a machine without GPUs: each device is then a process on the CPU.

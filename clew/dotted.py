@@ -1,7 +1,7 @@
 """Names in the configuration that stand for the user's code, such as `my_project.rewards.exact_match`.
 
-`load` resolves every such name, and decides whether it may be resolved: see `only_trusted`. Error messages need the
-argument `field`: the field of the configuration whose value is the name.
+`load` returns the object that such a name stands for, unless `only_trusted` forbids it. The functions take the argument
+`field`, the field of the configuration that holds the name, to show it in error messages.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def load_module(module_name: str, field: str, path: str | None = None) -> Any:
         )
     here = str(Path.cwd())
     if here not in sys.path:
-        sys.path.append(here)  # at the end: no file that lies here stands in for an installed package
+        sys.path.append(here)  # at the end, so that no file in this folder shadows an installed package
     return _import(module_name, path, field)
 
 
@@ -120,7 +120,7 @@ def _find(module: str) -> Path | None:
 
 
 def check_defined(path: str, field: str) -> None:
-    """Raise ConfigError if `path` (module.name) names nothing. The module's source is read, not run, if it is found."""
+    """Raise ConfigError if `path` (module.name) does not exist. A module whose source is found is read, not run."""
     module, _, name = path.rpartition(".")
     tree = _parse(path, field)
     if tree is None:
@@ -154,7 +154,7 @@ def required_parameters(path: str, field: str) -> int | None:
 
 
 def _parse(path: str, field: str) -> ast.Module | None:
-    """Return the source of the module in `path` (module.name); None if it is no Python file that can be found."""
+    """Return the syntax tree of the module in `path` (module.name); None if no Python file of it can be found."""
     file = _find(path.rpartition(".")[0])
     if file is None or file.suffix != ".py":
         return None

@@ -58,7 +58,11 @@ class Wait:
             return f"numbers not known: {type(error).__name__}: {error}"
 
     def as_dict(self, alike: int = 1) -> dict[str, Any]:
-        """Return the wait as the status file has it. alike: number of waits of this kind."""
+        """Return the wait as the status file has it.
+
+        Args:
+            alike: Number of waits of this kind.
+        """
         return {
             "what": self.what,
             "alike": alike,

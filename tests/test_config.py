@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from clew import config
 from clew.algorithms import PRESETS, preset_options
-from clew.devices import gpus, parse_devices, shared_out
+from clew.devices import assigned_gpus, gpus, parse_devices
 from clew.dotted import only_trusted
 from clew.errors import ConfigError
 from clew.reading import flat
@@ -203,7 +203,7 @@ def test_a_preset_sets_what_nothing_else_sets(good: Path, tmp_path: Path) -> Non
     algorithm = loaded.algorithm
     assert (algorithm.clip_low, algorithm.clip_high, algorithm.overlong_penalty) == (0.2, 0.5, 200)
     assert loaded.rollout.drop_equal_rewards
-    said = config.preset_of(loaded)
+    said = config.preset_in_words(loaded)
     assert "algorithm.clip_high=0.28" in said and "rollout.drop_equal_rewards=true" in said
     resolved = tmp_path / "resolved.yaml"
     resolved.write_text(config.dump(loaded))
@@ -369,11 +369,11 @@ def test_ranks_share_all_cores(good: Path, monkeypatch: pytest.MonkeyPatch, over
 
 
 def test_devices_are_dealt_out_and_more_than_there_are_is_refused_with_the_numbers(tmp_path: Path) -> None:
-    dealt = shared_out(parse_devices("sglang.d2t2+d2"), list("01234567"))
+    dealt = assigned_gpus(parse_devices("sglang.d2t2+d2"), list("01234567"))
     assert dealt == {"server": "0,1", "server-1": "2,3", "trainer": "4,5"}
-    assert shared_out(parse_devices("sglang.d2t2+d2"), []) == {}, "on a machine without GPUs they are processes"
+    assert assigned_gpus(parse_devices("sglang.d2t2+d2"), []) == {}, "on a machine without GPUs they are processes"
     with pytest.raises(ValueError, match=r"needs 12 devices \(8 for sglang and 4 for training\), and there are 3"):
-        shared_out(parse_devices("sglang.d4t2+d4"), list("012"))
+        assigned_gpus(parse_devices("sglang.d4t2+d4"), list("012"))
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia10"):
         (tmp_path / name).touch()
     assert gpus({}, tmp_path) == ["0", "1", "2"], "CUDA's numbers, not those of the nodes"

@@ -1,7 +1,8 @@
 """Published algorithms, one page each, and the options that they stand for. Read `grpo.py` first, then `ppo.py`.
 
-A page is a module with OPTIONS, `advantages` and `loss`. A page imports what it takes over from an earlier paper from
-that paper's page. A user's own algorithm is a module of the same form, in which each of the three may be missing.
+A page is a module with OPTIONS, `advantages` and `loss`. If a paper reuses a part of an earlier one, its page imports
+that part from the earlier paper's page. A user's own algorithm is a module of the same form, but may lack some of the
+three.
 
 This package is pure: tensors and arrays in, tensors and arrays out. Pages are loaded when they are needed, so that
 importing the package imports neither NumPy nor torch. The pages themselves never import torch.
@@ -45,13 +46,13 @@ FORMULAS = 3
 """Version of Clew's own formulas, so that a replay knows which ones a record was made with.
 
 It is raised when a formula gives other numbers than before from the same inputs. 2: k3 is computed with expm1, and
-clip_share counts what CISPO and the dual clip hold. 3: logits of half precision reach the softmax without a float32
-copy, so CUDA rounds differently.
+clip_share also counts the tokens that CISPO and the dual clip hold. 3: logits of half precision reach the softmax
+without a float32 copy, so CUDA rounds differently.
 """
 
 
 def page(name: str) -> Any:
-    """Return a page of this package."""
+    """Import and return the page with this name."""
     return import_module(f"{__name__}.{name}")
 
 
@@ -70,7 +71,7 @@ def preset_options(preset: str, *, max_new_tokens: int = 256) -> dict[str, Any]:
         max_new_tokens: The limit of the sampling, on which some options depend.
 
     Raises:
-        ConfigError: The user's page cannot be loaded, or has nothing that a page has.
+        ConfigError: The user's page cannot be loaded, or has none of OPTIONS, advantages and loss.
     """
     if preset in PRESETS:
         options = page(preset).OPTIONS

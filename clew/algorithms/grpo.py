@@ -1,6 +1,6 @@
 """GRPO, group relative policy optimization: DeepSeekMath, arXiv 2402.03300.
 
-Equation 3, of which the loss is the negative, with the divergence of equation 4 (k3):
+The loss is the negative of equation 3, with the divergence of equation 4 (k3):
 
     J = 1/G sum_i 1/|o_i| sum_t ( min(r_t A_i, clip(r_t, 1 - eps, 1 + eps) A_i) - beta D_KL )
 """

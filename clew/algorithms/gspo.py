@@ -1,6 +1,6 @@
 """GSPO, group sequence policy optimization: arXiv 2507.18071.
 
-Equation 5: PPO's minimum, in which one ratio of the whole sequence (equation 7) takes the place of each token's:
+Equation 5 is PPO's minimum with one ratio for the whole sequence (equation 7) instead of one for each token:
 
     J = 1/G sum_i min(s_i A_i, clip(s_i, 1 - eps_low, 1 + eps_high) A_i)
     s_i = exp( 1/|y_i| sum_t log(pi(y_i,t) / pi_old(y_i,t)) )

@@ -1,8 +1,7 @@
 """PPO, proximal policy optimization: arXiv 1707.06347, with the rewards of InstructGPT, arXiv 2203.02155.
 
 Advantages are those of GAE, arXiv 1506.02438: a state is the tokens so far, an action the next token. Only trained
-tokens are actions. Text of the environment between two turns is part of the next state, and not
-a time step of its own.
+tokens are actions. Text of the environment between two turns is part of the next state, and is not a time step.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Rejection: tokens and sequences that lie too far from the policy that sampled them add nothing to the loss.
+"""Rejection: leave out of the loss tokens and sequences whose probability has moved too far since sampling.
 
 It depends on logprobs and advantages alone, so it works beside any importance weight and any loss.
-Tensors have one entry per trained token, [N]. docs/algorithms.md has the names that other systems have for it.
+Tensors have one entry per trained token, [N]. docs/algorithms.md lists the names that other systems use.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def rejections(tokens: TrainedTokens, options: Algorithm) -> Tensor:
 
 
 def reasons_of(why_N: np.ndarray) -> list[str]:
-    """Return the words for all reasons that any of these tokens was rejected for."""
+    """Return the words for every reason for which at least one of these tokens was rejected."""
     known = np.nan_to_num(why_N).astype(np.int64)  # another trainer may have recorded anything
     return [word for bit, word in REASONS.items() if (known & bit).any()]
 

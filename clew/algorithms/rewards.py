@@ -35,7 +35,7 @@ def within_groups(
 
     Args:
         compute: Function that returns one number for each sequence, episode by episode.
-        batch: Whether the whole batch is one group.
+        batch: True if the whole batch is one group.
 
     Raises:
         TrainingError: An episode has no other episode to be compared with.

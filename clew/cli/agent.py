@@ -95,7 +95,7 @@ def agent_stress(
     ] = None,
     latency: Annotated[
         float,
-        typer.Option(min=0, help="Minimum seconds that an answer of the stand-in takes; at most half as long again."),
+        typer.Option(min=0, help="Minimum seconds before the stand-in answers; it waits up to 1.5 times as long."),
     ] = 1.0,
     tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens of most synthetic answers.")] = 64,
     recorded: Annotated[
@@ -110,7 +110,7 @@ def agent_stress(
         float,
         typer.Option(
             min=0.1,
-            help="Maximum seconds of an episode, not counting the model and a busy processor; five times that in all.",
+            help="Maximum seconds of an episode, without waits for the model or a busy processor; 5 times that in all.",
         ),
     ] = 120.0,
     json_to: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON.")] = None,

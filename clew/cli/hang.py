@@ -93,7 +93,7 @@ def hang(
     if str(json_file) == "-":
         print(json.dumps(report.as_json(), indent=1))
     else:
-        print(report.in_text())  # first: a file that cannot be written must not cost the verdict
+        print(report.in_text())  # first, so that the verdict is shown even if a file cannot be written
         if json_file is not None:
             _write_text(json_file, json.dumps(report.as_json(), indent=1))
     if html_file is not None:
@@ -105,7 +105,7 @@ def hang(
 
 
 def _here(run: Path | None, pids: list[int] | None, job: str | None, *, once: bool) -> Snapshot:
-    """Return what is seen of a job on this machine. If none is named, there must be exactly one: it is taken."""
+    """Examine a job on this machine: that of RUN, the processes or --job. If none is named, take the only one."""
     from clew.errors import ConfigError
     from clew.hang import jobs
     from clew.hang.examine import examine, processes_of_run, run_of

@@ -72,7 +72,7 @@ def replay(
         typer.Argument(
             metavar="[KEY=VALUE]...",
             help="Fields to change: train into a new run directory, and show both runs side by side. "
-            "With --stage, for another trainer's record: how that trainer computed.",
+            "With --stage, on another trainer's record: fields that describe its algorithm.",
         ),
     ] = None,
     steps: Annotated[
@@ -95,7 +95,7 @@ def replay(
         ),
     ] = True,
     device: Annotated[str | None, typer.Option(help="Device to use instead of the run's: cpu or cuda.")] = None,
-    ranks: Annotated[int, typer.Option(min=1, help="Train on this many ranks, whatever the run had.")] = 1,
+    ranks: Annotated[int, typer.Option(min=1, help="Number of ranks to train on; it may differ from the run's.")] = 1,
     trust: Trust = None,
 ) -> None:
     """Train recorded steps again and compare every stage with the record; the first difference is named.
@@ -156,7 +156,7 @@ def blame(
     ] = None,
     trust: Trust = None,
 ) -> None:
-    """Find which sequences and tokens caused a spike (of gradient, loss or KL) or a NaN: each one's part, worst first.
+    """Find which sequences and tokens caused a spike (of gradient, loss or KL) or a NaN: contributions, worst first.
 
     Example: clew blame runs/addition/grpo --step 3 --top 5
     """
@@ -189,7 +189,7 @@ def bundle(
     path = write_bundle(directory, step, stages_only=stages_only, to=to)
     summary = directory.steps.read(step)
     usage = f"`clew replay {path}` {'checks its stages' if stages_only else 'runs it'}, on any machine."
-    if not directory.steps.by_clew:  # then nothing says how the loss was computed
+    if not directory.steps.by_clew:  # another trainer's record does not say how the loss was computed
         usage = f"`clew replay {path} --stage data` checks it, `clew show {path}` shows it."
     print(f"{path} ({path.stat().st_size / 1e6:.2f} MB). {usage}")
     for field in summary.get("code", {}):

@@ -75,7 +75,7 @@ def sft(config: ConfigFile, overrides: Overrides = None) -> None:
 
     Example: clew sft examples/addition/sft.yaml training.steps=5 trial=sft-try
     """
-    from clew.launch.no_progress import watching_itself
+    from clew.launch.no_progress import with_hang_watch
     from clew.launch.preflight import check_named
     from clew.launch.ranks import starts_ranks
     from clew.loop.sft import check_first_row
@@ -88,7 +88,7 @@ def sft(config: ConfigFile, overrides: Overrides = None) -> None:
     if starts_ranks(loaded.launch.ranks):
         check_first_row(loaded)
         logs = RunDirectory(loaded.run_path).logs
-    on_ranks(loaded.launch.ranks, watching_itself(loaded)(lambda: run_sft(loaded)), logs)
+    on_ranks(loaded.launch.ranks, with_hang_watch(loaded)(lambda: run_sft(loaded)), logs)
 
 
 def serve(
@@ -181,7 +181,7 @@ def learn(config: ConfigFile, overrides: Overrides = None) -> None:
 
     Example: clew learn examples/addition/grpo.yaml trial=try
     """
-    from clew.launch.no_progress import watching_itself
+    from clew.launch.no_progress import with_hang_watch
 
     set_up_log()
     loaded, run = open_run_of(config, overrides)
@@ -190,7 +190,7 @@ def learn(config: ConfigFile, overrides: Overrides = None) -> None:
         if loaded.debug.replay_rollout_data:
             _train(loaded, run, [])
         else:
-            watching_itself(loaded)(_learn)(loaded, run)
+            with_hang_watch(loaded)(_learn)(loaded, run)
 
     on_ranks(loaded.launch.ranks, work, run.logs)
 
@@ -224,7 +224,7 @@ def evaluate(
     from clew.errors import ConfigError
     from clew.view.evaluation import show_failed, show_missed, show_models
 
-    # For a text that is too long for a path, as an override may be, this returns False; Path.exists would raise.
+    # os.path.exists returns False for text that is too long for a path, as an override may be. Path.exists raises.
     names = [each for each in models if "=" not in each or os.path.exists(each)]  # noqa: PTH110
     if not names:
         raise typer.BadParameter("name a model, a checkpoint or a run before the fields to override")
@@ -286,8 +286,8 @@ def config(
         raise typer.BadParameter("name a CONFIG file, or ask for --schema")
     else:
         loaded = load_config(config, overrides)
-        if chosen := configuration.preset_of(loaded):
-            print(f"# algorithm.preset={loaded.algorithm.preset} sets, where nothing else does: {chosen}")
+        if chosen := configuration.preset_in_words(loaded):
+            print(f"# algorithm.preset={loaded.algorithm.preset} sets these options unless you set them: {chosen}")
         print(configuration.dump(loaded), end="")
 
 

@@ -1,1 +1,1 @@
-"""Questions to a machine or a run."""
+"""Diagnosis of a machine or a run: code behind doctor, replay, diff, blame, agent and eval."""

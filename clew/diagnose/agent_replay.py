@@ -118,7 +118,7 @@ async def _replay(
     return Replay(
         answered=model.answered,
         recorded=model.recorded,
-        live=model.live,
+        live=model.live_answers,
         difference=model.difference,
         rewards=rewards,
         error=failure,

@@ -66,8 +66,7 @@ async def run_agent(
         finally:
             await client.really_close()
         return
-    tokenizer, gateway = load_tokenizer(found.model), GatewayThread(Limits(), found.engine.close)
-    workflow = AgentWorkflow(agent, gateway)
+    tokenizer = load_tokenizer(found.model)
     shared = Resources(
         engine=found.engine,
         tokenizer=tokenizer,
@@ -78,6 +77,8 @@ async def run_agent(
         context=context_of(found.model),
         vision=load_vision(found.model) if found.takes_images else None,
     )
+    gateway = GatewayThread(Limits(), found.engine.close)
+    workflow = AgentWorkflow(agent, gateway)
     try:
         for number, row in enumerate(rows):
             yield await _with_capture(workflow, shared, f"g{number:06d}", row), tokenizer

@@ -131,9 +131,7 @@ def _tokens(part: Part, found: Parts, count: int, by: str) -> Table:
 
 
 def _conversation(row: Sequence) -> Text:
-    shown = Text(
-        f"{row.id}: {row.episode_id}, {row.finish_reason or 'not known how it ended'}, rewards {row.rewards}\n"
-    )
+    shown = Text(f"{row.id}: {row.episode_id}, {row.finish_reason or 'finish reason unknown'}, rewards {row.rewards}\n")
     for place, entry in enumerate(row.interactions or [row.data]):  # another trainer may record none, or other fields
         if isinstance(entry, dict) and {"prompt", "completion"} <= entry.keys():
             if entry["prompt"] is not None:

@@ -104,7 +104,7 @@ def values_at(run: RunDirectory, step: int) -> dict[str, Any]:
 
 
 def code_at(run: RunDirectory, step: int) -> dict[str, str]:
-    """Return the digests of the files that configured functions are from, by field, as a step recorded them."""
+    """Return the digest of each configured function's file, by field of the configuration, as a step recorded it."""
     return run.steps.read(step).get("code", {})
 
 
@@ -124,7 +124,7 @@ def configuration_changes(runs: Pair, step: int) -> dict[str, str]:
 
 
 def note_configuration(runs: Pair, steps: range, names: tuple[str, str], ignore: list[str]) -> None:
-    """Print how the configurations differ although all stages agree, and which files of configured functions do.
+    """Print how configurations and files of configured functions differ although all stages agree.
 
     Configurations are compared at the first step whose recorded ones differ, or else at the last step. Files are
     compared at the last step.
@@ -141,7 +141,7 @@ def note_configuration(runs: Pair, steps: range, names: tuple[str, str], ignore:
 def code_changed_later(runs: Pair, steps: range) -> list[str]:
     """Return a line for each file of configured code that changed in one run alone, after the first of these steps.
 
-    Asynchronous runs part at once, so what explains a later drop of the reward is often not the first difference.
+    Asynchronous runs differ from the start, so the first difference often does not explain a later drop of the reward.
     """
     lines: list[str] = []
     before: list[dict[str, str]] | None = None
@@ -167,7 +167,7 @@ def print_explanation(runs: Pair, found: Difference, names: tuple[str, str], env
         *other_files(*(code_at(run, found.step) for run in runs), which="another file"),
         *other_files(*map(_files, before), which="of the checkpoint before this step"),
     ]
-    if not environments or not before[0].get("version"):  # otherwise it is rounding
+    if not environments or not before[0].get("version"):  # otherwise rounding explains other weights
         lines += _other_weights(*before)
     print_list("environment of the step", environments, names)
     print_list("packages, code and files", lines, names)
@@ -200,7 +200,7 @@ def _other_weights(then: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
 
 
 def other_prompts(runs: Pair, steps: range, names: tuple[str, str]) -> list[str]:
-    """Return lines on how the prompts of these steps differ: the columns, and prompts that only one run repeats."""
+    """Return lines on how the prompts of these steps differ: in which columns, and which run repeats more of them."""
     both = [step for step in steps[:STEPS_OF_DATA] if all(run.steps.has_data(step) for run in runs)]
     rows_of_runs = ([_rows_of(run.steps.data_path(step)) for step in both] for run in runs)
     sides = [{group: row for of_step in of_run for group, row in of_step.items()} for of_run in rows_of_runs]
@@ -258,7 +258,8 @@ def factor_between(runs: Pair, found: Difference, names: tuple[str, str]) -> str
     else:
         what, stages = found.stage, [run.steps.read_stages(step).arrays.get(found.stage, {}) for run in runs]
         if plan := runs[0].steps.read(step).get("plan"):  # later updates have other weights
-            ids = [list(batches[0])[row] for micro in plan[0] for row in micro]
+            in_order = list(batches[0])
+            ids = [in_order[row] for micro in plan[0] for row in micro]
         ids = [id for id in ids if all(id in stage for stage in stages)]
         sides = [np.concatenate([np.empty(0), *(stage[id] for id in ids)]) for stage in stages]
     then, now = sides

@@ -45,7 +45,7 @@ def counterfactual(run: RunDirectory, first: int, last: int, overrides: list[str
     going_on = config.run_path.exists() and _left_unfinished(config, run, last)
     if config.run_path.exists() and not going_on:
         raise RecordError(
-            f"{config.run_path} is there already, and is not what this command left unfinished. Choose another "
+            f"{config.run_path} already exists, and this command did not leave it unfinished. Choose another "
             f"trial=NAME, or remove it."
         )
     new = RunDirectory(config.run_path)
@@ -84,7 +84,7 @@ def _configured(run: RunDirectory, first: int, overrides: list[str], *, kept: bo
         f"experiment={recorded.experiment}",
         f"trial={_free_trial(root / recorded.experiment, recorded.trial)}",
     ]
-    last_words = [  # after the user's overrides, so that they cannot be overridden
+    forced = [  # after the user's overrides, so that they cannot be overridden
         "launch.ranks=1",
         "training.tp=1",
         "debug.replay_rollout_data=true",
@@ -93,11 +93,11 @@ def _configured(run: RunDirectory, first: int, overrides: list[str], *, kept: bo
         f"debug.path={run.path}",
         f"debug.first_step={first}",
     ]
-    config = configuration.load(run.config_path, [*ours, *overrides, *last_words])
+    config = configuration.load(run.config_path, [*ours, *overrides, *forced])
     if config.model.path != recorded.model.path:
         raise ConfigError(
-            f"model.path={config.model.path}: step {first} is trained on with the model that the steps before it left. "
-            f"Override what it is trained with; for another model, `clew train` with debug.replay_rollout_data."
+            f"model.path={config.model.path}: the model cannot be changed, because step {first} continues from the "
+            f"steps before it. To train another model, use `clew train` with debug.replay_rollout_data."
         )
     return config
 

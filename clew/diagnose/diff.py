@@ -72,7 +72,7 @@ def diff(a: Path, b: Path, *, ignore: list[str], plot: Path | None) -> bool:
                 print(f"STILL DIFFERENT  {line}")
             causes.note_configuration(runs, steps, names, ignore)
             plans = "" if tolerance.exact else ", plans of micro-batches"
-            print(f"not looked at: what the files of checkpoints and images hold{plans} (`clew replay` does that).")
+            print(f"not compared: contents of checkpoint and image files{plans} (`clew replay` compares them).")
         else:
             _print_difference(runs, found, steps, names, ignore, environments, named=a)
             print_list("evaluations", held_out, names)
@@ -116,12 +116,12 @@ def _print_difference(
             print(f"rows of data: {line}")
     if runs[0].steps.by_clew and found.stage == "data" and found.where.endswith((", reward", ", rewards")):
         again = f"clew replay {named} --step {found.step} --reward"
-        print(f"the tokens agree: `{again}` says what the reward function gives now")
+        print(f"the tokens agree: `{again}` shows what the reward function returns now")
     print_list("changed later", causes.code_changed_later(runs, range(found.step, steps.stop)), names)
     explained = causes.print_explanation(runs, found, names, [each for each in environments if each != SAMPLING_NOISE])
     if not (changed or explained):
         print(
-            "configuration, environment, packages, the files that configured functions are from and the tokenizer are "
+            "configuration, environment, packages, tokenizer and the files of configured functions are "
             "the same: what differs was altered, or is not recorded, such as the content of the data file, an "
             "environment variable or a module that a configured function imports"
         )
@@ -153,7 +153,7 @@ def _compared(runs: Pair, steps: range) -> tuple[Difference | None, Tolerance, l
     return found, tolerance, environments, start
 
 
-SAMPLING_NOISE = "the engine rounds a logprob by which sequences it computes side by side"
+SAMPLING_NOISE = "how the engine rounds a logprob depends on which sequences it computes side by side"
 
 
 def _is_sampling_noise(found: Difference) -> bool:
@@ -168,7 +168,7 @@ CHOOSING = ("data.", "rollout.batch_groups", "rollout.n_samples", "rollout.drop_
 
 
 def _is_chance(runs: Pair, found: Difference, changed: Iterable[str]) -> bool:
-    """Return whether asynchronous runs merely took other groups: which ones finish first is a matter of timing.
+    """Return whether asynchronous runs differ by chance alone: timing decides which groups finish first and are taken.
 
     `changed` are the fields of the configuration that differ.
     """
@@ -193,12 +193,12 @@ def _print_configured(
         if (first := next(differences.in_metrics(step, *own), None)) is not None:
             print(f"FIRST DIFFERENCE  {first.in_words(*names)}, which follows from {fields[first.where]}")
             break
-    by_chance = "which asynchronous runs do by chance (rollout.max_lag)"
-    print(f"other groups, {by_chance}: {found.in_words(*names)}")
+    by_chance = "as asynchronous runs do by chance (rollout.max_lag)"
+    print(f"the runs took different groups, {by_chance}: {found.in_words(*names)}")
     values = {field: causes.values_at(runs[1], found.step).get(field) for field in changed}
     changes = [f"{field}={value}" for field, value in values.items() if field.startswith(("training.", "algorithm."))]
     if changes:
-        print(f"what follows from these alone: `clew replay {runs[0].path} {' '.join(changes)} trial=NAME`")
+        print(f"to see the effect of these settings alone: `clew replay {runs[0].path} {' '.join(changes)} trial=NAME`")
 
 
 def _besides(runs: Pair, steps: range) -> list[str]:
@@ -349,7 +349,7 @@ def _in_stages(
         differing = [name for name in before if name in after and before[name] != after[name]]
         suggests = found.suggests or differences.of_sequences(differing, list(before), math.inf)
         yield replace(found, suggests=suggests)
-    plan = then.get("plan") or [[list(range(len(ours)))]]  # another trainer's is not known
+    plan = then.get("plan") or [[list(range(len(ours)))]]  # another trainer may record no plan
     if max((row for minibatch in plan for micro in minibatch for row in micro), default=0) >= len(ours):
         raise RecordError(
             f"Cannot compare step {step}: {runs[0].steps.json_path(step)} plans with more sequences than "
@@ -376,7 +376,7 @@ def _in_order(tensors: dict[str, Any], names: list[str], wanted: list[str]) -> d
         return tensors
 
     def ordered(digests: str) -> str:
-        if len(digests) != 16 * len(names):  # other parameters, such as before a critic was dropped
+        if len(digests) != 16 * len(names):  # the step had other parameters, such as a critic's that was dropped later
             return digests
         by_name = dict(zip(names, from_hex(digests), strict=True))
         return to_hex(by_name[name] for name in wanted)
@@ -405,7 +405,7 @@ def _same_files(runs: Pair, step: int) -> bool:
 
 
 def _in_batches(step: int, left: list[Sequence], right: list[Sequence], tolerance: Tolerance) -> Difference | None:
-    """Return the first sequence, column and token in which the data differ.
+    """Return the first difference in the data, with its sequence, column and token; None if there is none.
 
     The tolerance is for the logprobs only: they came from weights that may have been computed in another environment.
     """
@@ -418,7 +418,8 @@ def _in_batches(step: int, left: list[Sequence], right: list[Sequence], toleranc
             return found
         aligned = [
             _in_column(step, name, column, a, b, tolerance if column == "logprobs" else EXACT)
-            for column in sorted(ALIGNED, key=lambda column: column == "logprobs")  # last: other columns explain it
+            # logprobs come last, because a difference in another column explains theirs
+            for column in sorted(ALIGNED, key=lambda column: column == "logprobs")
         ]
         if apart := [each for each in aligned if each is not None]:
             return min(apart, key=lambda each: each.position or 0)
@@ -481,9 +482,9 @@ def _in_column(step: int, name: str, column: str, a: Sequence, b: Sequence, tole
     values = [row[position].item() if position < len(row) else "absent" for row in (then, now)]
     suggests = ""
     if column == "input_ids" and "absent" in values:
-        suggests = "one answer begins like the other and is longer: a limit differs, or the token that ends an answer"
+        suggests = "one answer is the beginning of the other: a token limit differs, or the token that ends an answer"
     elif column == "input_ids" and not (a.loss_mask[: position + 1] & b.loss_mask[: position + 1]).any():
-        suggests = "the rows agree and the tokens of the prompt differ: the chat template does, or the tokenizer"
+        suggests = "the data rows agree, but the prompt's tokens differ: another chat template, or another tokenizer"
     return Difference(
         step=step,
         stage="data",

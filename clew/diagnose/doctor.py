@@ -129,6 +129,9 @@ def _open_files() -> tuple[str, str, str]:
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return "good", "any number of open files", ""
     if soft < 1024:
-        return "warn", f"at most {soft} open files", f"ulimit -n {min(hard, 65536)}"
+        most = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+        return "warn", f"at most {soft} open files", f"ulimit -n {most}"
     return "good", f"up to {soft} open files", ""

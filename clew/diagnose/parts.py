@@ -1,4 +1,4 @@
-"""Each sequence's part in a step: found by training the step again, or estimated from the record alone."""
+"""Contribution of each sequence to a step: found by training the step again, or estimated from the record alone."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Part:
     tokens: Mapping[str, np.ndarray]
     """[N] values of its trained tokens by name: position, pull, behaviour, advantage, … Only known ones."""
     finite: bool
-    """True if all numbers of its loss and gradient are finite; if only the record was read, all recorded numbers."""
+    """True if its loss and gradient are finite; if only the record was read, if all its recorded numbers are."""
     not_finite: str | None = None
     """Place where NaN or infinity first appeared when the sequence was computed alone."""
 
@@ -64,7 +64,7 @@ class Parts:
 
 
 def parts_of(run: RunDirectory, step: int) -> Parts:
-    """Return the parts of a step that was committed, or that failed."""
+    """Return the contributions of all sequences to a step, which may also be one that failed."""
     if not run.steps.by_clew:
         return _recorded(run, step, "another trainer wrote it, which leaves no checkpoint that Clew can train from")
     checkpoints = run.checkpointed()
@@ -85,7 +85,7 @@ def _trained(run: RunDirectory, step: int) -> Parts:
     again = f"training again up to step {step - 1}"
     for done in tracked(replay(run, engine, step - 1), again, total=step - engine.version, unit="steps"):
         if done.differences:
-            print(f"on the way there: {done.differences[0]}", file=sys.stderr)
+            print(f"before step {step}: {done.differences[0]}", file=sys.stderr)
     configure_as(run, engine, run.steps.read(step) if step < run.steps.count() else None)
     with np.errstate(invalid="ignore"):  # `Parts.not_finite` names what is not finite
         prepared = engine.prepare(batch)
@@ -148,8 +148,8 @@ def _trained_part(
 def _recorded(run: RunDirectory, step: int, why: str) -> Parts:
     """Return the parts, as far as the recorded data and stages determine them.
 
-    The pull is that of the plain policy gradient: |advantage x current / behaviour probability| x (1 - current
-    probability), divided by the number of trained tokens.
+    The pull of a token is that of the plain policy gradient: |advantage x current / behaviour probability| x (1 -
+    current probability), divided by the number of tokens that were trained in the sequence's update.
     """
     batch, stages, summary = run.steps.read_data(step), Stages(digests={}, arrays={}), {}
     if run.steps.json_path(step).exists():  # otherwise it failed, and may have stages of only some ranks
@@ -159,7 +159,7 @@ def _recorded(run: RunDirectory, step: int, why: str) -> Parts:
     estimator = summary.get("config", {}).get("algorithm", {}).get("kl_estimator", "k3")
     trained = [int(row.loss_mask.sum()) for row in batch]
     total, of_updates = max(1, sum(trained)), _trained_in_updates(trained, summary.get("plan", []))
-    assumed = _over_mean(batch)
+    assumed = _rewards_over_group_mean(batch)
     parts: list[Part] = []
     for row, of_update in zip(batch, of_updates, strict=True):
         known = {name: values[row.id][row.loss_mask] for name, values in stages.arrays.items()}
@@ -168,7 +168,7 @@ def _recorded(run: RunDirectory, step: int, why: str) -> Parts:
     if "reference_logprobs" in stages.arrays and "kl" not in stages.arrays and not run.steps.by_clew:
         why += "; its kl is estimated by k3"
     if "advantages" not in stages.arrays:
-        why += "; it has no advantages: a reward less the mean of its group's stands for them"
+        why += "; it has no advantages, so each reward minus the mean of its group is used instead"
     trains = "it is found by training the step again"
     return Parts(
         parts=parts,
@@ -202,7 +202,7 @@ def _recorded_part(
     """Return the part of a sequence.
 
     Args:
-        data: What follows from its data about each trained token [N]; the advantage counts if no stage has it.
+        data: Values of its trained tokens [N] that follow from its data; the advantage is used if no stage has one.
         stages: Values of its trained tokens [N] by stage.
         of_update: Number of trained tokens in the sequence's update.
         total: Number of trained tokens in the step.
@@ -213,7 +213,7 @@ def _recorded_part(
         ratio = np.exp(current - tokens["behaviour"])
         # -expm1(logprob) is 1 - probability, accurate even where that is far below the rounding error of 1
         pull = np.abs(tokens["advantage"] * ratio) * -np.expm1(np.minimum(current, 0)) / of_update
-    untaught = tokens["advantage"] == 0  # where a ratio that is not finite would make the pull NaN
+    untaught = tokens["advantage"] == 0  # tokens without effect: 0 times an infinite ratio would be NaN
     if "rejected" in tokens:
         untaught |= tokens["rejected"] != 0
     tokens["pull"] = np.where(untaught, 0, pull)
@@ -274,12 +274,13 @@ def _trained_in_updates(trained: list[int], plan: list[list[list[int]]]) -> list
     found = [max(1, sum(trained))] * len(trained)
     for minibatch in plan:
         rows = [row for micro in minibatch for row in micro if row < len(trained)]
+        of_update = max(1, sum(trained[row] for row in rows))
         for row in rows:
-            found[row] = max(1, sum(trained[each] for each in rows))
+            found[row] = of_update
     return found
 
 
-def _over_mean(batch: SequenceABC[Sequence]) -> dict[str, float]:
+def _rewards_over_group_mean(batch: SequenceABC[Sequence]) -> dict[str, float]:
     """Return each sequence's reward minus the mean of its group's episodes, by sequence ID."""
     groups: dict[str, dict[str, list[Sequence]]] = {}
     for row in batch:

@@ -32,21 +32,22 @@ class RecordedModel(EpisodeEngine):
         live: bool = False,
         sampling: bool = True,
     ) -> None:
-        """Create the session.
+        """Set up the model for one episode.
 
         Args:
-            live: Whether to continue with the engine from the first request that differs.
-            sampling: Whether a request with other sampling parameters counts as different.
+            answers: Recorded interactions of the episode.
+            live: True: the engine answers from the first request that differs on. False: that request fails.
+            sampling: True: a request with other sampling parameters counts as different.
         """
         super().__init__(shared, episode_id)
         self.recorded = len(answers)
         self.answered = 0
-        self.live = 0
+        self.live_answers = 0
         """Number of requests that the engine answered."""
         self.difference: list[str] = []
         """Lines that show the first request that differs and the recorded one; empty if none differed."""
         self._unused = list(answers)
-        self._live = live
+        self._continue_live = live
         self._sampling_counts = sampling
 
     async def generate(
@@ -77,12 +78,12 @@ class RecordedModel(EpisodeEngine):
                 self.interactions.append(interaction)
                 return interaction
             self.difference = self._describe(now)
-        if not self._live:
+        if not self._continue_live:
             raise EpisodeError(
-                f"Cannot answer request {index} from the record of {self.episode_id}: the agent asks something else "
-                f"than then. {self.difference[0].removesuffix(':')}."
+                f"Cannot answer request {index} from the record of {self.episode_id}: the agent now asks something "
+                f"else. {self.difference[0].removesuffix(':')}."
             )
-        self.live += 1
+        self.live_answers += 1
         return await super().generate(
             input_ids, prompt=prompt, images=images, index=index, details=details, **overrides
         )
@@ -155,7 +156,7 @@ class RecordedModel(EpisodeEngine):
 
     def _describe(self, now: Interaction) -> list[str]:
         if not self._unused:
-            head = f"request {now.index} is one more than the {self.recorded} that are recorded:"
+            head = f"request {now.index} is new: every recorded request ({self.recorded}) is already answered:"
             return [head, *_lines(now.prompt)]
         then = next((each for each in self._unused if each.index == now.index), self._unused[0])
         found = self._difference(then, now)
@@ -235,7 +236,7 @@ def _lines(prompt: Any) -> list[str]:
 
 
 def resources_of(run: RunDirectory, config: Config, engine: Any, reward: Any) -> Resources:
-    """Return what the episodes of a run share, with the tokenizer and the image processing of a checkpoint."""
+    """Return what a run's episodes share. Tokenizer and image processing are those of the oldest checkpoint, if any."""
     versions = run.checkpointed()
     tokenizer = load_tokenizer(str(run.checkpoint(versions[0])) if versions else config.model.path)
     return resources(config, engine, tokenizer, reward, vision=load_vision(tokenizer.name_or_path))

@@ -33,8 +33,8 @@ REWARDS_SHOWN = 20
 class Options:
     """Options of `clew replay`, as its help describes them.
 
-    `stages`, `stop`, `reward` and `overrides` are different ways to replay, so at most one of them may be set. Only in
-    the record of another trainer may `overrides` go with `stages`, see `says_how`.
+    `stages`, `stop`, `reward` and `overrides` are different ways to replay, so at most one of them may be set. There is
+    one exception: for another trainer's record, `overrides` may go with `stages`; see `describes_other_trainer`.
     """
 
     steps: str | None = None
@@ -54,15 +54,16 @@ class Options:
     """Modules that may be imported, see `clew.dotted.only_trusted`."""
 
     @property
-    def asked(self) -> list[str]:
+    def modes(self) -> list[str]:
         """Names of the options that choose a way to replay."""
-        ways = {"--stage": self.stages, "--reward": self.reward, "--break": self.stop, "key=value": self.overrides}
-        return [name for name, value in ways.items() if value]
+        stages, stop = self.stages is not None, self.stop is not None
+        ways = {"--stage": stages, "--reward": self.reward, "--break": stop, "key=value": bool(self.overrides)}
+        return [name for name, chosen in ways.items() if chosen]
 
     @property
-    def says_how(self) -> bool:
-        """True if overrides may say how another trainer computed the stages."""
-        return self.asked == ["--stage", "key=value"]
+    def describes_other_trainer(self) -> bool:
+        """True if both are given. The overrides then describe how another trainer computed the stages."""
+        return self.modes == ["--stage", "key=value"]
 
     def check(self) -> None:
         """Raise ConfigError if a value is unknown, or options do not go together in any run."""
@@ -76,17 +77,17 @@ class Options:
             )
         if not self.verify and (self.stages is not None or self.reward or self.overrides):
             raise ConfigError(
-                f"--no-verify trains again without comparing, and {self.asked[0]} does not. Leave one out."
+                f"--no-verify trains again without comparing, and {self.modes[0]} does not. Leave one out."
             )
-        if self.ranks > 1 and self.asked:
+        if self.ranks > 1 and self.modes:
             raise ConfigError(
-                f"--ranks {self.ranks} trains with several processes, {self.asked[0]} with one. Leave one out."
+                f"--ranks {self.ranks} trains with several processes, {self.modes[0]} with one. Leave one out."
             )
 
     def check_against(self, run: RunDirectory, first: int) -> None:
         """Raise ClewError if this run cannot be replayed in this way from step `first` on."""
-        if len(self.asked) > 1 and not (self.says_how and not run.steps.by_clew):
-            raise ConfigError(f"{' and '.join(self.asked)} are different ways to replay. Use one of them.")
+        if len(self.modes) > 1 and not (self.describes_other_trainer and not run.steps.by_clew):
+            raise ConfigError(f"{' and '.join(self.modes)} are different ways to replay. Use one of them.")
         if not run.steps.json_path(first).exists() and (self.stages is not None or self.ranks > 1):
             raise RecordError(
                 f"Cannot compare step {first} of {run.path}: it was begun and never committed. Leave out --stage and "
@@ -98,7 +99,7 @@ class Options:
                 f"its steps are trained again and compared."
             )
         if self.stop not in (None, "update") and run.supervised:
-            raise RecordError(f"{run.path} is a run of `clew sft`, whose steps stop at --break update alone.")
+            raise RecordError(f"{run.path} is a run of `clew sft`, where only --break update works.")
         if self.overrides and self.stages is None and not run.steps.by_clew:
             raise RecordError(
                 f"Cannot train {run.path} again: another trainer wrote it, without what Clew needs. `--stage "
@@ -122,12 +123,14 @@ def rerun(target: Path, options: Options) -> bool:
             first = last = _step_of(run, options.only, first, last)
         options.check_against(run, first)
         if options.stages is not None:
-            algorithm = _algorithm_of_another(options.overrides, options.stages) if options.says_how else None
+            algorithm = (
+                _algorithm_of_another(options.overrides, options.stages) if options.describes_other_trainer else None
+            )
             return _stages(run, first, last, options.stages.split(","), options.only, algorithm)
         if bundle is not None and bundle["stages_only"]:
-            if options.asked or options.device is not None:
+            if options.modes or options.device is not None:
                 raise RecordError(
-                    f"Cannot use {', '.join(options.asked) or '--device'} on {target}: it was written with "
+                    f"Cannot use {', '.join(options.modes) or '--device'} on {target}: it was written with "
                     f"--stages-only, so it lacks the weights and the rest of the run."
                 )
             print("this bundle has no weights: the stages that need none are compared")
@@ -157,7 +160,7 @@ def _range(run: RunDirectory, steps: str | None, bundle: dict[str, Any] | None) 
             return bundle["step"], bundle["step"]
         first = next((step for step in range(count) if run.steps.has_data(step)), 0)
         if first:
-            print(f"from step {first} on: of those before, the record has no sequences")
+            print(f"from step {first} on: the record no longer has the sequences of earlier steps")
         return first, count - 1
     meant = parse_steps(steps, count)
     first, last = meant[0], meant[-1]
@@ -195,8 +198,8 @@ def _algorithm_of_another(overrides: Sequence[str], stages: str) -> Algorithm:
     for name, override in zip(names, overrides, strict=True):
         if not name.startswith("algorithm.") and name != LIMIT:
             raise ConfigError(
-                f"{override}: of another trainer's record, key=value with --stage says how advantages and loss were "
-                f"computed: expected fields of algorithm, such as algorithm.advantages=group, or {LIMIT}."
+                f"{override}: with --stage, key=value describes how another trainer computed advantages and loss. "
+                f"Use fields of algorithm, such as algorithm.advantages=group, or {LIMIT}."
             )
     needed = "{experiment: another, model: {path: another}, data: {path: another}}"
     algorithm = configuration.parse(needed, Path("key=value"), [*overrides]).algorithm
@@ -206,9 +209,9 @@ def _algorithm_of_another(overrides: Sequence[str], stages: str) -> Algorithm:
             raise ConfigError(f"Cannot derive algorithm.{name}: {LIMIT} is not on record. Set one of the two.")
     if algorithm.minibatches > 1 and algorithm.loss_mean != "token" and "loss" in stages.split(","):
         raise ConfigError(
-            f"algorithm.minibatches={algorithm.minibatches} with algorithm.loss_mean={algorithm.loss_mean}: which "
-            f"sequences shared a mini-batch is not on record, and their loss depends on it. --stage advantages can be "
-            f"computed again."
+            f"algorithm.minibatches={algorithm.minibatches} with algorithm.loss_mean={algorithm.loss_mean}: the "
+            f"loss depends on which sequences shared a mini-batch, and that is not on record. Use --stage advantages, "
+            f"which can be computed again."
         )
     return algorithm
 
@@ -246,7 +249,7 @@ def _rewards(run: RunDirectory, first: int, last: int, only: str | None) -> bool
     if more := found[REWARDS_SHOWN:]:
         print(f"… and {len(more)} more")
     if traces := [each.traceback.rstrip() for each in found if each.traceback]:
-        print(f"the first that was raised:\n{traces[0]}")
+        print(f"traceback of the first error:\n{traces[0]}")
     count = "1 episode is" if len(found) == 1 else f"{len(found)} episodes are"
     rewards = "the rewards of all episodes are" if not found else f"the rewards of {count} not"
     print(f"{_steps_text(first, last)}: {rewards} what {config.rollout.reward or config.rollout.workflow} gives now.")
@@ -276,7 +279,7 @@ def _train_again(
     from clew.loop.replay import configure_as, engine_at, replay
     from clew.training.ranks import Ranks
 
-    with Ranks.joined() as ranks, ExitStack() as again:
+    with Ranks.joined() as ranks, ExitStack() as progress_stack:
         began = time.perf_counter()
         engine = engine_at(run, first, device, ranks)
         print(f"from checkpoint {engine.version} of {named} ({time.perf_counter() - began:.1f} s)", flush=True)
@@ -288,14 +291,14 @@ def _train_again(
         advance = None
         if engine.version < first and ranks.leads and stop is None:  # a debugger needs the terminal
             doing = f"training again up to step {first - 1}"
-            advance = again.enter_context(progress(doing, total=first - engine.version, unit="steps"))
+            advance = progress_stack.enter_context(progress(doing, total=first - engine.version, unit="steps"))
         try:
             for done in replay(run, engine, min(last, run.steps.count() - 1), verify=verify):
                 if done.step < first and not done.differences:
                     if advance is not None:
                         advance()
                     continue
-                again.close()
+                progress_stack.close()
                 if verify and done.because != because:
                     because = done.because
                     print(f"compared {done.tolerance}{f': {because}' if because else ''}", flush=True)
@@ -305,7 +308,7 @@ def _train_again(
                 numbers, seconds = _loss_and_gradient(done.result.metrics), sum(done.result.timings.values())
                 weights = f"weights {done.result.digests['weights']} ({seconds:.2f} s)"
                 print(f"step {done.step}: {'agrees' if verify else 'trained'}. {numbers}, {weights}", flush=True)
-            again.close()
+            progress_stack.close()
             if last == run.steps.count():
                 nothing = "it is trained, and there is nothing to compare it with"
                 print(f"step {last} was not committed: {nothing}", flush=True)

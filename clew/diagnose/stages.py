@@ -28,7 +28,7 @@ from clew.training.custom import needs_critic
 WITHOUT_MODEL = ("data", "rewards", "advantages", "loss")
 """Stages that can be checked without a model."""
 
-_BREAKS = 5
+_BREAKS_SHOWN = 5
 """Maximum number of breaks of the chain that are printed."""
 
 
@@ -50,7 +50,7 @@ def check_stages(
         if stage not in WITHOUT_MODEL:
             raise ConfigError(
                 f"the stage {stage!r} cannot be computed from recorded inputs alone. These can: "
-                f"{', '.join(WITHOUT_MODEL)}. Leave --stage away to train the step again, with model and checkpoint."
+                f"{', '.join(WITHOUT_MODEL)}. Leave out --stage to train the step again, with model and checkpoint."
             )
     batch, summary = run.steps.read_data(step), run.steps.read(step)
     recorded, rows = run.steps.read_stages(step, batch), select_rows(run, step, batch, only)
@@ -66,7 +66,7 @@ def check_stages(
         algorithm = configured(run.steps.json_path(step), summary)[1]
     else:
         summary = summary | {"plan": summary.get("plan") or [[list(range(len(batch)))]]}
-        _check_anothers(step, stages, algorithm)
+        _check_other_trainer(step, stages, algorithm)
     if "rewards" in stages:
         found.append(differences.in_rewards(step, rows))
     for stage in ("advantages", "loss"):
@@ -85,7 +85,7 @@ def check_stages(
 
 
 def read_batch_with_warning(run: RunDirectory, step: int) -> list[Sequence]:
-    """Return the batch of a step; print to stderr where it is not what was trained on."""
+    """Return the batch of a step. If it is not what was trained on, print the first difference to stderr."""
     batch = run.steps.read_data(step)
     if run.steps.json_path(step).exists():  # otherwise it failed, and may have stages of only some ranks
         warn_if_altered(run, batch, run.steps.read_stages(step), run.steps.read(step))
@@ -100,10 +100,10 @@ def chain_holds(run: RunDirectory, steps: range, whose: str = "") -> bool:
         whose: Prefix that names the run, where there are two.
     """
     found = chain.breaks(run, steps)
-    for each in found[:_BREAKS]:
+    for each in found[:_BREAKS_SHOWN]:
         print(f"BROKEN CHAIN  {whose}{each}")
-    if len(found) > _BREAKS:
-        print(f"and {len(found) - _BREAKS} more places where {whose or 'the record '}does not fit together")
+    if len(found) > _BREAKS_SHOWN:
+        print(f"{whose}and {len(found) - _BREAKS_SHOWN} more places where the record does not fit together")
     if not_checked := chain.not_checked(run, steps):
         print(f"{whose}{not_checked}")
     return not found
@@ -135,7 +135,7 @@ def _stands_out(run: RunDirectory, step: int) -> str:
 
 
 def warn_if_altered(run: RunDirectory, batch: list[Sequence], stages: Stages, summary: dict[str, Any]) -> None:
-    """Print to stderr where a batch is not what was trained on."""
+    """Print the first difference to stderr if a batch is not what was trained on."""
     whole = summary["digests"]["data"]
     found = differences.in_batch(summary["step"], stages.digests, batch, whole, rewards_add_up=run.steps.by_clew)
     if found is not None:
@@ -151,13 +151,13 @@ def select_rows(run: RunDirectory, step: int, batch: list[Sequence], only: str |
     return found
 
 
-def _check_anothers(step: int, stages: SequenceABC[str], algorithm: Algorithm | None) -> None:
+def _check_other_trainer(step: int, stages: SequenceABC[str], algorithm: Algorithm | None) -> None:
     """Raise RecordError for a stage that another trainer recorded and that cannot be computed again."""
     for stage in stages:
         if stage == "rewards":
             raise RecordError(
-                f"the rewards of step {step} cannot be computed again: another trainer recorded them, which may have "
-                f"weighted or clipped their parts. --stage data,advantages,loss can."
+                f"the rewards of step {step} cannot be computed again: another trainer recorded them, and may have "
+                f"weighted or clipped their parts. Use --stage data,advantages,loss."
             )
         if stage != "data" and algorithm is None:
             raise RecordError(
@@ -179,8 +179,8 @@ def _check_recorded(
     """Raise RecordError when a stage, or something that it is computed from, is not on record."""
     if sorted(row for minibatch in plan for rows in minibatch for row in rows) != list(range(len(batch))):
         raise RecordError(
-            f"{run.steps.json_path(step)}: its plan has not each of the step's {len(batch)} sequences once: it was "
-            f"altered."
+            f"{run.steps.json_path(step)}: its plan does not have each of the step's {len(batch)} sequences exactly "
+            f"once, so it was altered."
         )
     reference = ["reference_logprobs"] * (algorithm.kl_coef > 0 and (algorithm.kl_in == "loss") == (stage == "loss"))
     values = ["values"] * (stage == "advantages" and needs_critic(algorithm))

@@ -54,7 +54,7 @@ class Submission:
     """IDs of the interactions; the first is the response's ID."""
     fingerprint: bytes
     created_at: float
-    """Time of arrival, in seconds since the epoch."""
+    """Time when generation was begun, in seconds since the epoch."""
     input_ids: Sequence[int]
     speech: Speech
     """Parts of the replies as they come, if the client wants a stream."""
@@ -62,7 +62,7 @@ class Submission:
     left: bool = False
     """True if the client left before it had the reply, and no retry has come since."""
     delivered: bool = False
-    """True once a client had the reply. A retry may get it before the old connection is seen to break."""
+    """True once a client has received the reply. A retry may do so before the old connection is known to be broken."""
 
     @property
     def abandoned(self) -> bool:
@@ -185,7 +185,7 @@ class AgentSession:
         self.rewards[id or known[-1]] = reward
 
     def end(self, why: str) -> None:
-        """Answer no further request, and drop replies that the client never saw: they had no part in the episode."""
+        """Answer no further request, and drop replies that the client never saw and no later request continues."""
         self.ended = self.ended or why
         for request in self._requests:
             if not request.replies.done():
@@ -276,11 +276,13 @@ class AgentSession:
         return ask, f'{CALL_OPENS}\n{{"name": {json.dumps(ask.tool_choice)}, "arguments": ' if forced else ""
 
     def _with_known_variables(self, ask: Ask) -> Ask:
-        """Drop variables that the template does not know, if that does no harm.
+        """Return the request without variables that the chat template does not know, if that does no harm.
 
         A variable that is False, such as enable_thinking, is dropped silently: there is nothing to turn off. Thinking
-        or an effort is dropped with a warning, because frameworks ask for it by default for some model names. Any other
-        variable is refused.
+        or an effort is dropped with a warning, because frameworks ask for it by default for some model names.
+
+        Raises:
+            Refusal: The template does not know any other variable.
         """
         unknown = [name for name in ask.template if name not in self.turns.variables]
         for name in unknown:

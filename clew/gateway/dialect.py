@@ -51,7 +51,7 @@ class Form:
 
     schema: dict[str, Any]
     param: str
-    """Name of the field that asks for it, for errors."""
+    """Name of the request's field that asks for it, shown in errors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class Ask:
     tool_choice: str = "auto"
     """Choice of tools: auto, none, required, or the name of one of the tools."""
     parallel_tool_calls: bool = True
-    """Permission for several tool calls; False: a reply has one tool call at most."""
+    """True if a reply may have several tool calls; False: one at most."""
     sampling: dict[str, Any] = field(default_factory=dict)
     """Fields of SamplingParams that the client set; stop is a tuple of strings."""
     form: Form | None = None
@@ -83,13 +83,13 @@ class Ask:
     template: dict[str, Any] = field(default_factory=dict)
     """Further variables of the chat template, such as enable_thinking."""
     notes: Sequence[str] = ()
-    """Warnings for the client's owner, such as a setting that this model does not have and that changes nothing."""
+    """Warnings for the client's author, such as that a setting has no effect because this model does not have it."""
     extras: dict[str, Any] = field(default_factory=dict)
     """Values that only the dialect itself needs again, to shape its response."""
 
     @property
     def shown_tools(self) -> list[dict[str, Any]]:
-        """Return the tools that the model is told of and may call."""
+        """Return the tools that the model sees and may call."""
         return self.tools if self.tool_choice != "none" else []
 
     @property
@@ -164,7 +164,7 @@ def message_of(reply: Reply) -> Message:
 
 
 def call_entry(id: str | None, name: str, arguments: Any) -> dict[str, Any]:
-    """Return a tool call as OpenAI's API and chat templates write it; the API has the arguments as JSON text."""
+    """Return a tool call as OpenAI's API and chat templates have it. Arguments: JSON text in the API, else a dict."""
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -179,7 +179,7 @@ class Token:
 
 @dataclass(frozen=True, kw_only=True)
 class Delta:
-    """Some words of a reply, or a tool call. Joined, a reply's deltas are its reasoning, its content and its calls."""
+    """A piece of a reply's text, or a tool call. Joined, a reply's deltas are its reasoning, content and calls."""
 
     index: int
     """Index of the reply among the Ask.n replies."""
@@ -233,7 +233,7 @@ class Dialect(Protocol):
         ...
 
     def refuse_in_stream(self, refusal: Refusal, place: int) -> bytes:
-        """Return the event of an error in a stream in which `place` events were sent before."""
+        """Return the event that reports an error in a stream, after `place` earlier events."""
         ...
 
 

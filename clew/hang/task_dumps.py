@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from clew.asyncio_tasks import ASKING
+from clew.asyncio_tasks import DUMP_SIGNAL
 from clew.hang import proc
 from clew.hang.observed import Snapshot
 
@@ -31,7 +31,7 @@ def with_tasks(snapshot: Snapshot, status: Path) -> Snapshot:
     for process in snapshot.processes:
         if process.name and process.last.state not in "ZXTt" and catches(process.pid):
             with suppress(OSError):
-                os.kill(process.pid, ASKING or 0)
+                os.kill(process.pid, DUMP_SIGNAL or 0)
                 asked[process.pid] = status / f"{process.name}.tasks"
     found: dict[int, tuple[str, ...]] = {}
     while len(found) < len(asked) and time.time() < began + PATIENCE_S:
@@ -49,9 +49,9 @@ def with_tasks(snapshot: Snapshot, status: Path) -> Snapshot:
 
 def catches(pid: int) -> bool:
     """Return whether a process has a handler for the signal. Without one, the signal would end the process."""
-    if ASKING is None:
+    if DUMP_SIGNAL is None:
         return False
     with suppress(OSError):
         caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", proc.said_of(pid, "status"), re.M)
-        return caught is not None and bool(int(caught[1], 16) >> (ASKING - 1) & 1)
+        return caught is not None and bool(int(caught[1], 16) >> (DUMP_SIGNAL - 1) & 1)
     return False

@@ -172,7 +172,7 @@ class Watch:
 
 
 @contextmanager
-def watching_itself(config: Config) -> Iterator[None]:
+def with_hang_watch(config: Config) -> Iterator[None]:
     """Watch a run from a thread of its first rank, unless `clew train` does: for `clew sft` and `clew learn`.
 
     After a diagnosed hang, hang.action=abort and restart end this process with the verdict as its error: its launcher

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from clew.config import SERVERS_ALIAS, SERVERS_VARIABLE, TOKEN_VARIABLE, Config, server_addresses, server_token
-from clew.devices import gpus, server_names, shared_out
+from clew.devices import assigned_gpus, gpus, server_names
 from clew.errors import ConfigError, Interrupted, LaunchError, RecordError
 from clew.launch.no_progress import SUPERVISED_VARIABLE, Hang, Watch
 from clew.launch.ranks import LAST_LINES
@@ -144,7 +144,7 @@ def _children(config: Config, arguments: list[str], run: RunDirectory) -> dict[s
     devices = config.devices
     available = [] if config.launch.devices is None or config.model.device == "cpu" else gpus()
     try:
-        given = shared_out(devices, available)
+        given = assigned_gpus(devices, available)
     except ValueError as error:
         raise ConfigError(f"{error}. Use fewer, or set model.device=cpu: each device is a process then.") from None
     commands = {

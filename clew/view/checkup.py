@@ -28,7 +28,7 @@ STEPS_LOOKED_INTO = 5
 
 
 def judge(run: RunDirectory, history: History, rejected: Rejected, warned: Sequence[RunWarning]) -> list[Concern]:
-    """Return what deserves a look in this run, in the order of importance.
+    """Return what deserves a look in this run, most important first.
 
     Fallen rewards and evaluations come first, then causes that spoil what is learned, then what only wastes time.
     """
@@ -63,7 +63,7 @@ def print_health(
     *,
     broken: bool = False,
 ) -> None:
-    """Print the concerns, each with its evidence and the next command, or that there is none.
+    """Print the concerns, each with its evidence and the next command; or say that nothing stands out.
 
     Args:
         count: Number of steps that were looked at.
@@ -127,7 +127,7 @@ def _rewards_by_group(run: RunDirectory, step: int) -> list[tuple[str, float]]:
 
 
 def changes_of(run: RunDirectory) -> list[tuple[int, str]]:
-    """Return the first step and the words of each change of the configuration."""
+    """Return each change of the configuration: the first step that has it, and a description."""
     return [(each["step"], changes_in_words(each["fields"])) for each in run.facts().get("changes", [])]
 
 

@@ -29,7 +29,7 @@ def show_models(
 
     Args:
         summaries: Summaries of their evaluations, as `clew.rollout.evaluation.summarize` returns them.
-        behind: 95 % interval of how far each model's pass@1 is below the best; None if it is not known.
+        behind: 95 % interval of the best model's pass@1 minus each model's; None if it is not known.
         best: Index of the best model in `names`.
     """
     scores = [*(name for name in summaries[0] if name.startswith("pass@")), "reward"]

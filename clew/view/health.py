@@ -22,14 +22,14 @@ from clew.record.chain import is_unknown
 from clew.record.rejected import Rejected
 from clew.record.run_warnings import RunWarning, warnings_in_words
 
-OFTEN = 0.1
-"""Share of all steps from which an observation counts as a habit. A rarer one is an accident, and no concern."""
-NEWEST, OF_NEWEST = 10, 0.5
-"""Number of newest steps, and the share of them from which it is a habit, too, whatever the older steps show."""
+HABIT_SHARE = 0.1
+"""Minimum share of all steps in which something must be seen to count as a habit. Anything rarer is no concern."""
+NEWEST_STEPS, NEWEST_SHARE = 10, 0.5
+"""Number of newest steps, and the share of them that also makes a habit, whatever the older steps show."""
 EQUAL_GROUPS = 0.5
 """Share of groups with equal rewards: beyond it, most of the rollout teaches nothing."""
 TRUNCATED = 0.1
-"""Share of episodes that are cut off at a limit, above which a step is affected."""
+"""Share of a step's episodes cut off at a limit, above which the step counts as truncated."""
 LAG = 8
 """Largest lag, in versions, that is no concern, even if rollout.max_lag is larger; AReaL (2505.24298) has up to 8."""
 K3_WITHOUT_LAG = 1e-3
@@ -40,14 +40,14 @@ CLIPPED = {"token": 0.2, "sequence": 0.5}
 """Share of clipped tokens, by algorithm.ratio. GSPO's narrow bounds clip many tokens (2507.18071, section 5.3)."""
 REJECTED_TOKENS, ALMOST_ALL = 0.5, 0.9
 """Shares of rejected tokens: the first is a concern as a habit, the second even in a single step. The second is also
-the share of truncated episodes from which the end token may be wrong."""
+the share of truncated episodes at which the concern mentions a wrong end token."""
 SPIKE = 10.0
 """Multiple of the usual gradient norm, if training.spike_factor is not set."""
 RECENT_NORMS, ENOUGH_NORMS = 32, 8
 """Maximum and minimum number of earlier steps that define the usual gradient norm, as for training.spike_factor."""
-JUMP, FEW_NORMS = 30.0, 3
-"""Multiple of the usual norm that is a spike even if most later norms are as large, or if fewer than `ENOUGH_NORMS`
-steps came before; and the minimum number of steps before it."""
+JUMP, MIN_NORMS = 30.0, 3
+"""Multiple of the usual norm above which a norm is a spike even if most later norms are as large, or if fewer than
+`ENOUGH_NORMS` steps came before; and the minimum number of steps that must come before any spike."""
 NO_GRADIENT = 1e-6
 """Largest gradient norm that counts as zero."""
 CONTRADICTS = 0.1
@@ -65,9 +65,9 @@ so the best of them is not far above the others by chance."""
 BY_CHANCE = 7.0
 """Number of standard errors by which the newest window may be below the best one by chance."""
 AT_ONCE, LASTING = 0.5, 3.0
-"""Minimum fall of the reward from the steps before to a single step, as a share of what it was; and the number of
-standard errors that replaces `BY_CHANCE` if the reward stays down in all later steps, of which there must be at least
-as many."""
+"""Minimum fall of the reward at a single step, as a share of its mean over the steps before; and the number of
+standard errors that replaces `BY_CHANCE` if the reward stays down in all later steps. There must be at least that
+number of later steps, too."""
 
 WATCHED = {
     "reward": "rewards",
@@ -85,7 +85,7 @@ WATCHED = {
     "advantage_reward_correlation": "",
     "critic/loss": "",
 }
-"""Metrics that are kept of each step, and for each what cannot be judged without it ("": nothing)."""
+"""Metrics that are kept of each step. The value names the check that needs the metric ("": no check)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ class History:
     steps: np.ndarray
     """Numbers of the steps [N], in order."""
     metrics: dict[str, np.ndarray]
-    """Metrics `WATCHED`, [N] float64 each; NaN where a step does not have it."""
+    """Metrics `WATCHED`, [N] float64 each; NaN where a step does not have the metric, or where it is not finite."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Sums of the steps' timings over the run."""
 
@@ -127,7 +127,7 @@ class Collector:
         self._seconds: dict[str, float] = {}
 
     def __call__(self, step: int, content: Mapping[str, Any]) -> None:
-        """Take the unchecked content of a step's JSON. There may be ten thousand steps."""
+        """Keep the metrics of a step's JSON, which is not checked yet. Be fast: there may be ten thousand steps."""
         if is_unknown(content):
             return
         metrics, timings = content.get("metrics"), content.get("timings")
@@ -273,15 +273,19 @@ def gradients(history: History, factor: float | None, *, supervised: bool = Fals
 def find_spikes(history: History, factor: float) -> dict[int, tuple[float, float]]:
     """Return the steps whose gradient norm is a spike, with the norm and the usual norm at that step.
 
-    A spike is above `factor` times the median of the recent steps, and of the whole run; or, if it is a `JUMP`, of the
-    recent steps alone. Steps with norms of almost 0 (their rewards were equal) are left out: otherwise the step after
-    them would count as a spike.
+    A spike is above `factor` times the usual norm, which is the median of the recent steps, and above `factor` times
+    the median of the whole run. Above `JUMP` times the usual norm, the whole run does not matter. If fewer than
+    `ENOUGH_NORMS` steps came before, only a `JUMP` counts, and their maximum is the usual norm.
+
+    Steps with norms of almost 0 (their rewards were equal) are left out: otherwise the step after them would count as
+    a spike.
     """
     usable = history.metrics["grad_norm"] > NO_GRADIENT
     norms, steps = history.metrics["grad_norm"][usable], history.steps[usable]
     spikes = {}
+    # The usual norm is at least the lowest norm so far, so this cheap comparison leaves few steps to look at.
     lowest = np.minimum.accumulate(norms)
-    for place in np.flatnonzero(norms[FEW_NORMS:] > factor * lowest[FEW_NORMS - 1 : -1]) + FEW_NORMS:
+    for place in np.flatnonzero(norms[MIN_NORMS:] > factor * lowest[MIN_NORMS - 1 : -1]) + MIN_NORMS:
         recent = norms[max(0, place - RECENT_NORMS) : place]
         enough = len(recent) >= ENOUGH_NORMS
         usual = float(np.median(recent) if enough else recent.max())
@@ -352,7 +356,7 @@ def reward(history: History, changes: Sequence[tuple[int, str]] = ()) -> Concern
 
 
 def _fall_of_means(rewards: np.ndarray, steps: np.ndarray, window: int) -> tuple[str, int] | None:
-    """Return in words how the newest mean over a window fell below the best, and the step at which; None if it did not.
+    """Return as text how far the newest mean over a window fell below the best, and the step of the fall, or None.
 
     The noise is estimated from differences between successive steps, so a steady rise adds little to it.
     """
@@ -374,11 +378,13 @@ def _fall_of_means(rewards: np.ndarray, steps: np.ndarray, window: int) -> tuple
 
 
 def _fall_at_once(rewards: np.ndarray, steps: np.ndarray, errors: np.ndarray) -> tuple[str, int] | None:
-    """Return in words the largest fall from the mean of the steps before to a single step, and that step, or None.
+    """Return as text the largest fall at a single step from the mean of the steps before it, and that step, or None.
 
-    The noise of a step is estimated from the steps before it, or if these are few, from the rewards within them.
+    The noise of a step is estimated from the steps before it. If there are few, it is estimated from the spread of the
+    rewards within each of them.
 
-    `errors` are the standard errors of the steps' rewards [N]; NaN where unknown.
+    Args:
+        errors: Standard errors of the steps' rewards [N]; NaN where unknown.
     """
     falls = {}
     for place in range(1, len(rewards)):
@@ -392,6 +398,7 @@ def _fall_at_once(rewards: np.ndarray, steps: np.ndarray, errors: np.ndarray) ->
         if len(recent) >= ENOUGH_NORMS:
             noise = float(np.diff(recent).std()) / math.sqrt(2)
         else:
+            # 1 / place: of the mean of the steps before; 1: of this step alone, unless the later steps confirm the fall
             noise = float(errors[:place].max()) * math.sqrt(1 / place + (not lasts))
         if fall > (LASTING if lasts else BY_CHANCE) * noise:  # False if the noise is unknown
             falls[place] = fall, level
@@ -488,7 +495,7 @@ def _reward_between(history: History, *versions: int) -> tuple[str, int | None]:
 
 
 def command(then: str, path: Path) -> str:
-    """Return the command to type, with the path of the run in the place of RUN."""
+    """Return the command to type, with the path of the run in place of RUN."""
     return f"clew {then}".replace("RUN", shlex.quote(str(path)), 1)
 
 
@@ -525,7 +532,7 @@ def _above(
 
 def _is_habit(mask: np.ndarray) -> bool:
     enough = mask.any() and mask.sum() >= min(2, len(mask))  # a single step of several is an accident
-    return bool(enough) and bool(mask.mean() >= OFTEN or mask[-NEWEST:].mean() >= OF_NEWEST)
+    return bool(enough) and bool(mask.mean() >= HABIT_SHARE or mask[-NEWEST_STEPS:].mean() >= NEWEST_SHARE)
 
 
 def _where(steps: Sequence[int], count: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from math import inf, isnan
 from pathlib import Path
 
 import numpy as np
@@ -26,13 +27,13 @@ STAGE = "proximal_logprobs"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
-    """Distance of a sequence from the policy that trained on it."""
+class Distance:
+    """Distance between the policy that sampled a sequence and the policy that was trained on it."""
 
     k3: float
     """Mean over its tokens of the mismatch KL, as in the metric behaviour_k3."""
     ratio: float
-    """Trainer's over engine's probability of one token: that with the largest absolute log ratio."""
+    """Ratio of the trainer's to the engine's probability, for the token with the largest absolute log ratio."""
     step: int
     id: str
     tokens: int
@@ -47,10 +48,10 @@ def show_off_policy(console: Console, run: RunDirectory, steps: Iterable[int], p
         path: The run directory or bundle, as the user gave it.
 
     Raises:
-        RecordError: No step has its sequences and the logprobs at its start on record.
+        RecordError: No step has both its sequences and the stage `STAGE` on record.
     """
     there = [step for step in steps if run.steps.has_data(step)]
-    worst = heapq.nlargest(SHOWN, _measured(run, there), key=lambda one: one.k3)
+    worst = heapq.nlargest(SHOWN, _distances(run, there), key=lambda one: inf if isnan(one.k3) else one.k3)
     if not worst:
         raise RecordError(
             f"Cannot rank the sequences of {path}: none of these steps has both its sequences and the stage {STAGE} on "
@@ -65,20 +66,22 @@ def show_off_policy(console: Console, run: RunDirectory, steps: Iterable[int], p
     console.print(Text(f"→ {command(f'show RUN {worst[0].id} --tokens', path)}"))
 
 
-def _measured(run: RunDirectory, steps: list[int]) -> Iterator[Measured]:
+def _distances(run: RunDirectory, steps: list[int]) -> Iterator[Distance]:
     """Yield the distance of every trained sequence. Only one step is in memory at a time."""
     for step in tracked(steps, "measuring", total=len(steps), unit="steps"):
         batch = read_batch(run, step)
         proximal = run.steps.read_stages(step).arrays.get(STAGE, {})
-        yield from (measure(row, proximal[row.id], step) for row in batch if row.id in proximal and any(row.loss_mask))
+        yield from (
+            distance_of(row, proximal[row.id], step) for row in batch if row.id in proximal and any(row.loss_mask)
+        )
 
 
-def measure(sequence: Sequence, proximal_T: np.ndarray, step: int) -> Measured:
+def distance_of(sequence: Sequence, proximal_T: np.ndarray, step: int) -> Distance:
     """Return the distance of a sequence from the policy at the start of the step, given that policy's logprobs [T]."""
     behaviour_N = sequence.logprobs[sequence.loss_mask].astype(np.float64)
     proximal_N = proximal_T[sequence.loss_mask].astype(np.float64)
     difference_N = proximal_N - behaviour_N
-    return Measured(
+    return Distance(
         k3=float(np.mean(divergences(behaviour_N, proximal_N, "k3"))),
         ratio=float(np.exp(difference_N[np.argmax(np.abs(difference_N))])),
         step=step,

@@ -39,7 +39,7 @@ WAITS = {"rollout": "waiting for batches", "evaluation": "waiting for evaluation
 """Names shown for the timings of a step in which the trainer waits."""
 COLUMNS = ("step", "groups", "sequences", "reward", "length", "lag", "k3", "rejected", "grad norm", "loss", "seconds")
 SUPERVISED_COLUMNS = ("step", "groups", "tokens", "grad norm", "loss", "seconds")
-"""Columns of the steps of a run; those of `clew sft` have neither rollout nor rewards."""
+"""Columns of the table of steps for a run of `clew sft`, which has neither rollout nor rewards."""
 EVALUATIONS_SHOWN = 10
 BREAKS_SHOWN = 5
 FIELD_SHOWN = 2000
@@ -69,7 +69,7 @@ def show(
         raise RecordError("--prompt shows one prompt over all steps: leave out the other options.")
     if off_policy and what is not None:
         raise RecordError("--off-policy ranks the sequences of a run: leave out everything else but --steps.")
-    if what is prompt is None and not off_policy and path.is_dir() and not (path / "status").is_dir():
+    if what is None and prompt is None and not off_policy and path.is_dir() and not (path / "status").is_dir():
         if steps is not None:
             raise RecordError(f"--steps chooses among the steps of a run, and {path} is a folder of runs: name a run.")
         _show_runs(console, path)
@@ -117,8 +117,8 @@ def _show_runs(console: Console, folder: Path) -> None:
     paths = sorted(status.parent for depth in ("*", "*/*") for status in folder.glob(f"{depth}/status/"))
     if not paths:
         raise RecordError(
-            f"{folder} is no run directory (it holds no status/), and there is none in it or in its folders. "
-            f"A run lies in ROOT/EXPERIMENT/TRIAL."
+            f"{folder} is no run directory (it has no status/), and there is no run in it or in its subfolders. "
+            f"The path of a run is ROOT/EXPERIMENT/TRIAL."
         )
     rows = Rows(
         *("run", "steps", "reward", "evaluation", "checkpoint", "made", "model"),
@@ -381,7 +381,7 @@ def _mean_advantage(episode: list[Sequence], advantages: dict[str, np.ndarray]) 
 
 
 def _flat(value: Any) -> str:
-    """Return one or several digests as text. Several come as a list or by name."""
+    """Return a value as one line of text: the entries of a list, or those of a dict after their names."""
     if isinstance(value, dict):
         return "  ".join(f"{name} {_flat(part)}" for name, part in value.items())
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -1,4 +1,4 @@
-"""Text and tables for a terminal. Nothing is markup, and control characters are spelt out."""
+"""Text and tables for a terminal. Text is never read as markup, and control characters are shown as escapes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MISSING = "-"
 GAP = 2
 """Number of blanks between two columns."""
 WORDS = 16
-"""Maximum width, in characters, at which a column of text counts when columns are fitted; longer text is cut."""
+"""Maximum width, in characters, that is reserved for a column of text when columns are fitted."""
 
 
 def one_line(text: str, limit: int = 160, style: str = "") -> Text:
@@ -64,12 +64,12 @@ def duration(seconds: float) -> str:
 
 
 def moment(seconds: float | None) -> str:
-    """Return seconds since the epoch as local date and time; "-" if there are none."""
+    """Return seconds since the epoch as local date and time; "-" for None and for 0."""
     return MISSING if not seconds else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 class Rows:
-    """A table of right-aligned numbers that are never cut: columns that do not fit are left out, and named below.
+    """A table whose numbers are never cut: columns that do not fit are left out, and a line below names them.
 
     Columns that are empty in every row, such as the rewards of `clew sft`, are left out as well.
     """
@@ -82,7 +82,7 @@ class Rows:
         Args:
             left: Columns of names, aligned to the left.
             words: Columns of text, which is cut or wrapped if the terminal is narrow.
-            spare: Columns that may be left out to fit the terminal, in the order in which they go.
+            spare: Columns that may be left out to fit the terminal; the first ones are left out first.
         """
         self.columns = columns
         self.left, self.words, self.spare = set(left), set(words), tuple(spare)

@@ -68,7 +68,7 @@ def test_the_first_request_that_differs_is_shown(tmp_path: Path) -> None:
     where = "message 2 (user), content, character 0"
     assert changed.difference[0] == f"request 1 differs from the recorded g000000.e0.i1 in {where}:"
     assert changed.difference[2] == "+now:      No!" and where in (changed.error or "")
-    assert "asks something else than then" in (changed.error or "")
+    assert "now asks something else" in (changed.error or "")
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_code_that_asks_for_less_or_more(tmp_path: Path) -> None:
     assert (less.answered, less.same, less.difference) == (1, False, [])
     once = recorded(tmp_path / "once", "Once")
     more = replayed(once, "g000000.e0", "Turns")
-    assert more.difference[0] == "request 1 is one more than the 1 that are recorded:"
+    assert more.difference[0] == "request 1 is new: every recorded request (1) is already answered:"
 
 
 def test_an_episode_that_failed_has_its_tokens_on_record_and_can_be_debugged(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_the_first_request_that_a_live_model_answers_is_streamed_too(tmp_path: P
     shared = resources(config_for(tmp_path), StandIn(tokenizer, latency_s=0.0), tokenizer, None, vision=None)
     model = RecordedModel(shared, [], "g000000.e0", live=True)
     answer = asyncio.run(model.generate([7], on_token=lambda token, logprob: tokens.append(token)))
-    assert model.live == 1 and tokens == answer.output_ids != []
+    assert model.live_answers == 1 and tokens == answer.output_ids != []
 
 
 @pytest.mark.parametrize("episode", ["g000099.e0", "g000000.e9"])

@@ -115,7 +115,7 @@ def test_without_advantages_rewards_over_their_groups_mean_stand_for_them(
             ]
         )
     lines = blamed(writer.run, capsys)
-    assert lines[1].endswith("it has no advantages: a reward less the mean of its group's stands for them")
+    assert lines[1].endswith("it has no advantages, so each reward minus the mean of its group is used instead")
     assert lines[3].split() == ["g000001.e0.s0", "0.0625", "1", "0.5", "1", "0"]
 
 
@@ -196,10 +196,14 @@ def test_what_it_computed_is_computed_again_where_the_user_says_how(
         ("advantages", [], "how it was computed is not on record. Say it in Clew's words"),
         ("rewards", [], "may have weighted or clipped"),
         ("loss", algorithm, "has no stage 'proximal_logprobs': the loss cannot be computed again without it"),
-        ("advantages", ["lr=1"], "lr=1: of another trainer's record, key=value with --stage says how"),
+        ("advantages", ["lr=1"], "lr=1: with --stage, key=value describes how another trainer"),
         ("advantages", ["algorithm.kl=1"], "override algorithm.kl=1: there is no field 'algorithm.kl'"),
         ("advantages", ["algorithm.kl_coef=1", "algorithm.kl_in=reward"], "has no stage 'reference_logprobs'"),
-        ("loss", ["algorithm.loss_mean=sequence", "algorithm.minibatches=2"], "which sequences shared a mini-batch is"),
+        (
+            "loss",
+            ["algorithm.loss_mean=sequence", "algorithm.minibatches=2"],
+            "which sequences shared a mini-batch",
+        ),
         ("loss", ["algorithm.preset=dr_grpo"], "Cannot derive algorithm.loss_constant: sampling.max_new_tokens"),
         ("advantages", ["algorithm.overlong_penalty=4096"], "is above sampling.max_new_tokens (256)"),
         (None, ["algorithm.kl_coef=1"], "another trainer wrote it, without what Clew needs"),

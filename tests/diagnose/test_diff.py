@@ -209,7 +209,7 @@ def test_other_tokens_of_a_prompt_and_a_longer_answer(
     run: RunDirectory, other: RunDirectory, what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     batch = other.steps.read_data(1)
-    row, suggested = batch[3], "the chat template does, or the tokenizer"
+    row, suggested = batch[3], "another chat template, or another tokenizer"
     if what == "prompt":
         ids = row.input_ids.copy()
         ids[1] += 1
@@ -219,7 +219,7 @@ def test_other_tokens_of_a_prompt_and_a_longer_answer(
         longer = {name: np.insert(getattr(row, name), first, getattr(row, name)[0]) for name in rows.ALIGNED}
         batch[3] = dataclasses.replace(row, **longer)
     else:
-        suggested = "a limit differs, or the token that ends an answer"
+        suggested = "a token limit differs, or the token that ends an answer"
         batch[3] = dataclasses.replace(row, **{name: getattr(row, name)[:-1] for name in rows.ALIGNED})
     other.steps.write_data(1, rows.to_table(batch))
     assert f"{suggested}\n" in told(capsys, run.path, other.path)
@@ -306,7 +306,7 @@ def test_what_follows_from_the_configuration_comes_before_noise_of_sampling(
     first, second = (np.concatenate([row.logprobs for row in run.steps.read_data(0)]) for run in runs)
     assert first.shape == second.shape and not np.array_equal(first, second) and np.abs(first - second).max() < 1e-4
     shown = told(capsys, *(run.path for run in runs))
-    assert "(the engine rounds a logprob by which sequences it computes side by side)" in shown
+    assert "(how the engine rounds a logprob depends on which sequences it computes side by side)" in shown
     assert shown.index("  training.lr: 0.001 → 0.002") < shown.index("FIRST DIFFERENCE  step 0, logprobs: ")
 
 
@@ -339,7 +339,8 @@ def test_other_groups_by_chance_come_after_what_follows_from_the_configuration(
         path.write_text(json.dumps(said))
     shown = told(capsys, run.path, other.path)
     assert re.search(r"FIRST DIFFERENCE  step 0, metrics: lr: .* which follows from training\.lr\n", shown)
-    assert f"other groups, which asynchronous runs do by chance (rollout.max_lag): step 0, data: {batch[0].id}" in shown
+    chance = "the runs took different groups, as asynchronous runs do by chance (rollout.max_lag)"
+    assert f"{chance}: step 0, data: {batch[0].id}" in shown
     assert f"`clew replay {run.path} training.lr=0.0001 trial=NAME`" in shown
     shown = told(capsys, run.path, other.path, ignore="lr")
     assert f"FIRST DIFFERENCE  step 0, data: {batch[0].id}" in shown

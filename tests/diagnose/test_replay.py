@@ -466,7 +466,7 @@ def test_a_reward_function_with_a_new_bug(run: RunDirectory, folder: Path, capsy
         assert not again(run, "1", reward=True)
         shown = capsys.readouterr().out
         assert shown.count("now reward planted_rewards.digits raised ZeroDivisionError: division by zero\n") == 9
-        assert shown.count("Traceback") == 1 and "the first that was raised:\nTraceback" in shown
+        assert shown.count("Traceback") == 1 and "traceback of the first error:\nTraceback" in shown
     finally:
         module.write_text(REWARD)
     run.config_path.write_text(run.config_path.read_text().replace("planted_rewards.digits", "gone_rewards.digits"))
@@ -504,7 +504,7 @@ def test_a_counterfactual_shares_the_past_and_differs_from_there(
     assert "recorded → here" in said and said.endswith(f"\n→ clew show {new.path} 4\n")
     assert again(run, "3:5", ["training.micro_batch_tokens=64"])  # a free trial name
     assert again(RunDirectory(run.path.parent / "first-replay-1"), "4")
-    with pytest.raises(RecordError, match="slow is there already, and is not what this command left unfinished"):
+    with pytest.raises(RecordError, match="slow already exists, and this command did not leave it unfinished"):
         again(run, "3", ["training.lr=1e-4", "trial=slow"])
     with pytest.raises(ConfigError, match=r"no field 'training.lrr'; did you mean 'training.lr'"):
         again(run, "3", ["training.lrr=1e-4"])
@@ -516,7 +516,7 @@ def test_a_refused_counterfactual_leaves_nothing(run: RunDirectory) -> None:
         again(run, "3", ["algorithm.loss=nosuch.thing"])
     with pytest.raises(ModelError, match=r"was trained with model\.dtype=float32, this run has float64"):
         again(run, "3", ["model.dtype=float64"])
-    with pytest.raises(ConfigError, match=r"model\.path=another: step 3 is trained on with the model that the steps"):
+    with pytest.raises(ConfigError, match=r"model\.path=another: the model cannot be changed, because step 3"):
         again(run, "3", ["model.path=another"])
     with pytest.raises(TrainingError, match=r"planted_losses\.raising raised ValueError .*odd"):
         again(run, "3", ["algorithm.loss=planted_losses.raising", "trial=retried"])
@@ -535,7 +535,7 @@ def test_a_counterfactual_whose_gradient_is_none_can_be_blamed(
     console = Console(file=io.StringIO(), width=200)
     show(new, console=console)
     show(new, RunDirectory(new).steps.read_data(3)[0].group_id, console=console)
-    with pytest.raises(RecordError, match=r"nan is there already, .* Choose another trial=NAME, or remove it"):
+    with pytest.raises(RecordError, match=r"nan already exists, .* Choose another trial=NAME, or remove it"):
         again(run, "3", ["training.lr=1e-4", "trial=nan"])
 
 
@@ -552,7 +552,7 @@ def test_an_interrupted_counterfactual_goes_on_with_the_same_command(
         new = RunDirectory(run.path.parent / trial)
         before = new.steps.index()
         assert len(before) == int(steps[0]) + 1
-        with pytest.raises(RecordError, match="is not what this command left unfinished"):
+        with pytest.raises(RecordError, match="this command did not leave it unfinished"):
             again(source, steps, ["training.lr=1e-4", f"trial={trial}", f"root={tmp_path}/runs"])
         assert again(source, steps, [change, f"trial={trial}", f"root={tmp_path}/runs"], trust=["planted_losses"])
         assert new.steps.count() == 6 and new.steps.index()[: len(before)] == before
@@ -707,14 +707,15 @@ def test_what_differs_is_no_obstacle_where_nothing_is_compared(
     assert again(run, "3", verify=False)
     assert "step 3: trained. loss " in (shown := capsys.readouterr().out) and "step 3: nothing was compared." in shown
     assert not again(run, "3")
-    with pytest.raises(ConfigError, match="--no-verify trains again without comparing, and --stage does not"):
-        again(run, "3", verify=False, stages="loss")
+    for stages in ("loss", ""):
+        with pytest.raises(ConfigError, match="--no-verify trains again without comparing, and --stage does not"):
+            again(run, "3", verify=False, stages=stages)
 
 
 def test_steps_without_sequences_are_left_out(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     run.steps.prune(before=2)
     assert again(run)
-    assert "from step 2 on: of those before, the record has no sequences" in capsys.readouterr().out
+    assert "from step 2 on: the record no longer has the sequences of earlier steps" in capsys.readouterr().out
     with pytest.raises(RecordError, match=r"sequences of step 0 are gone: .* the next that has its own is step 2\."):
         again(run, "1")
 
@@ -729,7 +730,7 @@ def test_steps_without_sequences_are_left_out(run: RunDirectory, capsys: pytest.
             "plan",
             [[[0]]],
             "step 2, plan: of all: recorded [[[0]]], here ",
-            "has not each of the step's 9 sequences once",
+            "does not have each of the step's 9 sequences exactly once",
         ),
         ("config.algorithm.nonsense", 3, "config.algorithm.nonsense: 3 (this Clew has no such field)", "no such field"),
         (

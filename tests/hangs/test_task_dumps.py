@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from clew.asyncio_tasks import ASKING
+from clew.asyncio_tasks import DUMP_SIGNAL
 from clew.hang.observed import Process, Snapshot
 from clew.hang.task_dumps import catches, with_tasks
 from clew.waits import Reporter, waiting
@@ -97,11 +97,11 @@ def test_a_task_of_a_loop_in_another_thread_is_written_too(tmp_path: Path) -> No
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     waits = asyncio.run_coroutine_threadsafe(of_the_gateway(), loop)
-    if ASKING is None:
+    if DUMP_SIGNAL is None:
         pytest.skip("no such signals here")
     assert begun.wait(10)
     with Reporter(tmp_path, "server"), waiting("a thing", unblocks="nobody"):
-        os.kill(os.getpid(), ASKING)
+        os.kill(os.getpid(), DUMP_SIGNAL)
         text = (tmp_path / "server.tasks").read_text()
     waits.cancel()
     loop.call_soon_threadsafe(loop.stop)
@@ -114,19 +114,19 @@ LOCKED = """
 import os, shutil, sys
 from pathlib import Path
 from clew import printing
-from clew.asyncio_tasks import ASKING
+from clew.asyncio_tasks import DUMP_SIGNAL
 from clew.waits import Reporter
 
 with Reporter(Path(sys.argv[1]), "rollout"):
     shutil.rmtree(sys.argv[1])
     with printing.shown._cond:  # as amid the `shown.set()` of every print
-        os.kill(os.getpid(), ASKING)
+        os.kill(os.getpid(), DUMP_SIGNAL)
     print("went on", flush=True)
     os._exit(0)
 """
 
 
-@pytest.mark.skipif(ASKING is None, reason="no such signals here")
+@pytest.mark.skipif(DUMP_SIGNAL is None, reason="no such signals here")
 def test_what_cannot_be_written_is_said_without_a_lock(tmp_path: Path) -> None:
     command = [sys.executable, "-c", LOCKED, str(tmp_path / "status")]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)

@@ -360,6 +360,16 @@ def test_the_most_off_policy_sequences(run: RunDirectory) -> None:
         shown(run, "2", off_policy=True)
 
 
+def test_a_sequence_without_a_finite_distance_is_the_most_off_policy(run: RunDirectory) -> None:
+    batch = run.steps.read_data(0)
+    values = [np.where(row.loss_mask, row.logprobs, 0) for row in batch]
+    for row, value, far in zip(batch, values, [1.0, np.nan, *[0.0] * len(batch)], strict=False):
+        value[row.loss_mask] += far
+    run.steps.write_stages(0, 0, digest_rows(batch), {"proximal_logprobs": values})
+    first, second = (row.split()[1] for row in shown(run, off_policy=True).splitlines()[2:4])
+    assert (first, second) == (batch[1].id, batch[0].id)
+
+
 # A step ---------------------------------------------------------------------------------------------------------------
 
 
