@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import itertools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any
@@ -192,6 +192,17 @@ class Place:
         return next((members for members in every if members is not None), None)
 
 
+def _cleanup(frames: Sequence[Frame], sources: Mapping[str, str]) -> str:
+    """Return the cleanup that a stack is in, see `source.in_cleanup`; "" if a loop calls it again and again."""
+    for place, frame in enumerate(frames):
+        word = source.in_cleanup(sources.get(frame.file, ""), frame.line)
+        callers = (each for each in frames[place + 1 :] if not installed(each.file))
+        looped = any(source.loop_at(sources.get(each.file, ""), each.line) for each in callers)
+        if word and not (looped and source.EVERYDAY_NAMES.match(word)):
+            return word
+    return ""
+
+
 def activity_of(process: Process, thread: Thread, sources: Mapping[str, str], world: int | None) -> Activity:
     """Return what a thread of a process is doing. `sources` has source texts by path, `world` the number of ranks."""
     frames = thread.frames
@@ -206,7 +217,7 @@ def activity_of(process: Process, thread: Thread, sources: Mapping[str, str], wo
         function=user.name,
         text=line_of(text, user.line),
         branch=next((b for f in frames if (b := source.branch_of_rank(sources.get(f.file, ""), f.line))), ""),
-        cleanup=next((word for f in frames if (word := source.in_cleanup(sources.get(f.file, ""), f.line))), ""),
+        cleanup=_cleanup(frames, sources),
         # asyncio's loop has Python frames. uvloop's has none: only asyncio/runners.py is there, as the innermost frame
         # while the loop is idle, and further out while it runs the user's code.
         in_loop=(

@@ -21,15 +21,18 @@ from clew.hang.progress import (
     moved_counters,
     own_code_only,
     pace,
+    places,
     puts_nothing,
     refusing,
 )
 from clew.hang.roles import WAITS_INSIDE, waits_for_work
-from clew.hang.source import calls_at, dotted, enclosing, loop_at, origin, same_name
+from clew.hang.source import calls_at, calls_of, dotted, enclosing, loop_at, origin, outermost_loop, same_name
 from clew.hang.verdict import LOCAL, MESSAGES, Actor, Verdict, names, subject, verdict_about, words_of
 from clew.hang.waits_for import THROUGH_PIPES, TO_OTHERS, surely_awaits
 
-FILE_CALLS = re.compile(r"exists|is_file|isfile|is_dir|isdir|glob|stat\(|listdir|scandir|iterdir|getmtime")
+FILE_CALLS = re.compile(
+    r"(^|\.)(exists|lexists|is_file|isfile|is_dir|isdir|i?r?glob|l?stat|listdir|scandir|iterdir|getmtime|getsize)$"
+)
 NUMERIC = {"numpy", "torch", "scipy", "sklearn", "pandas"}
 """Libraries whose calls compute, and end by themselves."""
 WRITES = 1 << 16
@@ -71,12 +74,6 @@ class Sink:
     def parent(self) -> Actor | None:
         """Return the process that has started the culprit."""
         return next((a for a in self.live if a.pid == self.one.process.parent), None)
-
-    @property
-    def loop_text(self) -> str:
-        """Return the source of the loop around the culprit's place."""
-        loop = loop_at(self.sources.get(self.act.file, ""), self.act.line)
-        return ast.unparse(loop) if loop is not None else ""
 
 
 def local_cause(sink: Sink) -> Verdict:
@@ -467,8 +464,8 @@ def _computing(sink: Sink) -> Verdict | None:
         return None
     # Only counters of threads other than the main one count here: their names begin with the thread's number. Those
     # marked with ~ show no progress (see `progress._counters`).
-    places = (name.partition(":")[0] for name in moved_counters(sink.one.process, sink.sources))
-    if sink.act.thread != "MainThread" and any(place[0].isdigit() and "~" not in place for place in places):
+    threads = (name.partition(":")[0] for name in moved_counters(sink.one.process, sink.sources))
+    if sink.act.thread != "MainThread" and any(each[0].isdigit() and "~" not in each for each in threads):
         how = pace(sink.one.process, sink.sources)
         why = f"A thread of {sink.one.process.label} computes and moves{how}; others wait for it."
         return verdict_about("slow", sink.culprits, why, sink.waiters, cause="slow", confidence="medium")
@@ -477,7 +474,10 @@ def _computing(sink: Sink) -> Verdict | None:
     endless = own_code_only(sink.one.process, sink.act.thread) and busy(sink.one.process)
     text = sink.sources.get(sink.act.file, "")
     numeric = [call for call in calls_at(text, sink.act.line) if origin(text, call) in NUMERIC]
-    if alone and endless and numeric:
+    # One line at every look, in no `while`: it is one call, and no loop around many.
+    looks = set(places(sink.one.process))
+    once = len(looks) == 1 and not isinstance(outermost_loop(text, sink.act.line), ast.While)
+    if endless and numeric and (alone or (once and sink.act.thread == "MainThread")):
         name = dotted(numeric[0].func)
         why = f"{sink.one.says}. It is slow, not hung: {name} ends by itself, but does not show how far it has come."
         return verdict_about("slow", sink.culprits, why, sink.waiters, cause="slow", confidence="low")
@@ -555,7 +555,8 @@ def _both_poll(sink: Sink) -> Verdict | None:
 
 def _polling(sink: Sink) -> Verdict | None:
     """Judge a loop that sleeps until a file appears."""
-    if sink.act.kind != "sleep" or not FILE_CALLS.search(sink.loop_text):
+    loop = loop_at(sink.sources.get(sink.act.file, ""), sink.act.line)
+    if sink.act.kind != "sleep" or loop is None or not any(map(FILE_CALLS.search, calls_of(loop))):
         return None
     why = f"{sink.one.process.label} polls for a file that does not appear, at {sink.act.place}."
     return verdict_about("external wait", sink.culprits, why + _waiting(sink), sink.waiters, cause="file")
@@ -665,13 +666,13 @@ def _beside(sink: Sink) -> str:
         return f" All {len(jobs)} threads that run jobs wait for results of other jobs: none is left to run those."
     if sink.act.kind not in WAITS_INSIDE:
         return ""
-    places = {sink.act.site: ""}
+    words_by_site = {sink.act.site: ""}
     waiting = [each for each in sink.one.threads if each.kind in WAITS_INSIDE and each.kind != "select"]
     for each in waiting:
         if each.file and not (installed(each.file) or each.heartbeat or each.dispatches):
             name = each.thread or "a coroutine"
-            places.setdefault(each.site, f" Beside it, {name} {words_of(each)} at {each.place}.")
-    return "".join(list(places.values())[:3])
+            words_by_site.setdefault(each.site, f" Beside it, {name} {words_of(each)} at {each.place}.")
+    return "".join(list(words_by_site.values())[:3])
 
 
 def lock_holders(actor: Actor, sink: Sink) -> dict[str, str]:

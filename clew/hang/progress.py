@@ -494,7 +494,19 @@ def refusing(process: Process, sources: Mapping[str, str]) -> str:
         return ""
     names = [name.partition(":")[2].rpartition(":")[2] for name in moved]
     grown = [short for short in names if REFUSING_NAMES.search(short.rpartition(".")[2])]
+    grown = [short for short in grown if not _keeps_others(process, sources, short, names)]
     return grown[0] if grown else _keeps_none(process, sources, moved)
+
+
+def _keeps_others(process: Process, sources: Mapping[str, str], refused: str, moved: Sequence[str]) -> bool:
+    """Return whether a number moved that the loop counts only in rounds in which it does not count `refused`."""
+    function, _, name = refused.partition(".")
+    for frame in (f for t in process.threads for f in t.frames if f.name == function and not installed(f.file)):
+        loop = source.outermost_loop(sources.get(frame.file, ""), frame.line)
+        kept = source.counted_otherwise(loop, name.rpartition(".")[2]) if loop is not None else set()
+        if any(each.partition(".")[2].removeprefix("self.") in kept for each in moved):
+            return True
+    return False
 
 
 def _keeps_none(process: Process, sources: Mapping[str, str], moved: Mapping[str, tuple[int, int]]) -> str:

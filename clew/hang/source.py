@@ -13,9 +13,16 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
+RANK_WORDS = re.compile(
+    r"^(?!lora_|low_|r_).*rank(?!ing|ed|er)|is_main|is_master|master_process|(global|process)_zero|is_chief|is_primary",
+    re.I,
+)
+"""Names that tell the ranks apart in a condition."""
 CLEANUP_NAMES = re.compile(
     r"clean|teardown|tear_down|shutdown|shut_down|finali[sz]e|close|__exit__|__del__|destroy|atexit", re.I
 )
+EVERYDAY_NAMES = re.compile(r"(?!.*(up|down|destroy|atexit|__)).*(clean|finali[sz]e|close)", re.I)
+"""Names of cleanup that functions within a training loop have, too, such as finalize_metrics or close_episode."""
 HANDLER_CLEANUP = re.compile(rf"{CLEANUP_NAMES.pattern}|barrier|(^|_)save|abort", re.I)
 """Names of calls by which an `except` cleans up. Other calls there go on with the work, perhaps with half a batch."""
 WITHOUT_RAISE = "an except without raise"
@@ -115,13 +122,21 @@ def calls_at(text: str, line: int) -> list[ast.Call]:
 
 @lru_cache(maxsize=256)
 def rank_names(text: str) -> frozenset[str]:
-    """Return the variables that are assigned from get_rank() or from the variable RANK of the environment."""
+    """Return the variables that are assigned from get_rank(), from RANK of the environment, or from such a variable."""
     tree, found = parse(text), set[str]()
     for node in ast.walk(tree) if tree else ():
-        if isinstance(node, ast.Assign) and re.search(r"get_rank\(|[\"']RANK[\"']", ast.unparse(node.value)):
+        if not isinstance(node, ast.Assign):
+            continue
+        value = ast.unparse(node.value)
+        compares = isinstance(node.value, ast.Compare) and found & set(re.findall(r"\w+", value))
+        if compares or re.search(r"get_rank\(|[\"']RANK[\"']", value):
             for target in node.targets:
-                found |= {each.id for each in ast.walk(target) if isinstance(each, ast.Name)}
+                found |= {dotted(each).rpartition(".")[2] for each in _targets(target)}
     return frozenset(found - {"world", "world_size"})
+
+
+def _targets(target: ast.expr) -> list[ast.expr]:
+    return list(target.elts) if isinstance(target, (ast.Tuple, ast.List)) else [target]
 
 
 def _holds_for_one(test: ast.expr) -> bool:
@@ -147,7 +162,7 @@ def branch_of_rank(text: str, line: int) -> str:
         if not isinstance(outer, ast.If):
             continue
         words = set(re.findall(r"\w+", ast.unparse(outer.test)))
-        if not (words & rank_names(text) or any("rank" in word.lower() or "is_main" in word for word in words)):
+        if not (words & rank_names(text) or any(RANK_WORDS.search(word) for word in words)):
             continue
         if inner in (outer.body if _holds_for_one(outer.test) else outer.orelse):
             return "side" if outer.orelse else "alone"
@@ -227,6 +242,25 @@ def counted(loop: ast.AST) -> set[str]:
     return {dotted(each).rpartition(".")[2] for each in targets if isinstance(each, (ast.Name, ast.Attribute))}
 
 
+def filled(loop: ast.AST) -> set[str]:
+    """Return the names and attributes of the collections to which a loop adds items."""
+    functions = (node.func for node in ast.walk(loop) if isinstance(node, ast.Call))
+    methods = (each for each in functions if isinstance(each, ast.Attribute) and each.attr in GROWS)
+    return {dotted(each.value).rpartition(".")[2] for each in methods}
+
+
+def counted_otherwise(loop: Loop, name: str) -> set[str]:
+    """Return the numbers, such as written or len(rows), that a loop raises only in rounds that do not count `name`."""
+    blocks = [getattr(node, part, []) for node in ast.walk(loop) for part in ("body", "orelse")]
+    for body in (each for each in blocks if isinstance(each, list)):  # that of a lambda is none
+        for place, node in enumerate(body):
+            if isinstance(node, ast.If) and any(name in counted(each) for each in node.body):
+                goes_on = isinstance(node.body[-1], ast.Continue)
+                others = [*node.orelse, *(body[place + 1 :] if goes_on else [])]
+                return {n for each in others for n in (*counted(each), *(f"len({c})" for c in filled(each)))}
+    return set()
+
+
 def collected(loop: Loop) -> set[str]:
     """Return the numbers that a loop makes grow until it has enough, such as len(batch) or accepted.
 
@@ -238,12 +272,10 @@ def collected(loop: Loop) -> set[str]:
         tests = list[ast.expr]()
     else:  # it ends by itself
         return set()
-    grown = counted(loop)
+    grown = counted(loop) | filled(loop)
     for node in ast.walk(loop):
         if isinstance(node, ast.If) and isinstance(node.body[-1], (ast.Break, ast.Return)):
             tests.append(node.test)
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in GROWS:
-            grown.add(dotted(node.func.value).rpartition(".")[2])
         elif isinstance(node, ast.ExceptHandler) and not isinstance(node.body[-1], ast.Raise):
             return set()
     if any(name.endswith("sleep") for name in calls_of(loop)):

@@ -499,6 +499,51 @@ def test_a_list_of_an_attribute_that_grows_is_accepted_work() -> None:
     assert judged(sampling).pattern == "healthy"
 
 
+@pytest.mark.parametrize("written, pattern", [(10, "healthy"), (0, "rollout blocked")])
+def test_a_filter_that_also_counts_what_it_keeps_rejects_not_everything(written: int, pattern: str) -> None:
+    text = "for row in rows:\n    if long(row):\n        skipped += 1\n        continue\n    written += 1\n"
+    looks = []
+    for n in range(6):
+        values = {"skipped": str(20 * n), "written": str(written * n)}
+        frame = Frame(function="select", file="train.py", line=2, locals=values)
+        looks.append(Look(at=0.5 * n, state="S", threads=(Thread(name="MainThread", os_id=100, frames=(frame,)),)))
+    filters = replace(rank(0, 2), rank=None, world=None, looks=tuple(looks))
+    assert judge(Snapshot(processes=(filters,), seconds=3.0, sources={"train.py": text})).pattern == pattern
+
+
+@pytest.mark.parametrize("function, pattern", [("finalize_metrics", "collective mismatch"), ("shutdown", "cleanup")])
+def test_a_function_that_the_training_loop_calls_each_round_is_no_cleanup_for_its_name(
+    function: str, pattern: str
+) -> None:
+    text = f"def {function}():\n    dist.all_reduce(t)\nfor step in range(9):\n    {function}()\n    dist.barrier()\n"
+    first, second = rank(0, 2, "all_reduce"), rank(1, 5, "barrier")
+    frames = (*first.looks[0].threads[0].frames, Frame(function="<module>", file="train.py", line=4, locals={}))
+    looks = tuple(replace(look, threads=(replace(look.threads[0], frames=frames),)) for look in first.looks)
+    snapshot = Snapshot(processes=(replace(first, looks=looks), second), seconds=3.0, sources={"train.py": text})
+    assert judge(snapshot).pattern.startswith(pattern)
+
+
+@pytest.mark.parametrize(
+    "loop, polls_file",
+    [("while step < 10", False), ("while not os.path.exists(path)", True), ("while log_stat(1)", False)],
+)
+def test_a_loop_polls_a_file_if_it_calls_what_looks_at_files(loop: str, polls_file: bool) -> None:
+    text = f"{loop.replace('step', 'global_step')}:\n    time.sleep(1)\n"
+    verdict = judge(Snapshot(processes=(rank(0, 2), rank(1, 9, "barrier")), seconds=3.0, sources={"train.py": text}))
+    assert ("polls for a file" in verdict.explanation) == polls_file and verdict.ranks == (0,)
+
+
+@pytest.mark.parametrize("around, pattern", [("", "slow"), ("while True:\n    ", "cpu")])
+def test_a_rank_in_one_call_of_a_numeric_library_is_slow(around: str, pattern: str) -> None:
+    text = f"import torch\n{around}torch.linalg.svd(weights)\n"
+    line = 3 if around else 2
+    computes = rank(0, line, state="R")
+    looks = tuple(replace(look, switches=0, cpu_s=look.at) for look in computes.looks)
+    first = replace(computes, looks=looks, waits_in="")
+    verdict = judge(Snapshot(processes=(first, rank(1, 9, "barrier")), seconds=3.0, sources={"train.py": text}))
+    assert (verdict.pattern, verdict.ranks) == (pattern, (0,))
+
+
 def test_a_group_in_memory_decides_who_belongs_to_it() -> None:
     pair = Group(at=64, name="5", members=(1, 2), rank=1)
     waiting = rank(1, 6, "all_reduce", world=3)
@@ -660,6 +705,9 @@ def test_a_line_knows_its_branch_and_cleanup() -> None:
     assert source.branch_of_rank(text, 6) == "alone" and source.branch_of_rank(text, 4) == ""
     for one in ("rank == 0", "is_main", "not rank", "0 == rank", "self.is_main and x", "rank < 1"):
         assert source.branch_of_rank(f"if {one}:\n    save()\n", 2) == "alone", one
+    derived = "me = int(os.environ['RANK'])\nmaster = me == 0\nif master and step == 9:\n    save()\n"
+    assert source.branch_of_rank(derived, 4) == "alone"
+    assert source.branch_of_rank("if cfg.lora_rank == 0:\n    save()\n", 2) == ""
     for others in ("rank != 0", "not is_main", "self.rank", "local_rank", "0 < rank", "rank >= 1"):
         text = f"if {others}:\n    train()\nelse:\n    save()\n"
         assert (source.branch_of_rank(text, 2), source.branch_of_rank(text, 4)) == ("", "side"), others
