@@ -13,6 +13,7 @@ from clew.hang.inside import installed
 from clew.hang.observed import Group, Process, Snapshot
 from clew.hang.programs import awaited_work, with_python_parents
 from clew.hang.progress import moves, without_torn
+from clew.hang.source import loop_variables
 from clew.hang.verdict import Actor
 
 RANK_NAMES = ("rank", "global_rank", "world_rank", "my_rank", "local_rank", "rank_id", "RANK", "self.rank")
@@ -37,13 +38,17 @@ WAITS_INSIDE = ("queue", "condition", "barrier", "thread", "future", "pool", "qu
 """Kinds of waits that another thread or task of the same process may end."""
 
 
-def local_integer(process: Process, wanted: Sequence[str]) -> int | None:
-    """Return the first of these local variables that the main thread's frames have, the outermost frame first."""
+def local_integer(process: Process, wanted: Sequence[str], sources: Mapping[str, str]) -> int | None:
+    """Return the first of these local variables that the main thread's frames have, the outermost frame first.
+
+    The variable of a loop is left out: a program that goes over its ranks has none itself.
+    """
     frames = process.main.frames if process.main else ()
     for name in wanted:
         for frame in reversed(frames):
-            if frame.locals.get(name, "").isdigit():
-                return int(frame.locals[name])
+            value, text = frame.locals.get(name, ""), sources.get(frame.file, "")
+            if value.isdigit() and name not in loop_variables(text, frame.line):
+                return int(value)
     return None
 
 
@@ -82,10 +87,10 @@ def waits_for_work(process: Process) -> bool:
     return False
 
 
-def role_of(process: Process, parent: Process | None, *, distributed: bool) -> tuple[str, int | None]:
+def role_of(process: Process, parent: Process | None, sources: Mapping[str, str]) -> tuple[str, int | None]:
     """Return the role and rank of one process.
 
-    `distributed` is True if a source file mentions "distributed": only then may a local variable name the rank.
+    `sources` is empty if no source file mentions "distributed". Then no local variable names the rank.
     """
     command = " ".join(process.command)
     files = [frame.file for thread in process.threads for frame in thread.frames]
@@ -95,9 +100,9 @@ def role_of(process: Process, parent: Process | None, *, distributed: bool) -> t
         return "launcher", None
     if any(file.endswith("torch/utils/data/_utils/worker.py") for file in files):
         return "loader", None
-    rank = _rank_of(process, distributed=distributed)
+    rank = _rank_of(process, sources)
     # A process that a rank starts inherits its environment and, after a fork, its memory.
-    inherited = parent is not None and parent.threads and _rank_of(parent, distributed=distributed) == rank
+    inherited = parent is not None and parent.threads and _rank_of(parent, sources) == rank
     if rank is not None and not inherited:
         return "rank", rank
     dead_or_stopped = process.exit or process.last.state in "ZXTtD"
@@ -107,7 +112,7 @@ def role_of(process: Process, parent: Process | None, *, distributed: bool) -> t
     return "other", None
 
 
-def _rank_of(process: Process, *, distributed: bool) -> int | None:
+def _rank_of(process: Process, sources: Mapping[str, str]) -> int | None:
     group = world_group(process)
     if group is not None and group.rank is not None:
         return group.rank
@@ -115,9 +120,9 @@ def _rank_of(process: Process, *, distributed: bool) -> int | None:
         return joined[0]
     if process.rank is not None:
         return process.rank
-    if not distributed:
+    if not sources:
         return None
-    rank = local_integer(process, RANK_NAMES)
+    rank = local_integer(process, RANK_NAMES, sources)
     return rank if rank is not None else _spawned_rank(process)
 
 
@@ -125,10 +130,10 @@ def with_ranks(processes: Sequence[Process], sources: Mapping[str, str]) -> list
     """Return the processes with their ranks and roles: from memory, the environment, or a local variable."""
     processes = with_python_parents(with_drivers(processes))
     by_pid = {process.pid: process for process in processes}
-    distributed = any("distributed" in text for text in sources.values())
+    names_ranks = sources if any("distributed" in text for text in sources.values()) else {}
     found = []
     for process in processes:
-        role, rank = role_of(process, by_pid.get(process.parent), distributed=distributed)
+        role, rank = role_of(process, by_pid.get(process.parent), names_ranks)
         found.append((replace(process, rank=rank), role))
     taken = Counter(process.rank for process, role in found if role == "rank")
     if any(count > 1 for count in taken.values()):  # local_rank of several nodes, or not a rank at all
@@ -171,7 +176,7 @@ def world_of(snapshot: Snapshot) -> int | None:
         [len(group.members) for each in snapshot.processes if (group := world_group(each))],
         [joined[1] for each in snapshot.processes if (joined := joins_as(each))],
         [each.world for each in snapshot.processes if each.world],
-        [n for each in snapshot.processes if (n := local_integer(each, WORLD_NAMES)) is not None],
+        [n for each in snapshot.processes if (n := local_integer(each, WORLD_NAMES, snapshot.sources)) is not None],
     ):
         if said:
             return Counter(said).most_common(1)[0][0]

@@ -289,6 +289,16 @@ def collected(loop: Loop) -> set[str]:
     return set[str]().union(*goals) if all(goals) else set()  # otherwise something else can end it
 
 
+@lru_cache(maxsize=4096)
+def loop_variables(text: str, line: int) -> frozenset[str]:
+    """Return the variables of all `for` loops in the function around a line, or in the module if there is none."""
+    path = enclosing(text, line)
+    functions = [each for each in path if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    around = functions[-1] if functions else parse(text)
+    loops = (each for each in (ast.walk(around) if around else ()) if isinstance(each, (ast.For, ast.AsyncFor)))
+    return frozenset(name.id for each in loops for name in ast.walk(each.target) if isinstance(name, ast.Name))
+
+
 def rounds(loop: Loop, outer: Loop) -> set[str]:
     """Return the names that count the rounds of a loop, and start again each time that `outer` enters the loop."""
     if isinstance(loop, ast.While):

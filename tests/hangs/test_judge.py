@@ -25,6 +25,7 @@ from clew.hang.observed import Frame, Group, Inside, Look, Process, Snapshot, Th
 from clew.hang.progress import WAITING_NAMES
 from clew.hang.reduce import reduced, to_judge
 from clew.hang.report import Report
+from clew.hang.roles import with_ranks
 from clew.hang.verdict import Actor
 from clew.hang.waits_for import application_edges
 
@@ -521,6 +522,24 @@ def test_a_function_that_the_training_loop_calls_each_round_is_no_cleanup_for_it
     looks = tuple(replace(look, threads=(replace(look.threads[0], frames=frames),)) for look in first.looks)
     snapshot = Snapshot(processes=(replace(first, looks=looks), second), seconds=3.0, sources={"train.py": text})
     assert judge(snapshot).pattern.startswith(pattern)
+
+
+@pytest.mark.parametrize("raised, pattern", [("ValueError", "cleanup deadlock"), ("None", "collective mismatch")])
+def test_a_callback_of_an_exit_stack_is_cleanup_if_there_was_an_exception(raised: str, pattern: str) -> None:
+    left = within("_BaseExitStack._create_cb_wrapper.<locals>._exit_wrapper", "contextlib.py", exc_type=raised)
+    first, second = rank(0, 5, "all_reduce"), rank(1, 9, "barrier")
+    frames = (*second.looks[0].threads[0].frames, left)
+    looks = tuple(replace(look, threads=(replace(look.threads[0], frames=frames),)) for look in second.looks)
+    assert judged(first, replace(second, looks=looks)).pattern == pattern
+
+
+def test_a_program_that_goes_over_its_ranks_is_none_of_them() -> None:
+    text = "import torch.distributed as dist\nfor rank in range(1, 4):\n    batch = store.get(key(rank))\n"
+    frame = Frame(function="step", file="train.py", line=3, locals={"rank": "2"})
+    threads = (Thread(name="MainThread", os_id=104, frames=(frame,)),)
+    trainer = Process(pid=104, looks=(Look(at=0.0, threads=threads),), command=("python",))
+    assert with_ranks([trainer], {"train.py": text})[0][0].rank is None
+    assert with_ranks([trainer], {"train.py": text.replace("for rank in", "for other in")})[0][0].rank == 2
 
 
 @pytest.mark.parametrize(
