@@ -44,9 +44,11 @@ def judge(snapshot: Snapshot) -> Verdict:
         return _hedged(Verdict(pattern="undetermined", confidence="none", explanation=why), snapshot, live)
     world = world_of(snapshot)
     there = {a.rank for a in ranks if not a.dead} | snapshot.alike | set(snapshot.unseen)
+    parents = {a.process.parent for a in ranks}
+    if any(a.pid in parents and a.rank is None and a.activity.kind in (*DISTRIBUTED, "store") for a in live):
+        there.add(0)  # a program that has started the other ranks, and takes part itself
     missing = sorted(set(range(world)) - there) if world and ranks else []
     gone = "".join(f"{said} has ended. " for a in actors if (said := ended_inside(a)))
-    parents = {a.process.parent for a in ranks}
     beside = [a for a in live if a.dead and a.rank is None and a.process.parent in parents]
     gone += "".join(f"{a.says}; it was started beside the ranks. " for a in beside)
     verdict = (

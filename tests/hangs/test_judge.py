@@ -533,6 +533,21 @@ def test_a_callback_of_an_exit_stack_is_cleanup_if_there_was_an_exception(raised
     assert judged(first, replace(second, looks=looks)).pattern == pattern
 
 
+def test_a_program_that_has_started_the_other_ranks_and_takes_part_is_rank_0() -> None:
+    text = "import torch.distributed as dist\nstore = dist.TCPStore(host, 1, 4)\nfor rank in range(1, 4):\n    "
+    text += "batch = store.get(key(rank))\ndef work(rank):\n    weights = store.get(key(0))\n"
+
+    def one(pid: int, line: int, rank: str, state: str = "S") -> Process:
+        frame = Frame(function="run", file="train.py", line=line, locals={"rank": rank, "world": "4"})
+        threads = () if state == "Z" else (Thread(name="MainThread", os_id=pid, frames=(frame,)),)
+        looks = tuple(Look(at=0.5 * n, state=state, switches=7, threads=threads) for n in range(6))
+        return Process(pid=pid, parent=104 if pid > 104 else 0, looks=looks, command=("python",))
+
+    processes = (one(104, 4, "2"), one(105, 6, "1"), one(106, 6, "2", "Z"), one(107, 6, "3"))
+    verdict = judge(Snapshot(processes=processes, seconds=3.0, sources={"train.py": text}))
+    assert (verdict.pattern, verdict.ranks) == ("dead", (2,))
+
+
 def test_a_program_that_goes_over_its_ranks_is_none_of_them() -> None:
     text = "import torch.distributed as dist\nfor rank in range(1, 4):\n    batch = store.get(key(rank))\n"
     frame = Frame(function="step", file="train.py", line=3, locals={"rank": "2"})
