@@ -252,7 +252,7 @@ def filled(loop: ast.AST) -> set[str]:
 def counted_otherwise(loop: Loop, name: str) -> set[str]:
     """Return the numbers, such as written or len(rows), that a loop raises only in rounds that do not count `name`."""
     blocks = [getattr(node, part, []) for node in ast.walk(loop) for part in ("body", "orelse")]
-    for body in (each for each in blocks if isinstance(each, list)):  # that of a lambda is none
+    for body in (each for each in blocks if isinstance(each, list)):  # a lambda's body is one expression
         for place, node in enumerate(body):
             if isinstance(node, ast.If) and any(name in counted(each) for each in node.body):
                 goes_on = isinstance(node.body[-1], ast.Continue)
