@@ -216,14 +216,30 @@ def moves(process: Process, sources: Mapping[str, str], world: int | None) -> bo
         return True  # the work that it waits for is within torch and has no address here; in a hang nothing wakes it up
     if every and all(each.kind in DISTRIBUTED for each in every):
         return _goes_through_collectives(newest, every, woken)
-    ever_woken = process.last.switches > process.looks[0].switches
-    if ever_woken and every and all(each.op.endswith("sendall") for each in every):
+    if wakeups(process) > 0 and every and all(each.op.endswith("sendall") for each in every):
         return True  # it is woken up only when the other side has taken a third of a buffer, seconds apart
     if goes_round(newest, every, sources):
         return False
-    if woken >= 2 and _waits_in_loop(newest, every, sources):
-        return True
+    if woken and wakeups(process) >= 2 and _waits_in_loop(newest, every, sources):
+        return True  # a round may take longer than half of the watch
     return _passes_lines(newest, sources) or _works_in_library(newest, sources)
+
+
+def wakeups(process: Process) -> int:
+    """Return how often the main thread was woken up during the whole watch."""
+    return process.last.switches - process.looks[0].switches if process.looks else 0
+
+
+def woken_once(process: Process, sources: Mapping[str, str], world: int | None) -> bool:
+    """Return whether a wait in a loop that does not poll returned once: the next round may only take as long.
+
+    A return in the first third of the watch does not count: by now, the wait takes twice as long.
+    """
+    later = [
+        look for look in process.looks if 3 * (look.at - process.looks[0].at) >= process.last.at - process.looks[0].at
+    ]
+    once = wakeups(process) == 1 and later and later[0].switches < process.last.switches
+    return bool(once) and _waits_in_loop(process, seen(process, sources, world), sources)
 
 
 def never_woken(process: Process) -> bool:

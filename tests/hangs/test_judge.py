@@ -437,6 +437,23 @@ def test_a_thread_that_goes_round_and_puts_nothing_starves_the_main_thread(
         assert "loops at train.py:2 and puts nothing: run.self.epoch grows" in verdict.explanation
 
 
+@pytest.mark.parametrize(
+    "woken, pattern",
+    [((4, 16), "healthy"), ((12,), "undetermined"), ((4,), "rollout blocked"), ((1, 4), "rollout blocked")],
+)
+def test_a_wait_that_returned_twice_is_progress_and_one_that_returned_once_may_be(
+    woken: tuple[int, ...], pattern: str
+) -> None:
+    frames = (within("Condition.wait", "threading.py"), within("Queue.get", "queue.py"), at(2))
+    thread = Thread(name="MainThread", os_id=100, frames=frames)
+    looks = tuple(
+        Look(at=n / 2, state="S", switches=7 + sum(n >= w for w in woken), threads=(thread,)) for n in range(21)
+    )
+    waits = replace(rank(0, 2), rank=None, world=None, looks=looks, waits_in="futex_do_wait")
+    sources = {"train.py": "while True:\n    batch = q.get()\n"}
+    assert judge(Snapshot(processes=(waits,), seconds=10.0, sources=sources)).pattern == pattern
+
+
 def test_a_rank_that_has_a_file_locked_and_waits_for_those_who_want_it_is_at_fault() -> None:
     acquire = Frame(function="FileLock.acquire", file="/x/site-packages/filelock/_api.py", line=1)
     waits = rank(1, 8)
