@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 from clew.hang import source
 from clew.hang.activity import DATABASE, DISTRIBUTED, Activity, activity_of, importing
@@ -21,7 +21,6 @@ WAITING_NAMES = re.compile(
     re.I,
 )
 """Names of counters that a loop advances while it waits. Whole words only: `timestep` and `entries` count work."""
-CLOCK = re.compile(r"(^|\.)(time|monotonic|perf_counter)$")
 DEADLINE = "its deadline"
 """Beginning of the name of a deadline that is used as a counter."""
 REFUSING_NAMES = re.compile(r"reject|drop|skip|filter|discard|stale|refus|invalid|bad", re.I)
@@ -60,8 +59,7 @@ def without_torn(process: Process) -> Process:
 
 def _mains_of(process: Process) -> list[Thread]:
     """Return the stacks of the main thread that were read, one for each look."""
-    threads = (look.main(process.pid) for look in process.looks)
-    return [thread for thread in threads if thread is not None and thread.frames]
+    return [thread for look in process.looks if (thread := look.main(process.pid)) and thread.frames]
 
 
 def moved_counters(process: Process, sources: Mapping[str, str]) -> dict[str, tuple[int, int]]:
@@ -125,7 +123,7 @@ def deadlines(text: str, line: int) -> set[str]:
     if not isinstance(loop, ast.While) or source.polls(loop, text):
         return set()
     calls = [call for call in ast.walk(loop.test) if isinstance(call, ast.Call)]
-    if not any(CLOCK.search(source.dotted(call.func)) for call in calls):
+    if not any(source.CLOCK.search(source.dotted(call.func)) for call in calls):
         return set()
     return {node.id for node in ast.walk(loop.test) if isinstance(node, ast.Name)}
 
@@ -169,12 +167,8 @@ def _tries_for_ever(loop: ast.AST) -> bool:
 
 def seen(process: Process, sources: Mapping[str, str], world: int | None) -> list[Activity]:
     """Return the activity of the main thread in each look."""
-    found = []
-    for look in process.looks:
-        thread = look.main(process.pid)
-        if thread is not None and thread.frames:
-            found.append(activity_of(replace(process, looks=(look,)), thread, sources, world))
-    return found
+    mains = [(look, thread) for look in process.looks if (thread := look.main(process.pid)) and thread.frames]
+    return [activity_of(replace(process, looks=(look,)), thread, sources, world) for look, thread in mains]
 
 
 def places(process: Process) -> list[tuple[tuple[str, str, int], ...]]:
@@ -225,9 +219,35 @@ def moves(process: Process, sources: Mapping[str, str], world: int | None) -> bo
     return _passes_lines(newest, sources) or _works_in_library(newest, sources)
 
 
+def moves_inside(process: Process, main: Activity, decides: Activity, sources: Mapping[str, str]) -> bool:
+    """Return whether a task, the thread that decides, or a job that the main thread waits for makes progress."""
+    alone: dict[int, list[Look]] = {}  # each thread or task in place of the main thread; its wake-ups are not known
+    for look in process.looks:
+        for t in look.threads:
+            key, state = t.at or t.os_id, look.state if look.state in "TtZX" else "R" if t.active else "S"
+            only = (replace(t, os_id=key),)
+            alone.setdefault(key, []).append(replace(look, switches=-1, state=state, threads=only))
+    starved = main.kind == "queue" and never_woken(process)
+    for thread in (each for each in process.threads if each.os_id != process.pid):
+        key = thread.at or thread.os_id
+        one = without_torn(replace(process, pid=key, waits_in="", looks=tuple(alone[key])))
+        if thread.task and not ((main.idle_loop or decides.task) and len(set(places(recent(one)))) > 1):
+            continue
+        how = activity_of(one, thread, sources, None)
+        awaited = thread.task or thread.name == decides.thread or (how.is_job and main.kind in ("future", "pool"))
+        if not awaited or how.heartbeat or source.periodic(sources.get(how.file, ""), how.line):
+            continue
+        # The rounds of a `while` may put nothing into the queue that the main thread reads.
+        if starved and all(name.partition(":")[0].endswith("~") for name in moved_counters(one, sources)):
+            continue
+        if moves(one, sources, None):
+            return True
+    return False
+
+
 def wakeups(process: Process) -> int:
     """Return how often the main thread was woken up during the whole watch."""
-    return process.last.switches - process.looks[0].switches if process.looks else 0
+    return process.last.switches - process.looks[0].switches
 
 
 def woken_once(process: Process, sources: Mapping[str, str], world: int | None) -> bool:
@@ -235,11 +255,12 @@ def woken_once(process: Process, sources: Mapping[str, str], world: int | None) 
 
     A return in the first third of the watch does not count: by now, the wait takes twice as long.
     """
-    later = [
-        look for look in process.looks if 3 * (look.at - process.looks[0].at) >= process.last.at - process.looks[0].at
-    ]
-    once = wakeups(process) == 1 and later and later[0].switches < process.last.switches
-    return bool(once) and _waits_in_loop(process, seen(process, sources, world), sources)
+    if not process.looks:
+        return False
+    begun, last = process.looks[0], process.last
+    early = [look.switches for look in process.looks if look.at - begun.at <= (last.at - begun.at) / 3]
+    once = begun.switches == early[-1] == last.switches - 1
+    return once and _waits_in_loop(process, seen(process, sources, world), sources)
 
 
 def never_woken(process: Process) -> bool:
@@ -248,10 +269,9 @@ def never_woken(process: Process) -> bool:
 
 
 def _advances(process: Process, *, asleep: bool) -> bool:
-    """Return whether a process is busy with a number that only rises or falls, or writes while its coroutines end."""
-    looks = recent(process).looks
+    """Return whether a process is busy with a number that only rises or falls, or its coroutines end one by one."""
     steady = not asleep and busy(process) and _goes_steadily(process)
-    return steady or (looks[-1].written > looks[0].written and _tasks_end(process))
+    return steady or _tasks_end(process)
 
 
 def _threads_advance(process: Process, newest: Sequence[Activity], sources: Mapping[str, str]) -> bool:
@@ -296,13 +316,18 @@ def _signals_pile_up(process: Process, sources: Mapping[str, str], world: int | 
 
 
 def _tasks_end(process: Process) -> bool:
-    """Return whether fewer and fewer coroutines run one function of the user's: they finish one by one."""
+    """Return whether fewer and fewer coroutines run one function of the user's: they finish one by one.
+
+    One may also be a helper that comes and goes, unless the process writes meanwhile.
+    """
     counts: list[Counter[str]] = []
     for look in (each for each in process.looks if each.threads):
         own = ([f.function for f in t.frames if not installed(f.file)] for t in look.threads if t.task and not t.ended)
         counts.append(Counter(functions[-1] for functions in own if functions))
     every = [[count[name] for count in counts] for name in (counts[0] if counts else ())]
-    return any(numbers[-1] < numbers[0] and numbers == sorted(numbers, reverse=True) for numbers in every)
+    every = [numbers for numbers in every if numbers == sorted(numbers, reverse=True)]
+    writes = process.last.written > recent(process).looks[0].written
+    return any(n[0] - n[-1] >= (1 if writes else 2) and (writes or n[-1] < n[len(n) // 2]) for n in every)
 
 
 def _passes_lock(process: Process, sources: Mapping[str, str], world: int | None) -> bool:
@@ -367,22 +392,15 @@ def _goes_steadily(process: Process) -> bool:
 
 def fails_in_loop(thread: Thread, sources: Mapping[str, str]) -> bool:
     """Return whether a thread is in an `except` within a loop: it handles a failure, and will try again."""
-    for frame in thread.frames:
-        text = "" if installed(frame.file) else sources.get(frame.file, "")
-        if source.in_handler(text, frame.line) and source.loop_at(text, frame.line) is not None:
-            return True
-    return False
+    places = ((sources.get(frame.file, ""), frame.line) for frame in thread.frames if not installed(frame.file))
+    return any(source.in_handler(*place) and source.loop_at(*place) is not None for place in places)
 
 
 def has_limit(process: Process) -> bool:
     """Return whether the main thread waits with a timeout: being woken up may only mean that it passed."""
     thread = process.last.main(process.pid)
-    for frame in thread.frames if thread else ():
-        if not installed(frame.file):
-            return False
-        if re.fullmatch(r"\d+(\.\d*)?", frame.locals.get("timeout", "")):
-            return True
-    return False
+    inside = takewhile(lambda frame: installed(frame.file), thread.frames if thread else ())
+    return any(re.fullmatch(r"\d+(\.\d*)?", frame.locals.get("timeout", "")) for frame in inside)
 
 
 def in_loop(process: Process, sources: Mapping[str, str]) -> bool:
@@ -409,14 +427,8 @@ def _works_in_library(process: Process, sources: Mapping[str, str]) -> bool:
         return False
     if all(importing(thread) for thread in threads):
         return True
-    for thread in threads:
-        for frame in thread.frames:
-            if not installed(frame.file):
-                loop = source.outermost_loop(sources.get(frame.file, ""), frame.line)
-                if isinstance(loop, ast.While):
-                    return False
-                break
-    return True
+    users = (frame for thread in threads for frame in [*filter(lambda f: not installed(f.file), thread.frames)][:1])
+    return not any(isinstance(source.outermost_loop(sources.get(f.file, ""), f.line), ast.While) for f in users)
 
 
 def _passes_lines(process: Process, sources: Mapping[str, str]) -> bool:
@@ -444,11 +456,22 @@ def _passes_lines(process: Process, sources: Mapping[str, str]) -> bool:
     loops = [source.loop_at(sources.get(file, ""), line) for file, _, line in differing]
     one = loops[0]
     if one is not None and all(loop is one for loop in loops):
-        if source.polls(one, sources.get(differing[0][0], "")) or _tries_for_ever(one):
+        if _tries_for_ever(one):
             return False  # an attempt that takes long, and the pause after it
+        if source.polls(one, sources.get(differing[0][0], "")):
+            return _tests_new_text(process, one)
         # Without calls, or with one core busy in a `while`, it is a loop that spins.
         return bool(source.calls_of(one)) and not (isinstance(one, ast.While) and busy(process))
     return cpu_share(process) < 0.5 or any(loop is not one for loop in loops)
+
+
+def _tests_new_text(process: Process, loop: source.Loop) -> bool:
+    """Return whether a text that the test of a `while` reads has changed: then it does not just ask the same again."""
+    names = (
+        {node.id for node in ast.walk(loop.test) if isinstance(node, ast.Name)} if isinstance(loop, ast.While) else ()
+    )
+    frames = [f for t in _mains_of(process) for f in t.frames if not installed(f.file)]
+    return any(len({f.locals[n] for f in frames if re.match("['\"]", f.locals.get(n, ""))}) > 1 for n in names)
 
 
 def busy(process: Process) -> bool:
@@ -456,7 +479,7 @@ def busy(process: Process) -> bool:
     looks = process.looks
     if not looks:
         return False
-    never_waited = looks[-1].switches == looks[0].switches and looks[-1].cpu_s > looks[0].cpu_s
+    never_waited = looks[-1].switches == looks[0].switches >= 0 and looks[-1].cpu_s > looks[0].cpu_s
     ready = sum(look.state == "R" for look in looks)
     return cpu_share(process) > SPINNING or never_waited or (len(looks) > 2 and ready >= 0.8 * len(looks))
 

@@ -33,6 +33,8 @@ QUERIES = re.compile(r"\.(execute|fetchone|fetchall)$")
 """Calls of a loop that only asks again and again if it also waits; otherwise it may work through the rows."""
 REPORTS = re.compile(r"\.(write|writelines|write_text|dump|dumps|send|sendto|log|set|touch|execute)$")
 """Calls by which a heartbeat tells others that its process is alive."""
+EVENT = re.compile(r"\.(wait|is_set)\(")
+CLOCK = re.compile(r"(^|\.)(time|monotonic|perf_counter)(_ns)?$")
 UNLIMITED = re.compile(r"\.(get|wait|acquire|read)$")
 """Calls that do not poll unless they have an argument, such as a timeout."""
 GROWS = ("append", "extend", "add", "update", "appendleft")
@@ -273,6 +275,15 @@ def goes_on_for_ever(loop: ast.AST) -> bool:
     """Return whether a loop is `while True` without a break, return or raise: it is not meant to end."""
     endless = isinstance(loop, ast.While) and isinstance(loop.test, ast.Constant) and bool(loop.test.value)
     return endless and not any(isinstance(node, (ast.Break, ast.Return, ast.Raise)) for node in ast.walk(loop))
+
+
+def periodic(text: str, line: int) -> bool:
+    """Return whether a line is in a `while` that pauses in each round, for ever or until an event is set."""
+    loop = outermost_loop(text, line)
+    if not isinstance(loop, ast.While) or not (goes_on_for_ever(loop) or EVENT.search(ast.unparse(loop.test))):
+        return False
+    each_round = [loop.test, *(node for node in loop.body if isinstance(node, ast.Expr))]
+    return any(re.search(r"(sleep|\.wait)\([^)]", ast.unparse(node)) for node in each_round)
 
 
 def follows(text: str, line: int, later: int) -> bool:

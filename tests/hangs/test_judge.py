@@ -454,6 +454,70 @@ def test_a_wait_that_returned_twice_is_progress_and_one_that_returned_once_may_b
     assert judge(Snapshot(processes=(waits,), seconds=10.0, sources=sources)).pattern == pattern
 
 
+def watched(text: str, *looks: list[Thread], kernel: str = "futex_do_wait", wakes: int = 0) -> Verdict:
+    """Return the verdict about one process whose threads and tasks are those of each look."""
+    every = tuple(Look(at=n / 2, switches=7 + wakes * n, threads=tuple(threads)) for n, threads in enumerate(looks))
+    one = replace(rank(0, 1), rank=None, world=None, looks=every, waits_in=kernel)
+    return judge(Snapshot(processes=(one,), seconds=len(looks) / 2, sources={"train.py": text}))
+
+
+def main_in(*frames: Frame) -> Thread:
+    return Thread(name="MainThread", os_id=100, frames=frames)
+
+
+LOOP = (within("select", "selectors.py"), within("run_forever", "asyncio/base_events.py"), at(99, "<module>"))
+
+
+@pytest.mark.parametrize("step, pattern", [(1, "healthy"), (0, "rollout blocked")])
+def test_a_counter_of_a_job_whose_result_is_awaited_is_progress_whatever_its_name(step: int, pattern: str) -> None:
+    text = "job.result()\nfor turn in range(80):\n    obs = env.step(obs)\n    total += len(obs)\n"
+    awaits = (within("Condition.wait", "threading.py"), within("Future.result", "concurrent/futures/_base.py"), at(1))
+    looks = []
+    for n in range(8):
+        reads = within("SocketIO.readinto", "socket.py")
+        job = (reads, at(3, "rollout", turn=str(step * n)), within("_worker", "concurrent/futures/thread.py"))
+        looks.append([main_in(*awaits), Thread(name="pool_0", os_id=101, frames=job)])
+    assert watched(text, *looks).pattern in (pattern, *(["external wait"] if not step else []))
+
+
+def test_a_job_that_goes_round_is_no_progress_although_a_busy_machine_gives_it_little_time() -> None:
+    awaits = (within("Condition.wait", "threading.py"), within("Future.result", "concurrent/futures/_base.py"), at(9))
+    looks = []
+    for n in range(8):
+        job = (at(2 + n % 2, "parse"), within("_worker", "concurrent/futures/thread.py"))
+        looks.append([main_in(*awaits), Thread(name="pool_0", os_id=101, active=True, frames=job)])
+    assert watched("while at < end:\n    start = find(at)\n    at = find(start)\n", *looks).exit_code != 0
+
+
+@pytest.mark.parametrize(
+    "text, values, pattern",
+    [
+        ("while True:\n    act(x)\n    check(x)\n", ("", ""), "healthy"),
+        ("while x != 'done':\n    read(x)\n    sleep(x)\n", ("'call'", "'result'"), "healthy"),
+        ("while x != 'done':\n    read(x)\n    sleep(x)\n", ("'call'", "'call'"), "rollout blocked"),
+        ("while True:\n    act(x)\n    sleep(3)\n", ("", ""), "rollout blocked"),
+    ],
+)
+def test_a_task_that_passes_lines_is_progress_unless_it_polls_or_pauses_in_each_round(
+    text: str, values: tuple[str, str], pattern: str
+) -> None:
+    looks = []
+    for n in range(8):
+        frames = (within("Future.__await__", "asyncio/futures.py"), at(2 + n % 2, "agent", x=values[n % 2]))
+        looks.append([main_in(*LOOP), Thread(name="task a", os_id=0, task=True, at=5, waiter="Future", frames=frames)])
+    assert watched(text, *looks, kernel="ep_poll", wakes=1).pattern == pattern
+
+
+def test_tasks_that_end_one_by_one_are_progress_although_nothing_is_written() -> None:
+    frames = (within("sleep", "asyncio/tasks.py"), at(1, "ask"))
+    tasks = [Thread(name=f"task {n}", os_id=0, task=True, at=5 + n, frames=frames) for n in range(9)]
+    looks = [[main_in(*LOOP), *tasks[n // 2 :]] for n in range(8)]
+    assert watched("await answer()\n", *looks, kernel="ep_poll", wakes=1).pattern == "healthy"
+    for ended in ((0, 1, 2, 2, 2, 2, 2, 2), (0, 0, 0, 0, 0, 1, 1, 1)):  # long ago, and a single one
+        looks = [[main_in(*LOOP), *tasks[n:]] for n in ended]
+        assert watched("await answer()\n", *looks, kernel="ep_poll", wakes=1).pattern == "rollout blocked"
+
+
 def test_a_rank_that_has_a_file_locked_and_waits_for_those_who_want_it_is_at_fault() -> None:
     acquire = Frame(function="FileLock.acquire", file="/x/site-packages/filelock/_api.py", line=1)
     waits = rank(1, 8)
