@@ -28,6 +28,8 @@ SPINNING = 0.3
 """Share of one core from which a `while` without counters that advance is taken for endless."""
 BACKWARD_HZ = 3.0
 """Wake-ups a second from which a rank in the backward pass of DDP makes progress: 200 in training, 0 in a hang."""
+DATA_PER_S = 1_000_000
+"""Bytes read or written a second from which a process moves data: logs and heartbeats are smaller."""
 STEADY_LOOKS = 5
 """Minimum number of looks for a number that only rises, or only falls, to show progress. Of the 120 orders of five
 numbers, only 2 rise or fall throughout."""
@@ -216,7 +218,7 @@ def moves(process: Process, sources: Mapping[str, str], world: int | None) -> bo
         return False
     if woken and wakeups(process) >= 2 and _waits_in_loop(newest, every, sources):
         return True  # a round may take longer than half of the watch
-    return _passes_lines(newest, sources) or _works_in_library(newest, sources)
+    return any(shows(newest, sources) for shows in (_passes_lines, _works_in_library, _moves_data))
 
 
 def moves_inside(process: Process, main: Activity, decides: Activity, sources: Mapping[str, str]) -> bool:
@@ -472,6 +474,15 @@ def _tests_new_text(process: Process, loop: source.Loop) -> bool:
     )
     frames = [f for t in _mains_of(process) for f in t.frames if not installed(f.file)]
     return any(len({f.locals[n] for f in frames if re.match("['\"]", f.locals.get(n, ""))}) > 1 for n in names)
+
+
+def _moves_data(process: Process, sources: Mapping[str, str]) -> bool:
+    """Return whether a process reads or writes much, and does not do so to ask whether it may go on."""
+    first, last = process.looks[0], process.last
+    if first.children_faults != last.children_faults:
+        return False  # a child that has ended may have done so, for example one that looks at the GPUs now and then
+    moved = max(last.read - first.read, last.written - first.written)
+    return moved >= DATA_PER_S * (last.at - first.at) > 0 and not in_polling_loop(process, sources)
 
 
 def busy(process: Process) -> bool:

@@ -518,6 +518,19 @@ def test_tasks_that_end_one_by_one_are_progress_although_nothing_is_written() ->
         assert watched("await answer()\n", *looks, kernel="ep_poll", wakes=1).pattern == "rollout blocked"
 
 
+@pytest.mark.parametrize("written, text, pattern", [(1, "copy()", "slow"), (0, "copy()", "external wait")])
+def test_a_rank_that_writes_megabytes_is_slow(written: int, text: str, pattern: str) -> None:
+    frames = (within("SocketIO.readinto", "socket.py"), within("copyfileobj", "shutil.py"), at(1))
+    copies = rank(0, 1)
+    looks = tuple(
+        replace(look, written=written * 1_000_000 * n, threads=(main_in(*frames),))
+        for n, look in enumerate(copies.looks)
+    )
+    ranks = (replace(copies, looks=looks, waits_in="unix_stream_read_generic"), rank(1, 2, "barrier"))
+    sources = {"train.py": f"{text}\ndist.barrier()\n"}
+    assert judge(Snapshot(processes=ranks, seconds=3.0, sources=sources)).pattern == pattern
+
+
 def test_a_rank_that_has_a_file_locked_and_waits_for_those_who_want_it_is_at_fault() -> None:
     acquire = Frame(function="FileLock.acquire", file="/x/site-packages/filelock/_api.py", line=1)
     waits = rank(1, 8)
