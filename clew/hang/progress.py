@@ -79,7 +79,28 @@ def moved_counters(process: Process, sources: Mapping[str, str]) -> dict[str, tu
         enough = 3 if in_while and busy(process) else 2
         if len(set(values)) >= enough and (values == sorted(values) or not in_while):
             found[name] = (values[0], values[-1])
-    return found
+    others = any(re.split("[@~:]", name)[0] != "main" for name in found)
+    monitors = _monitors(looks[-1], process, sources) if others else set[str]()
+    return {name: moved for name, moved in found.items() if re.split("[@~:]", name)[0] not in monitors}
+
+
+def _monitors(look: Look, process: Process, sources: Mapping[str, str]) -> set[str]:
+    """Return the threads and tasks that only report, and use nothing that others wait for, as `_counters` names them.
+
+    There are none if the main thread only joins threads or awaits results: it may wait for any of them.
+    """
+    every = [(t, activity_of(process, t, sources, None)) for t in look.threads]
+    if any(t.os_id == process.pid and each.kind in ("thread", "future", "pool") for t, each in every):
+        return set()
+    waits = (each for _, each in every if not (each.heartbeat or each.idle_loop or each.kind in ("tasks", "sleep")))
+    targets = {each.target for each in waits if each.target}
+    idle = set[str]()
+    for thread, each in every:
+        loop = source.loop_at(sources.get(each.file, ""), each.line) if each.heartbeat and targets else None
+        used = [name.rpartition(".")[0] for name in source.calls_of(loop)] if loop else []
+        if loop and not any(source.same_name(name, target) for name in used for target in targets):
+            idle.add(f"main{thread.at}" if thread.task else f"{thread.os_id}")
+    return idle
 
 
 def _counters(look: Look, process: Process, sources: Mapping[str, str]) -> dict[str, int]:

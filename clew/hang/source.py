@@ -35,6 +35,8 @@ REPORTS = re.compile(r"\.(write|writelines|write_text|dump|dumps|send|sendto|log
 """Calls by which a heartbeat tells others that its process is alive."""
 EVENT = re.compile(r"\.(wait|is_set)\(")
 CLOCK = re.compile(r"(^|\.)(time|monotonic|perf_counter)(_ns)?$")
+MEASURES = re.compile(rf"{REPORTS.pattern}|^(os\.getloadavg|(psutil|pynvml|resource|torch\.cuda)\..*)$")
+"""Calls by which a heartbeat looks at the machine, and those by which it reports."""
 UNLIMITED = re.compile(r"\.(get|wait|acquire|read)$")
 """Calls that do not poll unless they have an argument, such as a timeout."""
 GROWS = ("append", "extend", "add", "update", "appendleft")
@@ -375,7 +377,7 @@ def heartbeat(text: str, line: int) -> bool:
         if waits or not until.endswith((".wait", ".is_set")):  # one that reports nothing waits for the event
             return False
     leaves = any(isinstance(node, (ast.Break, ast.Return, ast.Raise)) for node in ast.walk(loop))
-    return not leaves and polls(loop, text, also=REPORTS)
+    return not leaves and polls(loop, text, also=MEASURES)
 
 
 def dispatches(text: str, line: int) -> bool:

@@ -518,6 +518,16 @@ def test_tasks_that_end_one_by_one_are_progress_although_nothing_is_written() ->
         assert watched("await answer()\n", *looks, kernel="ep_poll", wakes=1).pattern == "rollout blocked"
 
 
+@pytest.mark.parametrize("name, pattern", [("samples", "rollout blocked"), ("items", "healthy")])
+def test_a_monitor_that_collects_samples_is_no_progress_unless_others_wait_for_them(name: str, pattern: str) -> None:
+    text = f"while True:\n    time.sleep(1)\n    {name}.append(os.getloadavg()[0])\nitems.get()\n"
+    gets = main_in(within("Condition.wait", "threading.py"), within("Queue.get", "queue.py"), at(4))
+    looks = [
+        [gets, Thread(name="load", os_id=101, frames=(at(2, "watch", **{f"len({name})": str(n)}),))] for n in range(8)
+    ]
+    assert watched(text, *looks).pattern == pattern
+
+
 @pytest.mark.parametrize("written, text, pattern", [(1, "copy()", "slow"), (0, "copy()", "external wait")])
 def test_a_rank_that_writes_megabytes_is_slow(written: int, text: str, pattern: str) -> None:
     frames = (within("SocketIO.readinto", "socket.py"), within("copyfileobj", "shutil.py"), at(1))
