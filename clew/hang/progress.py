@@ -157,20 +157,20 @@ def hidden(name: str, skipped: set[str]) -> bool:
 
 
 def polling_counters(text: str, line: int) -> set[str]:
-    """Return the names that a polling, spinning or retrying loop around this line changes: they show no progress."""
-    loop = source.loop_at(text, line)
+    """Return the names that show no progress: clocks, and what a polling, spinning or retrying loop here changes."""
+    loop, clocks = source.loop_at(text, line), source.clocks(text, line)
     if loop is None:
-        return set()
+        return clocks
     if source.retries(loop):
         tested = set()
     elif isinstance(loop, ast.While) and (source.polls(loop, text) or not source.calls_of(loop)):
         tested = {node.id for node in ast.walk(loop.test) if isinstance(node, ast.Name)}
     else:
-        return set()
+        return clocks
     changed = source.counted(loop)
     if isinstance(loop, ast.For):
         changed |= {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
-    return changed - tested
+    return (changed - tested) | clocks
 
 
 def in_polling_loop(process: Process, sources: Mapping[str, str]) -> bool:

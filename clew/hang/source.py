@@ -37,6 +37,8 @@ EVENT = re.compile(r"\.(wait|is_set)\(")
 CLOCK = re.compile(r"(^|\.)(time|monotonic|perf_counter)(_ns)?$")
 MEASURES = re.compile(rf"{REPORTS.pattern}|^(os\.getloadavg|(psutil|pynvml|resource|torch\.cuda)\..*)$")
 """Calls by which a heartbeat looks at the machine, and those by which it reports."""
+NUMBERS = {"int", "round", "float", "max", "min", "abs"}
+"""Calls that only change the form of a number."""
 UNLIMITED = re.compile(r"\.(get|wait|acquire|read)$")
 """Calls that do not poll unless they have an argument, such as a timeout."""
 GROWS = ("append", "extend", "add", "update", "appendleft")
@@ -286,6 +288,20 @@ def periodic(text: str, line: int) -> bool:
         return False
     each_round = [loop.test, *(node for node in loop.body if isinstance(node, ast.Expr))]
     return any(re.search(r"(sleep|\.wait)\([^)]", ast.unparse(node)) for node in each_round)
+
+
+@lru_cache(maxsize=4096)
+def clocks(text: str, line: int) -> set[str]:
+    """Return the names that the function around a line computes from the time alone, such as the seconds since then."""
+    functions = [n for n in enclosing(text, line) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    found = set[str]()
+    for node in ast.walk(functions[-1]) if functions else ():
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            calls = {dotted(each.func) for each in ast.walk(node.value) if isinstance(each, ast.Call)} - NUMBERS
+            used = {each.id for each in ast.walk(node.value) if isinstance(each, ast.Name)}
+            if (calls or used & found) and all(map(CLOCK.search, calls)):
+                found.add(node.targets[0].id)
+    return found
 
 
 def follows(text: str, line: int, later: int) -> bool:

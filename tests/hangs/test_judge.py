@@ -528,6 +528,15 @@ def test_a_monitor_that_collects_samples_is_no_progress_unless_others_wait_for_t
     assert watched(text, *looks).pattern == pattern
 
 
+@pytest.mark.parametrize(
+    "value, pattern", [("time.time() - begun", "external wait"), ("progress() - begun", "healthy")]
+)
+def test_a_name_that_is_computed_from_the_time_is_no_counter(value: str, pattern: str) -> None:
+    text = f"def f():\n    while not os.path.exists(path):\n        time.sleep(1)\n        age = int({value})\n"
+    looks = [[main_in(at(3, "f", age=str(n)))] for n in range(8)]
+    assert watched(text, *looks, kernel="hrtimer_nanosleep", wakes=1).pattern == pattern
+
+
 @pytest.mark.parametrize("written, text, pattern", [(1, "copy()", "slow"), (0, "copy()", "external wait")])
 def test_a_rank_that_writes_megabytes_is_slow(written: int, text: str, pattern: str) -> None:
     frames = (within("SocketIO.readinto", "socket.py"), within("copyfileobj", "shutil.py"), at(1))
