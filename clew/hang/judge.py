@@ -14,7 +14,7 @@ from clew.hang.graph import reachable, sinks
 from clew.hang.inside import installed
 from clew.hang.local_cause import Sink, device, ended_inside, local_cause, locked_file, refuses
 from clew.hang.observed import Snapshot
-from clew.hang.progress import cpu_share, pace, recent
+from clew.hang.progress import cpu_share, pace, recent, woken_once
 from clew.hang.roles import actors_of, world_of
 from clew.hang.source import goes_on_for_ever, loop_at
 from clew.hang.verdict import SOUND, Actor, Verdict, names, verdict_about
@@ -59,6 +59,15 @@ def judge(snapshot: Snapshot) -> Verdict:
         or initialisation(ranks)
         or _by_graph(live, ranks, snapshot)
     )
+    mains = _mains(live, ranks)
+    if (
+        verdict.pattern not in SOUND
+        and not verdict.structural
+        and all(woken_once(a.process, snapshot.sources, world) for a in mains)
+    ):
+        labels = ", ".join(a.process.label for a in mains)
+        why = f"{labels} was woken up only once in {snapshot.seconds:.0f} s: it may be slow. Ask again."
+        verdict = verdict_about("undetermined", [], why, mains, confidence="low")
     if verdict.pattern not in SOUND:
         verdict = replace(verdict, evidence=(*verdict.evidence, *where(ranks)))
     return with_advice(_hedged(verdict, snapshot, live), live)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 from clew.hang import source
 from clew.hang.activity import DATABASE, DISTRIBUTED, Activity, activity_of, importing
@@ -21,7 +21,6 @@ WAITING_NAMES = re.compile(
     re.I,
 )
 """Names of counters that a loop advances while it waits. Whole words only: `timestep` and `entries` count work."""
-CLOCK = re.compile(r"(^|\.)(time|monotonic|perf_counter)$")
 DEADLINE = "its deadline"
 """Beginning of the name of a deadline that is used as a counter."""
 REFUSING_NAMES = re.compile(r"reject|drop|skip|filter|discard|stale|refus|invalid|bad", re.I)
@@ -29,6 +28,8 @@ SPINNING = 0.3
 """Share of one core from which a `while` without counters that advance is taken for endless."""
 BACKWARD_HZ = 3.0
 """Wake-ups a second from which a rank in the backward pass of DDP makes progress: 200 in training, 0 in a hang."""
+DATA_PER_S = 1_000_000
+"""Bytes read or written a second from which a process moves data: logs and heartbeats are smaller."""
 STEADY_LOOKS = 5
 """Minimum number of looks for a number that only rises, or only falls, to show progress. Of the 120 orders of five
 numbers, only 2 rise or fall throughout."""
@@ -60,8 +61,7 @@ def without_torn(process: Process) -> Process:
 
 def _mains_of(process: Process) -> list[Thread]:
     """Return the stacks of the main thread that were read, one for each look."""
-    threads = (look.main(process.pid) for look in process.looks)
-    return [thread for thread in threads if thread is not None and thread.frames]
+    return [thread for look in process.looks if (thread := look.main(process.pid)) and thread.frames]
 
 
 def moved_counters(process: Process, sources: Mapping[str, str]) -> dict[str, tuple[int, int]]:
@@ -79,7 +79,28 @@ def moved_counters(process: Process, sources: Mapping[str, str]) -> dict[str, tu
         enough = 3 if in_while and busy(process) else 2
         if len(set(values)) >= enough and (values == sorted(values) or not in_while):
             found[name] = (values[0], values[-1])
-    return found
+    others = any(re.split("[@~:]", name)[0] != "main" for name in found)
+    monitors = _monitors(looks[-1], process, sources) if others else set[str]()
+    return {name: moved for name, moved in found.items() if re.split("[@~:]", name)[0] not in monitors}
+
+
+def _monitors(look: Look, process: Process, sources: Mapping[str, str]) -> set[str]:
+    """Return the threads and tasks that only report, and use nothing that others wait for, as `_counters` names them.
+
+    There are none if the main thread only joins threads or awaits results: it may wait for any of them.
+    """
+    every = [(t, activity_of(process, t, sources, None)) for t in look.threads]
+    if any(t.os_id == process.pid and each.kind in ("thread", "future", "pool") for t, each in every):
+        return set()
+    waits = (each for _, each in every if not (each.heartbeat or each.idle_loop or each.kind in ("tasks", "sleep")))
+    targets = {each.target for each in waits if each.target}
+    idle = set[str]()
+    for thread, each in every:
+        loop = source.loop_at(sources.get(each.file, ""), each.line) if each.heartbeat and targets else None
+        used = [name.rpartition(".")[0] for name in source.calls_of(loop)] if loop else []
+        if loop and not any(source.same_name(name, target) for name in used for target in targets):
+            idle.add(f"main{thread.at}" if thread.task else f"{thread.os_id}")
+    return idle
 
 
 def _counters(look: Look, process: Process, sources: Mapping[str, str]) -> dict[str, int]:
@@ -125,7 +146,7 @@ def deadlines(text: str, line: int) -> set[str]:
     if not isinstance(loop, ast.While) or source.polls(loop, text):
         return set()
     calls = [call for call in ast.walk(loop.test) if isinstance(call, ast.Call)]
-    if not any(CLOCK.search(source.dotted(call.func)) for call in calls):
+    if not any(source.CLOCK.search(source.dotted(call.func)) for call in calls):
         return set()
     return {node.id for node in ast.walk(loop.test) if isinstance(node, ast.Name)}
 
@@ -136,20 +157,20 @@ def hidden(name: str, skipped: set[str]) -> bool:
 
 
 def polling_counters(text: str, line: int) -> set[str]:
-    """Return the names that a polling, spinning or retrying loop around this line changes: they show no progress."""
-    loop = source.loop_at(text, line)
+    """Return the names that show no progress: clocks, and what a polling, spinning or retrying loop here changes."""
+    loop, clocks = source.loop_at(text, line), source.clocks(text, line)
     if loop is None:
-        return set()
+        return clocks
     if source.retries(loop):
         tested = set()
     elif isinstance(loop, ast.While) and (source.polls(loop, text) or not source.calls_of(loop)):
         tested = {node.id for node in ast.walk(loop.test) if isinstance(node, ast.Name)}
     else:
-        return set()
+        return clocks
     changed = source.counted(loop)
     if isinstance(loop, ast.For):
         changed |= {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
-    return changed - tested
+    return (changed - tested) | clocks
 
 
 def in_polling_loop(process: Process, sources: Mapping[str, str]) -> bool:
@@ -169,12 +190,8 @@ def _tries_for_ever(loop: ast.AST) -> bool:
 
 def seen(process: Process, sources: Mapping[str, str], world: int | None) -> list[Activity]:
     """Return the activity of the main thread in each look."""
-    found = []
-    for look in process.looks:
-        thread = look.main(process.pid)
-        if thread is not None and thread.frames:
-            found.append(activity_of(replace(process, looks=(look,)), thread, sources, world))
-    return found
+    mains = [(look, thread) for look in process.looks if (thread := look.main(process.pid)) and thread.frames]
+    return [activity_of(replace(process, looks=(look,)), thread, sources, world) for look, thread in mains]
 
 
 def places(process: Process) -> list[tuple[tuple[str, str, int], ...]]:
@@ -216,14 +233,57 @@ def moves(process: Process, sources: Mapping[str, str], world: int | None) -> bo
         return True  # the work that it waits for is within torch and has no address here; in a hang nothing wakes it up
     if every and all(each.kind in DISTRIBUTED for each in every):
         return _goes_through_collectives(newest, every, woken)
-    ever_woken = process.last.switches > process.looks[0].switches
-    if ever_woken and every and all(each.op.endswith("sendall") for each in every):
+    if wakeups(process) > 0 and every and all(each.op.endswith("sendall") for each in every):
         return True  # it is woken up only when the other side has taken a third of a buffer, seconds apart
     if goes_round(newest, every, sources):
         return False
-    if woken >= 2 and _waits_in_loop(newest, every, sources):
-        return True
-    return _passes_lines(newest, sources) or _works_in_library(newest, sources)
+    if woken and wakeups(process) >= 2 and _waits_in_loop(newest, every, sources):
+        return True  # a round may take longer than half of the watch
+    return any(shows(newest, sources) for shows in (_passes_lines, _works_in_library, _moves_data))
+
+
+def moves_inside(process: Process, main: Activity, decides: Activity, sources: Mapping[str, str]) -> bool:
+    """Return whether a task, the thread that decides, or a job that the main thread waits for makes progress."""
+    alone: dict[int, list[Look]] = {}  # each thread or task in place of the main thread; its wake-ups are not known
+    for look in process.looks:
+        for t in look.threads:
+            key, state = t.at or t.os_id, look.state if look.state in "TtZX" else "R" if t.active else "S"
+            only = (replace(t, os_id=key),)
+            alone.setdefault(key, []).append(replace(look, switches=-1, state=state, threads=only))
+    starved = main.kind == "queue" and never_woken(process)
+    for thread in (each for each in process.threads if each.os_id != process.pid):
+        key = thread.at or thread.os_id
+        one = without_torn(replace(process, pid=key, waits_in="", looks=tuple(alone[key])))
+        if thread.task and not ((main.idle_loop or decides.task) and len(set(places(recent(one)))) > 1):
+            continue
+        how = activity_of(one, thread, sources, None)
+        awaited = thread.task or thread.name == decides.thread or (how.is_job and main.kind in ("future", "pool"))
+        if not awaited or how.heartbeat or source.periodic(sources.get(how.file, ""), how.line):
+            continue
+        # The rounds of a `while` may put nothing into the queue that the main thread reads.
+        if starved and all(name.partition(":")[0].endswith("~") for name in moved_counters(one, sources)):
+            continue
+        if moves(one, sources, None):
+            return True
+    return False
+
+
+def wakeups(process: Process) -> int:
+    """Return how often the main thread was woken up during the whole watch."""
+    return process.last.switches - process.looks[0].switches
+
+
+def woken_once(process: Process, sources: Mapping[str, str], world: int | None) -> bool:
+    """Return whether a wait in a loop that does not poll returned once: the next round may only take as long.
+
+    A return in the first third of the watch does not count: by now, the wait takes twice as long.
+    """
+    if not process.looks:
+        return False
+    begun, last = process.looks[0], process.last
+    early = [look.switches for look in process.looks if look.at - begun.at <= (last.at - begun.at) / 3]
+    once = begun.switches == early[-1] == last.switches - 1
+    return once and _waits_in_loop(process, seen(process, sources, world), sources)
 
 
 def never_woken(process: Process) -> bool:
@@ -232,10 +292,9 @@ def never_woken(process: Process) -> bool:
 
 
 def _advances(process: Process, *, asleep: bool) -> bool:
-    """Return whether a process is busy with a number that only rises or falls, or writes while its coroutines end."""
-    looks = recent(process).looks
+    """Return whether a process is busy with a number that only rises or falls, or its coroutines end one by one."""
     steady = not asleep and busy(process) and _goes_steadily(process)
-    return steady or (looks[-1].written > looks[0].written and _tasks_end(process))
+    return steady or _tasks_end(process)
 
 
 def _threads_advance(process: Process, newest: Sequence[Activity], sources: Mapping[str, str]) -> bool:
@@ -280,13 +339,18 @@ def _signals_pile_up(process: Process, sources: Mapping[str, str], world: int | 
 
 
 def _tasks_end(process: Process) -> bool:
-    """Return whether fewer and fewer coroutines run one function of the user's: they finish one by one."""
+    """Return whether fewer and fewer coroutines run one function of the user's: they finish one by one.
+
+    One may also be a helper that comes and goes, unless the process writes meanwhile.
+    """
     counts: list[Counter[str]] = []
     for look in (each for each in process.looks if each.threads):
         own = ([f.function for f in t.frames if not installed(f.file)] for t in look.threads if t.task and not t.ended)
         counts.append(Counter(functions[-1] for functions in own if functions))
     every = [[count[name] for count in counts] for name in (counts[0] if counts else ())]
-    return any(numbers[-1] < numbers[0] and numbers == sorted(numbers, reverse=True) for numbers in every)
+    every = [numbers for numbers in every if numbers == sorted(numbers, reverse=True)]
+    writes = process.last.written > recent(process).looks[0].written
+    return any(n[0] - n[-1] >= (1 if writes else 2) and (writes or n[-1] < n[len(n) // 2]) for n in every)
 
 
 def _passes_lock(process: Process, sources: Mapping[str, str], world: int | None) -> bool:
@@ -351,22 +415,15 @@ def _goes_steadily(process: Process) -> bool:
 
 def fails_in_loop(thread: Thread, sources: Mapping[str, str]) -> bool:
     """Return whether a thread is in an `except` within a loop: it handles a failure, and will try again."""
-    for frame in thread.frames:
-        text = "" if installed(frame.file) else sources.get(frame.file, "")
-        if source.in_handler(text, frame.line) and source.loop_at(text, frame.line) is not None:
-            return True
-    return False
+    places = ((sources.get(frame.file, ""), frame.line) for frame in thread.frames if not installed(frame.file))
+    return any(source.in_handler(*place) and source.loop_at(*place) is not None for place in places)
 
 
 def has_limit(process: Process) -> bool:
     """Return whether the main thread waits with a timeout: being woken up may only mean that it passed."""
     thread = process.last.main(process.pid)
-    for frame in thread.frames if thread else ():
-        if not installed(frame.file):
-            return False
-        if re.fullmatch(r"\d+(\.\d*)?", frame.locals.get("timeout", "")):
-            return True
-    return False
+    inside = takewhile(lambda frame: installed(frame.file), thread.frames if thread else ())
+    return any(re.fullmatch(r"\d+(\.\d*)?", frame.locals.get("timeout", "")) for frame in inside)
 
 
 def in_loop(process: Process, sources: Mapping[str, str]) -> bool:
@@ -393,14 +450,8 @@ def _works_in_library(process: Process, sources: Mapping[str, str]) -> bool:
         return False
     if all(importing(thread) for thread in threads):
         return True
-    for thread in threads:
-        for frame in thread.frames:
-            if not installed(frame.file):
-                loop = source.outermost_loop(sources.get(frame.file, ""), frame.line)
-                if isinstance(loop, ast.While):
-                    return False
-                break
-    return True
+    users = (frame for thread in threads for frame in [*filter(lambda f: not installed(f.file), thread.frames)][:1])
+    return not any(isinstance(source.outermost_loop(sources.get(f.file, ""), f.line), ast.While) for f in users)
 
 
 def _passes_lines(process: Process, sources: Mapping[str, str]) -> bool:
@@ -428,11 +479,31 @@ def _passes_lines(process: Process, sources: Mapping[str, str]) -> bool:
     loops = [source.loop_at(sources.get(file, ""), line) for file, _, line in differing]
     one = loops[0]
     if one is not None and all(loop is one for loop in loops):
-        if source.polls(one, sources.get(differing[0][0], "")) or _tries_for_ever(one):
+        if _tries_for_ever(one):
             return False  # an attempt that takes long, and the pause after it
+        if source.polls(one, sources.get(differing[0][0], "")):
+            return _tests_new_text(process, one)
         # Without calls, or with one core busy in a `while`, it is a loop that spins.
         return bool(source.calls_of(one)) and not (isinstance(one, ast.While) and busy(process))
     return cpu_share(process) < 0.5 or any(loop is not one for loop in loops)
+
+
+def _tests_new_text(process: Process, loop: source.Loop) -> bool:
+    """Return whether a text that the test of a `while` reads has changed: then it does not just ask the same again."""
+    names = (
+        {node.id for node in ast.walk(loop.test) if isinstance(node, ast.Name)} if isinstance(loop, ast.While) else ()
+    )
+    frames = [f for t in _mains_of(process) for f in t.frames if not installed(f.file)]
+    return any(len({f.locals[n] for f in frames if re.match("['\"]", f.locals.get(n, ""))}) > 1 for n in names)
+
+
+def _moves_data(process: Process, sources: Mapping[str, str]) -> bool:
+    """Return whether a process reads or writes much, and does not do so to ask whether it may go on."""
+    first, last = process.looks[0], process.last
+    if first.children_faults != last.children_faults:
+        return False  # a child that has ended may have done so, for example one that looks at the GPUs now and then
+    moved = max(last.read - first.read, last.written - first.written)
+    return moved >= DATA_PER_S * (last.at - first.at) > 0 and not in_polling_loop(process, sources)
 
 
 def busy(process: Process) -> bool:
@@ -440,7 +511,7 @@ def busy(process: Process) -> bool:
     looks = process.looks
     if not looks:
         return False
-    never_waited = looks[-1].switches == looks[0].switches and looks[-1].cpu_s > looks[0].cpu_s
+    never_waited = looks[-1].switches == looks[0].switches >= 0 and looks[-1].cpu_s > looks[0].cpu_s
     ready = sum(look.state == "R" for look in looks)
     return cpu_share(process) > SPINNING or never_waited or (len(looks) > 2 and ready >= 0.8 * len(looks))
 

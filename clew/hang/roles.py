@@ -12,7 +12,7 @@ from clew.hang.activity import C10D, Activity, activities
 from clew.hang.inside import installed
 from clew.hang.observed import Group, Process, Snapshot
 from clew.hang.programs import awaited_work, with_python_parents
-from clew.hang.progress import moves, without_torn
+from clew.hang.progress import moves, moves_inside, without_torn
 from clew.hang.source import loop_variables
 from clew.hang.verdict import Actor
 
@@ -192,6 +192,7 @@ def actors_of(snapshot: Snapshot) -> list[Actor]:
         activity = effective(_without_idle_readers(every, process, snapshot))
         work = awaited_work(process, activity, snapshot.processes, snapshot.sources)
         moving = moves(process, snapshot.sources, world) or bool(work)
+        moving = moving or (bool(every) and moves_inside(process, every[0], activity, snapshot.sources))
         found.append(
             Actor(process=process, activity=activity, threads=tuple(every), moving=moving, role=role, work=work)
         )

@@ -40,6 +40,12 @@ QUERIES = re.compile(r"\.(execute|fetchone|fetchall)$")
 """Calls of a loop that only asks again and again if it also waits; otherwise it may work through the rows."""
 REPORTS = re.compile(r"\.(write|writelines|write_text|dump|dumps|send|sendto|log|set|touch|execute)$")
 """Calls by which a heartbeat tells others that its process is alive."""
+EVENT = re.compile(r"\.(wait|is_set)\(")
+CLOCK = re.compile(r"(^|\.)(time|monotonic|perf_counter)(_ns)?$")
+MEASURES = re.compile(rf"{REPORTS.pattern}|^(os\.getloadavg|(psutil|pynvml|resource|torch\.cuda)\..*)$")
+"""Calls by which a heartbeat looks at the machine, and those by which it reports."""
+NUMBERS = {"int", "round", "float", "max", "min", "abs"}
+"""Calls that only change the form of a number."""
 UNLIMITED = re.compile(r"\.(get|wait|acquire|read)$")
 """Calls that do not poll unless they have an argument, such as a timeout."""
 GROWS = ("append", "extend", "add", "update", "appendleft")
@@ -317,6 +323,29 @@ def goes_on_for_ever(loop: ast.AST) -> bool:
     return endless and not any(isinstance(node, (ast.Break, ast.Return, ast.Raise)) for node in ast.walk(loop))
 
 
+def periodic(text: str, line: int) -> bool:
+    """Return whether a line is in a `while` that pauses in each round, for ever or until an event is set."""
+    loop = outermost_loop(text, line)
+    if not isinstance(loop, ast.While) or not (goes_on_for_ever(loop) or EVENT.search(ast.unparse(loop.test))):
+        return False
+    each_round = [loop.test, *(node for node in loop.body if isinstance(node, ast.Expr))]
+    return any(re.search(r"(sleep|\.wait)\([^)]", ast.unparse(node)) for node in each_round)
+
+
+@lru_cache(maxsize=4096)
+def clocks(text: str, line: int) -> set[str]:
+    """Return the names that the function around a line computes from the time alone, such as the seconds since then."""
+    functions = [n for n in enclosing(text, line) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    found = set[str]()
+    for node in ast.walk(functions[-1]) if functions else ():
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            calls = {dotted(each.func) for each in ast.walk(node.value) if isinstance(each, ast.Call)} - NUMBERS
+            used = {each.id for each in ast.walk(node.value) if isinstance(each, ast.Name)}
+            if (calls or used & found) and all(map(CLOCK.search, calls)):
+                found.add(node.targets[0].id)
+    return found
+
+
 def follows(text: str, line: int, later: int) -> bool:
     """Return whether a program can go from one line on to a later one: not from one branch of an `if` to another."""
     for node in enclosing(text, line):
@@ -406,7 +435,7 @@ def heartbeat(text: str, line: int) -> bool:
         if waits or not until.endswith((".wait", ".is_set")):  # one that reports nothing waits for the event
             return False
     leaves = any(isinstance(node, (ast.Break, ast.Return, ast.Raise)) for node in ast.walk(loop))
-    return not leaves and polls(loop, text, also=REPORTS)
+    return not leaves and polls(loop, text, also=MEASURES)
 
 
 def dispatches(text: str, line: int) -> bool:

@@ -438,6 +438,119 @@ def test_a_thread_that_goes_round_and_puts_nothing_starves_the_main_thread(
         assert "loops at train.py:2 and puts nothing: run.self.epoch grows" in verdict.explanation
 
 
+@pytest.mark.parametrize(
+    "woken, pattern",
+    [((4, 16), "healthy"), ((12,), "undetermined"), ((4,), "rollout blocked"), ((1, 4), "rollout blocked")],
+)
+def test_a_wait_that_returned_twice_is_progress_and_one_that_returned_once_may_be(
+    woken: tuple[int, ...], pattern: str
+) -> None:
+    frames = (within("Condition.wait", "threading.py"), within("Queue.get", "queue.py"), at(2))
+    thread = Thread(name="MainThread", os_id=100, frames=frames)
+    looks = tuple(
+        Look(at=n / 2, state="S", switches=7 + sum(n >= w for w in woken), threads=(thread,)) for n in range(21)
+    )
+    waits = replace(rank(0, 2), rank=None, world=None, looks=looks, waits_in="futex_do_wait")
+    sources = {"train.py": "while True:\n    batch = q.get()\n"}
+    assert judge(Snapshot(processes=(waits,), seconds=10.0, sources=sources)).pattern == pattern
+
+
+def watched(text: str, *looks: list[Thread], kernel: str = "futex_do_wait", wakes: int = 0) -> Verdict:
+    """Return the verdict about one process whose threads and tasks are those of each look."""
+    every = tuple(Look(at=n / 2, switches=7 + wakes * n, threads=tuple(threads)) for n, threads in enumerate(looks))
+    one = replace(rank(0, 1), rank=None, world=None, looks=every, waits_in=kernel)
+    return judge(Snapshot(processes=(one,), seconds=len(looks) / 2, sources={"train.py": text}))
+
+
+def main_in(*frames: Frame) -> Thread:
+    return Thread(name="MainThread", os_id=100, frames=frames)
+
+
+LOOP = (within("select", "selectors.py"), within("run_forever", "asyncio/base_events.py"), at(99, "<module>"))
+
+
+@pytest.mark.parametrize("step, pattern", [(1, "healthy"), (0, "rollout blocked")])
+def test_a_counter_of_a_job_whose_result_is_awaited_is_progress_whatever_its_name(step: int, pattern: str) -> None:
+    text = "job.result()\nfor turn in range(80):\n    obs = env.step(obs)\n    total += len(obs)\n"
+    awaits = (within("Condition.wait", "threading.py"), within("Future.result", "concurrent/futures/_base.py"), at(1))
+    looks = []
+    for n in range(8):
+        reads = within("SocketIO.readinto", "socket.py")
+        job = (reads, at(3, "rollout", turn=str(step * n)), within("_worker", "concurrent/futures/thread.py"))
+        looks.append([main_in(*awaits), Thread(name="pool_0", os_id=101, frames=job)])
+    assert watched(text, *looks).pattern in (pattern, *(["external wait"] if not step else []))
+
+
+def test_a_job_that_goes_round_is_no_progress_although_a_busy_machine_gives_it_little_time() -> None:
+    awaits = (within("Condition.wait", "threading.py"), within("Future.result", "concurrent/futures/_base.py"), at(9))
+    looks = []
+    for n in range(8):
+        job = (at(2 + n % 2, "parse"), within("_worker", "concurrent/futures/thread.py"))
+        looks.append([main_in(*awaits), Thread(name="pool_0", os_id=101, active=True, frames=job)])
+    assert watched("while at < end:\n    start = find(at)\n    at = find(start)\n", *looks).exit_code != 0
+
+
+@pytest.mark.parametrize(
+    "text, values, pattern",
+    [
+        ("while True:\n    act(x)\n    check(x)\n", ("", ""), "healthy"),
+        ("while x != 'done':\n    read(x)\n    sleep(x)\n", ("'call'", "'result'"), "healthy"),
+        ("while x != 'done':\n    read(x)\n    sleep(x)\n", ("'call'", "'call'"), "rollout blocked"),
+        ("while True:\n    act(x)\n    sleep(3)\n", ("", ""), "rollout blocked"),
+    ],
+)
+def test_a_task_that_passes_lines_is_progress_unless_it_polls_or_pauses_in_each_round(
+    text: str, values: tuple[str, str], pattern: str
+) -> None:
+    looks = []
+    for n in range(8):
+        frames = (within("Future.__await__", "asyncio/futures.py"), at(2 + n % 2, "agent", x=values[n % 2]))
+        looks.append([main_in(*LOOP), Thread(name="task a", os_id=0, task=True, at=5, waiter="Future", frames=frames)])
+    assert watched(text, *looks, kernel="ep_poll", wakes=1).pattern == pattern
+
+
+def test_tasks_that_end_one_by_one_are_progress_although_nothing_is_written() -> None:
+    frames = (within("sleep", "asyncio/tasks.py"), at(1, "ask"))
+    tasks = [Thread(name=f"task {n}", os_id=0, task=True, at=5 + n, frames=frames) for n in range(9)]
+    looks = [[main_in(*LOOP), *tasks[n // 2 :]] for n in range(8)]
+    assert watched("await answer()\n", *looks, kernel="ep_poll", wakes=1).pattern == "healthy"
+    for ended in ((0, 1, 2, 2, 2, 2, 2, 2), (0, 0, 0, 0, 0, 1, 1, 1)):  # long ago, and a single one
+        looks = [[main_in(*LOOP), *tasks[n:]] for n in ended]
+        assert watched("await answer()\n", *looks, kernel="ep_poll", wakes=1).pattern == "rollout blocked"
+
+
+@pytest.mark.parametrize("name, pattern", [("samples", "rollout blocked"), ("items", "healthy")])
+def test_a_monitor_that_collects_samples_is_no_progress_unless_others_wait_for_them(name: str, pattern: str) -> None:
+    text = f"while True:\n    time.sleep(1)\n    {name}.append(os.getloadavg()[0])\nitems.get()\n"
+    gets = main_in(within("Condition.wait", "threading.py"), within("Queue.get", "queue.py"), at(4))
+    looks = [
+        [gets, Thread(name="load", os_id=101, frames=(at(2, "watch", **{f"len({name})": str(n)}),))] for n in range(8)
+    ]
+    assert watched(text, *looks).pattern == pattern
+
+
+@pytest.mark.parametrize(
+    "value, pattern", [("time.time() - begun", "external wait"), ("progress() - begun", "healthy")]
+)
+def test_a_name_that_is_computed_from_the_time_is_no_counter(value: str, pattern: str) -> None:
+    text = f"def f():\n    while not os.path.exists(path):\n        time.sleep(1)\n        age = int({value})\n"
+    looks = [[main_in(at(3, "f", age=str(n)))] for n in range(8)]
+    assert watched(text, *looks, kernel="hrtimer_nanosleep", wakes=1).pattern == pattern
+
+
+@pytest.mark.parametrize("written, text, pattern", [(1, "copy()", "slow"), (0, "copy()", "external wait")])
+def test_a_rank_that_writes_megabytes_is_slow(written: int, text: str, pattern: str) -> None:
+    frames = (within("SocketIO.readinto", "socket.py"), within("copyfileobj", "shutil.py"), at(1))
+    copies = rank(0, 1)
+    looks = tuple(
+        replace(look, written=written * 1_000_000 * n, threads=(main_in(*frames),))
+        for n, look in enumerate(copies.looks)
+    )
+    ranks = (replace(copies, looks=looks, waits_in="unix_stream_read_generic"), rank(1, 2, "barrier"))
+    sources = {"train.py": f"{text}\ndist.barrier()\n"}
+    assert judge(Snapshot(processes=ranks, seconds=3.0, sources=sources)).pattern == pattern
+
+
 def test_a_rank_that_has_a_file_locked_and_waits_for_those_who_want_it_is_at_fault() -> None:
     acquire = Frame(function="FileLock.acquire", file="/x/site-packages/filelock/_api.py", line=1)
     waits = rank(1, 8)
