@@ -12,13 +12,13 @@ from clew.hang.between_ranks import cycle, initialisation, missing_ranks, same_e
 from clew.hang.collective_calls import where
 from clew.hang.graph import reachable, sinks
 from clew.hang.inside import installed
-from clew.hang.local_cause import Sink, device, ended_inside, local_cause, locked_file, refuses
+from clew.hang.local_cause import Sink, device, done, ended_inside, explains, local_cause, locked_file, refuses
 from clew.hang.observed import Snapshot
 from clew.hang.progress import cpu_share, pace, recent
 from clew.hang.roles import actors_of, world_of
 from clew.hang.source import goes_on_for_ever, loop_at
 from clew.hang.verdict import SOUND, Actor, Verdict, names, verdict_about
-from clew.hang.waits_for import all_edges, collective_edges, key_of
+from clew.hang.waits_for import TO_OTHERS, all_edges, collective_edges, key_of
 
 SUPERVISING = ("process", "thread", "pool", "future", "tasks", "ray")
 """Kinds of waits of a main process that only waits for its children to end."""
@@ -198,6 +198,8 @@ def _by_graph(live: list[Actor], ranks: list[Actor], snapshot: Snapshot) -> Verd
     together = _together(ranks, edges)
     if together and sum(map(len, together)) == len(ranks):
         return _in_one_call(together)
+    parted = [a for a in live if done(a) and not _awaited(a, live, snapshot.sources)]
+    live = [a for a in live if a not in parted]
     edges = all_edges(live)
     by_pid = {a.pid: a for a in live}
     component = _most_waited(_candidates(edges, by_pid), edges)
@@ -210,7 +212,21 @@ def _by_graph(live: list[Actor], ranks: list[Actor], snapshot: Snapshot) -> Verd
     if between and len(culprits) > 1 and all(a.rank is not None for a in culprits):
         return _unless_ready(device(sink) or locked_file(sink) or cycle(culprits, waiters, snapshot.sources), culprits)
     found = _with_those_alike(local_cause(sink), culprits[0], ranks)
+    beside = [a.says for a in parted] + [f"{said} has ended" for a in culprits if (said := ended_inside(a))]
+    if beside and found.cause != "dead" and found.pattern not in SOUND:
+        found = replace(found, explanation=f"{found.explanation} Beside it, {'; '.join(beside[:4])}.")
     return with_callers(found, culprits) if found.pids == tuple(a.pid for a in culprits) else found
+
+
+def _awaited(ended: Actor, live: list[Actor], sources: Mapping[str, str]) -> bool:
+    """Return whether a process that ended normally could have ended a wait of one that lives."""
+    waiting = [a for a in live if not a.dead and not a.moving and a.activity.kind in (*TO_OTHERS, "sleep")]
+    return any(
+        bool(one.process.outside) or one.process.awaited_child == ended.pid
+        if one.activity.kind == "process"
+        else explains(ended.process.name, one, live, sources)
+        for one in waiting
+    )
 
 
 def _together(ranks: list[Actor], edges: Mapping[int, set[int]]) -> list[list[Actor]]:

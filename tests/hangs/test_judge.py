@@ -823,6 +823,58 @@ def test_an_ended_thread_of_a_rank_that_waits_in_a_collective_is_not_the_cause()
     assert (verdict.pattern, verdict.ranks) == ("missing rank", (1,))
 
 
+ENDED = """def collect(out):
+    out.put(1)
+def save():
+    write(checkpoint)
+def learn(rollouts):
+    batch = rollouts.get()
+    updated.wait()
+def share():
+    answer.wait()
+    rollouts.put(1)
+async def rollout():
+    raise ValueError("bad prompt")
+"""
+
+
+@pytest.mark.parametrize(
+    "kind, ended, code, pattern, structural",
+    [
+        ("queue", "Thread-1 (collect)", "", "dead", False),
+        ("queue", "Thread-1 (save)", "", "rollout blocked", False),
+        ("queue and one that fills it", "Thread-1 (collect)", "", "rollout blocked", False),
+        ("event", "Thread-1 (other)", "", "rollout blocked", False),
+        ("event", "", "0", "rollout blocked", False),
+        ("event", "", "1", "dead", True),
+        ("gather", "", "", "rollout blocked", False),
+        ("task", "", "", "dead", True),
+    ],
+)
+def test_what_has_ended_normally_explains_only_a_wait_that_it_could_have_ended(
+    kind: str, ended: str, code: str, pattern: str, structural: bool
+) -> None:
+    frames = (within("Condition.wait", "threading.py"), within("Queue.get", "queue.py"), at(6, "learn"))
+    if kind == "event":
+        frames = (within("Event.wait", "threading.py"), at(7, "learn"))
+    threads = [Thread(name="MainThread", os_id=100, frames=frames)]
+    if kind.endswith("fills it"):
+        fills = (within("Event.wait", "threading.py"), at(9, "share"))
+        threads.append(Thread(name="Thread-2 (share)", os_id=101, frames=fills))
+    elif kind in ("gather", "task"):
+        failed = Thread(name="task Task-3", os_id=0, task=True, ended="ValueError", frames=(at(12, "rollout"),))
+        waits = Thread(name="task Task-1", os_id=0, task=True, waiter="_GatheringFuture", frames=(at(7, "learn"),))
+        threads += [failed, waits] if kind == "gather" else [failed]
+    looks = tuple(Look(at=0.5 * n, state="S", switches=7, threads=tuple(threads)) for n in range(6))
+    main = Process(pid=100, looks=looks, waits_in="futex_do_wait", inside=Inside(ended_threads=(ended,) * bool(ended)))
+    zombie = Process(pid=101, parent=100, looks=(Look(at=2.5, state="Z"),), exit=f"with exit code {code}")
+    seen = (main, zombie) if code else (main,)
+    verdict = judge(Snapshot(processes=seen, seconds=3.0, sources={"train.py": ENDED}))
+    assert (verdict.pattern, verdict.structural) == (pattern, structural)
+    if pattern != "dead" and kind != "gather" and not kind.endswith("fills it"):
+        assert "Beside it, " in verdict.explanation
+
+
 def test_only_a_fork_of_a_server_is_no_server_of_the_port_that_it_is_connected_to() -> None:
     def one(pid: int, parent: int, listens: tuple[int, ...] = (), peers: tuple[int, ...] = ()) -> Actor:
         looks = (Look(at=0.0, state="S"),)
