@@ -875,6 +875,19 @@ def test_what_has_ended_normally_explains_only_a_wait_that_it_could_have_ended(
         assert "Beside it, " in verdict.explanation
 
 
+@pytest.mark.parametrize("kind, edges", [("condition", set()), ("future", set()), ("process", {2, 3})])
+def test_a_child_that_waits_for_its_parent_cannot_end_another_wait_of_it(kind: str, edges: set[int]) -> None:
+    def one(pid: int, kind: str, parent: int, awaits: int, *ends: int) -> Actor:
+        awaited = ((pid, f"socket:[{awaits}]", f"socket:[{awaits + 1}]"),) if awaits else ()
+        names = tuple(f"socket:[{end}]" for end in ends)
+        looks = (Look(at=0.0, state="S", threads=(Thread(name="MainThread", os_id=pid),)),)
+        process = Process(pid=pid, parent=parent, looks=looks, awaits=awaited, ends=names)
+        return Actor(process=process, activity=Activity(kind=kind, thread="MainThread"))
+
+    main, first, second = one(1, kind, 0, 0, 11, 21), one(2, "pipe", 1, 10), one(3, "pipe", 1, 20, 11)
+    assert application_edges([main, first, second])[1] == edges
+
+
 def test_only_a_fork_of_a_server_is_no_server_of_the_port_that_it_is_connected_to() -> None:
     def one(pid: int, parent: int, listens: tuple[int, ...] = (), peers: tuple[int, ...] = ()) -> Actor:
         looks = (Look(at=0.0, state="S"),)
