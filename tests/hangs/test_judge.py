@@ -304,6 +304,56 @@ def test_a_server_that_nobody_calls_is_idle_unless_its_own_coroutine_waits_for_a
     assert judged(replace(idle, looks=looks)).pattern == "rollout blocked"
 
 
+SERVES = """thread.join()
+threading.Event().wait()
+weights.wait()
+job = jobs.get()
+async def answer(reader, writer):
+    await reader.readline()
+    await upstream.readline()
+server = asyncio.start_server(answer, port)
+while True:
+    connection = listener.accept()
+    while text := connection.recv():
+        connection.send(text)
+text = connection.recv()
+"""
+
+
+@pytest.mark.parametrize(
+    "main, other, pattern",
+    [
+        (("Thread.join", "threading.py", 1), None, "healthy"),
+        (("Thread.join", "threading.py", 1), ("Queue.get", "queue.py", 4), "rollout blocked"),
+        (("Event.wait", "threading.py", 2), ("Queue.get", "queue.py", 4), "healthy"),
+        (("Event.wait", "threading.py", 3), None, "rollout blocked"),
+        (("_shutdown", "threading.py", 0), None, "healthy"),
+        (("Connection.recv", "multiprocessing/connection.py", 11), None, "healthy"),
+        (("Connection.recv", "multiprocessing/connection.py", 13), None, "external wait"),
+        (("run_forever", "asyncio/base_events.py", 8), ("read", "asyncio/streams.py", 6), "healthy"),
+        (("run_forever", "asyncio/base_events.py", 8), ("read", "asyncio/streams.py", 7), "external wait"),
+    ],
+)
+def test_a_service_whose_threads_all_wait_for_requests_is_idle(
+    main: tuple[str, str, int], other: tuple[str, str, int] | None, pattern: str
+) -> None:
+    def frames(name: str, file: str, line: int) -> tuple[Frame, ...]:
+        return (within(name, file), at(line, "answer" if "streams" in file else "<module>"))[: 2 if line else 1]
+
+    asyncio, connected = "asyncio" in main[1], main[0] in ("Connection.recv", "run_forever")
+    selects = (within("select", "selectors.py"),)
+    threads = [Thread(name="MainThread", os_id=100, frames=(*selects * asyncio, *frames(*main)))]
+    if not connected:
+        serves = (*selects, within("serve_forever", "socketserver.py"))
+        threads.append(Thread(name="Thread-1 (serve_forever)", os_id=101, frames=serves))
+    if other:
+        waiter = "Future" if asyncio else ""
+        threads.append(Thread(name="Other", os_id=102, task=asyncio, waiter=waiter, frames=frames(*other)))
+    looks = tuple(Look(at=0.5 * n, state="S", switches=7, threads=tuple(threads)) for n in range(6))
+    service = Process(pid=100, looks=looks, listens=(8000,), peers=(50001,) * connected, waits_in="futex_do_wait")
+    assert judge(Snapshot(processes=(service,), seconds=3.0, sources={"train.py": SERVES})).pattern == pattern
+
+
 @pytest.mark.parametrize("fills", [0, 1])
 def test_a_rank_whose_queue_is_filled_by_ranks_that_wait_for_it_is_missing(fills: int) -> None:
     reads = in_library(rank(2, 8, world=3), ("/multiprocessing/queues.py", "get"))
