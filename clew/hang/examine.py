@@ -33,8 +33,11 @@ def enough(processes: Sequence[Process], seconds: float) -> bool:
         return False
     if all(each.last.error.startswith(UNREADABLE) for each in processes):
         return True  # no later look can read more
-    # The final verdict also uses the kernel function in which a process sleeps. Without it, this one could differ.
-    processes = [replace(each, waits_in=proc.blocked_in(each.pid)) for each in processes]
+    # The final verdict also uses the exit code, and the kernel function in which a process sleeps.
+    processes = [
+        replace(each, waits_in=proc.blocked_in(each.pid), exit=each.exit or proc.exit_of(each.pid))
+        for each in processes
+    ]
     unseen, sources = unseen_ranks(processes), sources_of(processes)
     seen = Snapshot(processes=tuple(processes), seconds=seconds, unseen=unseen, sources=sources)
     verdict = judge(seen)

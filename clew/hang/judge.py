@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from clew.hang.activity import DISTRIBUTED
+from clew.hang.activity import DISTRIBUTED, Activity
 from clew.hang.advice import with_advice
 from clew.hang.between_ranks import cycle, initialisation, missing_ranks, same_everywhere, two_threads, with_callers
 from clew.hang.collective_calls import where
 from clew.hang.graph import reachable, sinks
 from clew.hang.inside import installed
-from clew.hang.local_cause import Sink, device, ended_inside, local_cause, locked_file, refuses
+from clew.hang.local_cause import Sink, device, done, ended_inside, explains, local_cause, locked_file, refuses
 from clew.hang.observed import Snapshot
 from clew.hang.progress import cpu_share, pace, recent, woken_once
 from clew.hang.roles import actors_of, world_of
-from clew.hang.source import goes_on_for_ever, loop_at
+from clew.hang.source import calls_of, function_named, goes_on_for_ever, loop_at, outermost_loop
 from clew.hang.verdict import SOUND, Actor, Verdict, names, verdict_about
-from clew.hang.waits_for import all_edges, collective_edges, key_of
+from clew.hang.waits_for import TO_OTHERS, all_edges, collective_edges, key_of
 
 SUPERVISING = ("process", "thread", "pool", "future", "tasks", "ray")
 """Kinds of waits of a main process that only waits for its children to end."""
+UNTIL_END = re.compile(r"\(\)$|stop|shut|exit|quit", re.I)
+"""Matches events that are never set, or only when a program is to end."""
 REAPED_S = 1.0
 """Seconds that a parent may take to notice that its child has ended."""
 
@@ -138,17 +141,42 @@ def _is_server(actor: Actor) -> bool:
 def _only_serves(actor: Actor, sources: Mapping[str, str]) -> bool:
     """Return whether the main thread serves one connection after another, or waits while gRPC or a thread serves."""
     main, stack = actor.threads[0], actor.process.main.frames if actor.process.main else ()
+    serving = [each.name for each in actor.process.threads if any(f.name == "serve_forever" for f in each.frames)]
+    others = [each for each in actor.threads[1:] if each.thread not in serving and _of_user(each)]
     if any(frame.name == "wait_for_termination" and "grpc" in frame.file for frame in stack):
-        return not any(t.file and not installed(t.file) and not t.heartbeat for t in actor.threads[1:])
+        return not others
+    if serving and main.kind == "thread" and not actor.process.old_error:  # it joins that thread, or has ended
+        return not others
+    for_ever = main.op.endswith(("pause", "sigwait")) or (main.kind == "condition" and UNTIL_END.search(main.target))
+    if serving and for_ever and all(each.kind == "queue" for each in others):
+        return True
     loop = loop_at(sources.get(main.file, ""), main.line)
-    serving = any(frame.name == "serve_forever" for thread in actor.process.threads for frame in thread.frames)
-    serves = main.op.endswith("accept") or (serving and main.kind == "sleep")
-    return serves and loop is not None and goes_on_for_ever(loop)
+    serves = main.op.endswith("accept") or (bool(serving) and main.kind == "sleep")
+    return (serves and loop is not None and goes_on_for_ever(loop)) or _reads_requests(main, sources)
+
+
+def _of_user(one: Activity) -> bool:
+    return bool(one.file) and not installed(one.file) and not one.heartbeat and not one.idle_loop
+
+
+def _reads_requests(one: Activity, sources: Mapping[str, str]) -> bool:
+    """Return whether a thread or coroutine waits for requests: on a connection that it has accepted or was given."""
+    text = sources.get(one.file, "")
+    handler, loop = function_named(text, one.function), outermost_loop(text, one.line)
+    if handler is not None and re.search(rf"start_server\(\s*(\w+\.)*{one.function}\b", text):
+        return one.target in {each.arg for each in handler.args.args}
+    accepts = loop is not None and any(name.endswith("accept") for name in calls_of(loop))
+    return one.op == "serve_forever" or (accepts and one.kind in ("pipe", "network"))
 
 
 def _unasked(live: list[Actor], sources: Mapping[str, str]) -> Verdict | None:
-    """Judge servers that nobody is connected to. Their threads and children may wait for work: that is no fault."""
-    quiet = [a for a in live if a.process.listens and not a.process.peers and a.threads]
+    """Judge servers that nobody asks anything. Their threads and children may wait for work: that is no fault."""
+    quiet = []
+    for each in (a for a in live if a.process.listens and a.threads):
+        reading = [one for one in each.threads if _of_user(one)] if each.process.peers else []
+        # A client outside of this job may keep a connection open without asking for anything.
+        if not each.process.peers or (reading and all(_reads_requests(one, sources) for one in reading)):
+            quiet.append(each)
     quiet = [a for a in quiet if a.activity.op != "acquire"]  # it waits for a semaphore, so it has work
     servers = [a for a in quiet if a.threads[0].idle_loop or _only_serves(a, sources)]
     pids = {a.pid for a in servers}
@@ -156,7 +184,7 @@ def _unasked(live: list[Actor], sources: Mapping[str, str]) -> Verdict | None:
     if not servers or any(a.process.parent not in pids or a.activity.kind not in ("pipe", "queue") for a in rest):
         return None
     ports = ", ".join(map(str, sorted({port for a in servers for port in a.process.listens})))
-    why = f"Nobody is connected to port {ports} of {', '.join(a.process.label for a in servers)}."
+    why = f"Nobody asks anything at port {ports} of {', '.join(a.process.label for a in servers)}."
     return verdict_about("healthy", [], why, live, confidence="medium")
 
 
@@ -209,6 +237,8 @@ def _by_graph(live: list[Actor], ranks: list[Actor], snapshot: Snapshot) -> Verd
     together = _together(ranks, edges)
     if together and sum(map(len, together)) == len(ranks):
         return _in_one_call(together)
+    parted = [a for a in live if done(a) and not _awaited(a, live, snapshot.sources)]
+    live = [a for a in live if a not in parted]
     edges = all_edges(live)
     by_pid = {a.pid: a for a in live}
     component = _most_waited(_candidates(edges, by_pid), edges)
@@ -221,7 +251,21 @@ def _by_graph(live: list[Actor], ranks: list[Actor], snapshot: Snapshot) -> Verd
     if between and len(culprits) > 1 and all(a.rank is not None for a in culprits):
         return _unless_ready(device(sink) or locked_file(sink) or cycle(culprits, waiters, snapshot.sources), culprits)
     found = _with_those_alike(local_cause(sink), culprits[0], ranks)
+    beside = [a.says for a in parted] + [f"{said} has ended" for a in culprits if (said := ended_inside(a))]
+    if beside and found.cause != "dead" and found.pattern not in SOUND:
+        found = replace(found, explanation=f"{found.explanation} Beside it, {'; '.join(beside[:4])}.")
     return with_callers(found, culprits) if found.pids == tuple(a.pid for a in culprits) else found
+
+
+def _awaited(ended: Actor, live: list[Actor], sources: Mapping[str, str]) -> bool:
+    """Return whether a process that ended normally could have ended a wait of one that lives."""
+    waiting = [a for a in live if not a.dead and not a.moving and a.activity.kind in (*TO_OTHERS, "sleep")]
+    return any(
+        bool(one.process.outside) or one.process.awaited_child == ended.pid
+        if one.activity.kind == "process"
+        else explains(ended.process.name, one, live, sources)
+        for one in waiting
+    )
 
 
 def _together(ranks: list[Actor], edges: Mapping[int, set[int]]) -> list[list[Actor]]:

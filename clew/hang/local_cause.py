@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
@@ -26,7 +26,19 @@ from clew.hang.progress import (
     refusing,
 )
 from clew.hang.roles import WAITS_INSIDE, waits_for_work
-from clew.hang.source import calls_at, calls_of, dotted, enclosing, loop_at, origin, outermost_loop, same_name
+from clew.hang.source import (
+    ENDING,
+    calls_at,
+    calls_of,
+    dotted,
+    enclosing,
+    feeds,
+    loop_at,
+    origin,
+    outermost_loop,
+    polls,
+    same_name,
+)
 from clew.hang.verdict import LOCAL, MESSAGES, Actor, Verdict, names, subject, verdict_about, words_of
 from clew.hang.waits_for import THROUGH_PIPES, TO_OTHERS, surely_awaits
 
@@ -204,7 +216,7 @@ def _dead(sink: Sink) -> Verdict | None:
             blamed = [a for a in beside if not a.process.exit.endswith("code 0")] or blamed
         others = ", and others still wait for it" if any(not a.dead for a in sink.live) else ""
         why = f"{', '.join(a.says for a in blamed[:4])}{others}."
-        return verdict_about("dead", blamed, why, sink.live, cause="dead", structural=True)
+        return verdict_about("dead", blamed, why, sink.live, cause="dead", structural=not all(map(done, blamed)))
     kinds = (*TO_OTHERS, "sleep") if sink.one.rank is not None else (*TO_OTHERS, "sleep", "store")
     if sink.act.kind not in kinds or sink.one.moving:
         return None
@@ -213,15 +225,19 @@ def _dead(sink: Sink) -> Verdict | None:
     asks = sink.act.kind in ("http", "network") and not sink.act.op.endswith("accept")  # these await a server
     if dead and not asks:
         why = f"{'. '.join(a.says for a in dead[:4])}. So nothing can end this wait: {sink.one.says}."
-        return verdict_about("dead", dead, why, others, cause="dead", structural=True)
-    said = ended_inside(sink.one) or next((text for a in sink.live if (text := ended_children(a))), "")
+        return verdict_about("dead", dead, why, others, cause="dead", structural=not all(map(done, dead)))
+    sure, said = (
+        ended_inside(sink.one, counts) or next((text for a in sink.live if (text := ended_children(a, counts))), "")
+        for counts in (lambda _: False, lambda name: explains(name, sink.one, sink.live, sink.sources))
+    )
     if said and not sink.one.process.waits and sink.act.kind not in ("http", "network", "process"):
-        why = f"What has ended: {said}. So nothing can end this wait: {sink.one.says}."
-        return verdict_about("dead", sink.culprits, why, others, cause="dead", structural=True)
+        why = f"What has ended: {sure or said}. So nothing can end this wait: {sink.one.says}."
+        return verdict_about("dead", sink.culprits, why, others, cause="dead", structural=bool(sure))
     by = next((a for a in sink.waiters if a.process.inside.ended_threads and not a.moving), None)
     # The culprit asks for something that a thread of another process may make. Ranks in a collective, however, wait
     # only for the culprit.
-    if by is not None and sink.act.kind == "sleep" and not sink.blocked_ranks:
+    asks = sink.act.kind == "sleep" and explains("", sink.one, sink.live, sink.sources)
+    if by is not None and asks and not sink.blocked_ranks:
         threads = ", ".join(by.process.inside.ended_threads[:4])
         why = f"A thread of {by.process.label} has ended: {threads}. It may have made what is awaited here: "
         why += f"{sink.one.says}."
@@ -260,19 +276,65 @@ def _outlived(sink: Sink) -> Verdict | None:
     return replace(found, sites=tuple(sorted({each.site for each in kept})) or found.sites)
 
 
-def ended_children(actor: Actor) -> str:
-    """Return words about children of a process that have ended and were waited for; "" if none has."""
-    every = [f"its child {name} (pid {pid}, exit code {code})" for pid, name, code in actor.process.inside.children]
+def ended_children(actor: Actor, counts: Callable[[str], bool] = bool) -> str:
+    """Return words about children of a process that have ended and were waited for; "" if none has.
+
+    Those with exit code 0 are told only if `counts` returns True for their name.
+    """
+    ended = [each for each in actor.process.inside.children if each[2] or counts(each[1])]
+    every = [f"its child {name} (pid {pid}, exit code {code})" for pid, name, code in ended]
     return f"{actor.process.label}: {', '.join(every[:4])}" if every else ""
 
 
-def ended_inside(actor: Actor) -> str:
-    """Return words about children, tasks and threads of a process that have ended; "" if none has."""
-    children = ended_children(actor)
-    failed = [f"{thread.name} (with {thread.ended})" for thread in actor.process.threads if thread.ended]
+def ended_inside(actor: Actor, counts: Callable[[str], bool] = bool) -> str:
+    """Return words about children, tasks and threads of a process that have ended; "" if none has.
+
+    Those that ended normally, or whose error another task gets, are told only if `counts` returns True for their name.
+    """
+    children = ended_children(actor, counts)
+    handled = any(each.kind == "tasks" for each in actor.threads)
+    failed = [
+        f"{thread.name} (with {thread.ended})"
+        for thread in actor.process.threads
+        if thread.ended and (not handled or counts(thread.frames[-1].name if thread.frames else thread.name))
+    ]
     failed = [text for text in failed if "CancelledError" not in text]
-    threads = [f"its thread {name}" for name in actor.process.inside.ended_threads]
+    threads = [f"its thread {name}" for name in actor.process.inside.ended_threads if counts(name)]
     return children or ", ".join((failed or threads)[:4])
+
+
+def done(actor: Actor) -> bool:
+    """Return whether a process, and no rank, has ended with exit code 0: it has probably done its part."""
+    return actor.dead and actor.rank is None and actor.process.exit.endswith("code 0")
+
+
+def explains(name: str, waiting: Actor, live: Sequence[Actor], sources: Mapping[str, str]) -> bool:
+    """Return whether something that ended normally could have ended a wait that nothing which lives can end.
+
+    The name "Thread-1 (collect)" says that `collect` was run. If it says no function, each that is the target of a
+    thread or process, and does not run now, may be the one.
+    """
+    act = waiting.activity
+    if act.kind == "sleep":  # only a loop that asks again and again waits, and not while somebody else works
+        loop = loop_at(sources.get(act.file, ""), act.line)
+        return loop is not None and polls(loop, sources[act.file]) and not any(a.moving for a in live)
+    by = ENDING.get(act.kind.replace("pipe", "queue"), ENDING[""])
+
+    def could(function: str) -> list[bool]:
+        found = (feeds(function, text, act.target, by) for text in sources.values())
+        return [each for each in found if each is not None]
+
+    stacks = [t for a in live for t in a.process.threads if not t.ended and (a is not waiting or t.name != act.thread)]
+    running = {f.name for t in stacks for f in t.frames if not installed(f.file)}
+    if any(True in could(each) for each in running):
+        return False
+    ran = could(name.partition("(")[2].rstrip(")") or name)
+    text = "\n".join(sources.values())
+    targets = [could(each) for each in {*re.findall(r"target=(?:\w+\.)*(\w+)", text)} - {*running, act.function}]
+    if ran or (targets and all(targets)):
+        return any(map(any, [ran] if ran else targets))
+    # A function that was not seen can only end it if it was given the object, or one that has it.
+    return not act.target or "." in act.target or bool(re.search(rf"[(,]\s*{re.escape(act.target)}\s*[,)]", text))
 
 
 def _joins_its_producer(sink: Sink) -> Verdict | None:

@@ -48,6 +48,13 @@ NUMBERS = {"int", "round", "float", "max", "min", "abs"}
 """Calls that only change the form of a number."""
 UNLIMITED = re.compile(r"\.(get|wait|acquire|read)$")
 """Calls that do not poll unless they have an argument, such as a timeout."""
+ENDING = {
+    "queue": r"(.*)\.(put\w*|send\w*|write|append\w*|extend)",
+    "queue_full": r"(.*)\.(get\w*|recv\w*|read\w*|task_done)",
+    "barrier": r"(.*)\.wait",
+    "": r"(.*)\.(set|notify\w*|release|set_result|set_exception)",
+}
+"""Calls that end each kind of wait; those at "" end any other kind."""
 GROWS = ("append", "extend", "add", "update", "appendleft")
 """Methods by which a collection grows."""
 FAULTS = re.compile(r"bad|err|fail|nan|skip|drop|reject|miss|spike", re.I)
@@ -370,6 +377,24 @@ def function_named(text: str, name: str) -> ast.FunctionDef | ast.AsyncFunctionD
         (node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))) if tree else ()
     )
     return next((node for node in functions if node.name == name), None)
+
+
+def feeds(name: str, text: str, target: str, by: str, depth: int = 2) -> bool | None:
+    """Return whether a function of a file may end a wait for an object ("" for any) by one of the calls of ENDING.
+
+    An object that it was given can have any name. The result is None if the file has no such function.
+    """
+    if (function := function_named(text, name)) is None:
+        return None
+    given = {each.arg for each in function.args.args} - {"self"}
+    for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
+        for called in map(dotted, (call.func, *call.args)):  # a call can be handed on: call_soon(future.set_result, 1)
+            found = re.fullmatch(by, called)
+            if found and (not target or found[1] in given or same_name(found[1], target)):
+                return True
+        if depth and feeds(dotted(call.func).rpartition(".")[2], text, target, by, depth - 1):
+            return True
+    return False
 
 
 def calls_of(loop: ast.AST) -> list[str]:

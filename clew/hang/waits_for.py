@@ -117,17 +117,29 @@ def _could_end(actor: Actor, live: Sequence[Actor], listening: Mapping[tuple[str
         case "data_loader":
             return named | {a.pid for a in live if a.role == "loader" and a.process.parent == actor.pid}
         case "condition":
-            return named | children
+            return named | children - _asking(actor, live)
         case "queue" | "queue_full" | "pipe":
             return named | at_other_end(actor, live)
-        case "process" | "pool" | "future":
+        case "process":
             return named | (children or _piped(actor, live))
+        case "pool" | "future":
+            return named | (children or _piped(actor, live)) - _asking(actor, live)
         case "signal":
             beside = [a for a in live if a is not actor and a.process.parent == process.parent]
             return named | (children or {a.pid for a in beside if a.activity.kind not in ("signal", "process")})
         case "sleep" if actor.rank is None:
-            return named | children
+            return named | children - _asking(actor, live)
     return named
+
+
+def _asking(actor: Actor, live: Sequence[Actor]) -> set[int]:
+    """Return the pids of children that read from a process, or write to it: its other waits they cannot end."""
+    children = [a for a in live if a.process.parent == actor.pid and a.rank is None]
+    known = {a.pid: a for a in children if a.activity.kind in THROUGH_PIPES and any(other for _, other in _awaited(a))}
+    # Later forks have copies of the ends, but they wait for this process, too.
+    return {
+        pid for pid, a in known.items() if actor.pid in (ends := at_other_end(a, live)) and ends <= {actor.pid, *known}
+    }
 
 
 def at_other_end(actor: Actor, live: Sequence[Actor]) -> set[int]:

@@ -305,6 +305,56 @@ def test_a_server_that_nobody_calls_is_idle_unless_its_own_coroutine_waits_for_a
     assert judged(replace(idle, looks=looks)).pattern == "rollout blocked"
 
 
+SERVES = """thread.join()
+threading.Event().wait()
+weights.wait()
+job = jobs.get()
+async def answer(reader, writer):
+    await reader.readline()
+    await upstream.readline()
+server = asyncio.start_server(answer, port)
+while True:
+    connection = listener.accept()
+    while text := connection.recv():
+        connection.send(text)
+text = connection.recv()
+"""
+
+
+@pytest.mark.parametrize(
+    "main, other, pattern",
+    [
+        (("Thread.join", "threading.py", 1), None, "healthy"),
+        (("Thread.join", "threading.py", 1), ("Queue.get", "queue.py", 4), "rollout blocked"),
+        (("Event.wait", "threading.py", 2), ("Queue.get", "queue.py", 4), "healthy"),
+        (("Event.wait", "threading.py", 3), None, "rollout blocked"),
+        (("_shutdown", "threading.py", 0), None, "healthy"),
+        (("Connection.recv", "multiprocessing/connection.py", 11), None, "healthy"),
+        (("Connection.recv", "multiprocessing/connection.py", 13), None, "external wait"),
+        (("run_forever", "asyncio/base_events.py", 8), ("read", "asyncio/streams.py", 6), "healthy"),
+        (("run_forever", "asyncio/base_events.py", 8), ("read", "asyncio/streams.py", 7), "external wait"),
+    ],
+)
+def test_a_service_whose_threads_all_wait_for_requests_is_idle(
+    main: tuple[str, str, int], other: tuple[str, str, int] | None, pattern: str
+) -> None:
+    def frames(name: str, file: str, line: int) -> tuple[Frame, ...]:
+        return (within(name, file), at(line, "answer" if "streams" in file else "<module>"))[: 2 if line else 1]
+
+    asyncio, connected = "asyncio" in main[1], main[0] in ("Connection.recv", "run_forever")
+    selects = (within("select", "selectors.py"),)
+    threads = [Thread(name="MainThread", os_id=100, frames=(*selects * asyncio, *frames(*main)))]
+    if not connected:
+        serves = (*selects, within("serve_forever", "socketserver.py"))
+        threads.append(Thread(name="Thread-1 (serve_forever)", os_id=101, frames=serves))
+    if other:
+        waiter = "Future" if asyncio else ""
+        threads.append(Thread(name="Other", os_id=102, task=asyncio, waiter=waiter, frames=frames(*other)))
+    looks = tuple(Look(at=0.5 * n, state="S", switches=7, threads=tuple(threads)) for n in range(6))
+    service = Process(pid=100, looks=looks, listens=(8000,), peers=(50001,) * connected, waits_in="futex_do_wait")
+    assert judge(Snapshot(processes=(service,), seconds=3.0, sources={"train.py": SERVES})).pattern == pattern
+
+
 @pytest.mark.parametrize("fills", [0, 1])
 def test_a_rank_whose_queue_is_filled_by_ranks_that_wait_for_it_is_missing(fills: int) -> None:
     reads = in_library(rank(2, 8, world=3), ("/multiprocessing/queues.py", "get"))
@@ -1016,6 +1066,71 @@ def test_an_ended_thread_of_a_rank_that_waits_in_a_collective_is_not_the_cause()
     waits = replace(rank(0, 5, "all_reduce"), inside=Inside(ended_threads=("checkpoint writer",)))
     verdict = judged(waits, rank(1, 8))
     assert (verdict.pattern, verdict.ranks) == ("missing rank", (1,))
+
+
+ENDED = """def collect(out):
+    out.put(1)
+def save():
+    write(checkpoint)
+def learn(rollouts):
+    batch = rollouts.get()
+    updated.wait()
+def share():
+    answer.wait()
+    rollouts.put(1)
+async def rollout():
+    raise ValueError("bad prompt")
+"""
+
+
+@pytest.mark.parametrize(
+    "kind, ended, code, pattern, structural",
+    [
+        ("queue", "Thread-1 (collect)", "", "dead", False),
+        ("queue", "Thread-1 (save)", "", "rollout blocked", False),
+        ("queue and one that fills it", "Thread-1 (collect)", "", "rollout blocked", False),
+        ("event", "Thread-1 (other)", "", "rollout blocked", False),
+        ("event", "", "0", "rollout blocked", False),
+        ("event", "", "1", "dead", True),
+        ("gather", "", "", "rollout blocked", False),
+        ("task", "", "", "dead", True),
+    ],
+)
+def test_what_has_ended_normally_explains_only_a_wait_that_it_could_have_ended(
+    kind: str, ended: str, code: str, pattern: str, structural: bool
+) -> None:
+    frames = (within("Condition.wait", "threading.py"), within("Queue.get", "queue.py"), at(6, "learn"))
+    if kind == "event":
+        frames = (within("Event.wait", "threading.py"), at(7, "learn"))
+    threads = [Thread(name="MainThread", os_id=100, frames=frames)]
+    if kind.endswith("fills it"):
+        fills = (within("Event.wait", "threading.py"), at(9, "share"))
+        threads.append(Thread(name="Thread-2 (share)", os_id=101, frames=fills))
+    elif kind in ("gather", "task"):
+        failed = Thread(name="task Task-3", os_id=0, task=True, ended="ValueError", frames=(at(12, "rollout"),))
+        waits = Thread(name="task Task-1", os_id=0, task=True, waiter="_GatheringFuture", frames=(at(7, "learn"),))
+        threads += [failed, waits] if kind == "gather" else [failed]
+    looks = tuple(Look(at=0.5 * n, state="S", switches=7, threads=tuple(threads)) for n in range(6))
+    main = Process(pid=100, looks=looks, waits_in="futex_do_wait", inside=Inside(ended_threads=(ended,) * bool(ended)))
+    zombie = Process(pid=101, parent=100, looks=(Look(at=2.5, state="Z"),), exit=f"with exit code {code}")
+    seen = (main, zombie) if code else (main,)
+    verdict = judge(Snapshot(processes=seen, seconds=3.0, sources={"train.py": ENDED}))
+    assert (verdict.pattern, verdict.structural) == (pattern, structural)
+    if pattern != "dead" and kind != "gather" and not kind.endswith("fills it"):
+        assert "Beside it, " in verdict.explanation
+
+
+@pytest.mark.parametrize("kind, edges", [("condition", set()), ("future", set()), ("process", {2, 3})])
+def test_a_child_that_waits_for_its_parent_cannot_end_another_wait_of_it(kind: str, edges: set[int]) -> None:
+    def one(pid: int, kind: str, parent: int, awaits: int, *ends: int) -> Actor:
+        awaited = ((pid, f"socket:[{awaits}]", f"socket:[{awaits + 1}]"),) if awaits else ()
+        names = tuple(f"socket:[{end}]" for end in ends)
+        looks = (Look(at=0.0, state="S", threads=(Thread(name="MainThread", os_id=pid),)),)
+        process = Process(pid=pid, parent=parent, looks=looks, awaits=awaited, ends=names)
+        return Actor(process=process, activity=Activity(kind=kind, thread="MainThread"))
+
+    main, first, second = one(1, kind, 0, 0, 11, 21), one(2, "pipe", 1, 10), one(3, "pipe", 1, 20, 11)
+    assert application_edges([main, first, second])[1] == edges
 
 
 def test_only_a_fork_of_a_server_is_no_server_of_the_port_that_it_is_connected_to() -> None:
