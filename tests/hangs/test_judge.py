@@ -354,6 +354,34 @@ def test_a_service_whose_threads_all_wait_for_requests_is_idle(
     assert judge(Snapshot(processes=(service,), seconds=3.0, sources={"train.py": SERVES})).pattern == pattern
 
 
+ROUNDS = """for step in range(9):
+    time.sleep(0.2)
+while True:
+    time.sleep(30)
+time.sleep(3600)
+both[0].join()
+"""
+
+
+@pytest.mark.parametrize("line, steps, pattern", [(4, 9, "healthy"), (4, 0, "external wait"), (5, 9, "external wait")])
+def test_a_process_that_sleeps_between_its_rounds_does_not_stop_another(line: int, steps: int, pattern: str) -> None:
+    def one(pid: int, line: int, parent: int, steps: int, *library: Frame) -> Process:
+        looks = []
+        for n in range(6):
+            frame = at(line, "<module>", step=str(steps and n))
+            thread = Thread(name="MainThread", os_id=pid, frames=(*library, frame))
+            looks.append(Look(at=0.5 * n, state="S", switches=7, threads=(thread,)))
+        waits = "do_wait" if library else "hrtimer_nanosleep"
+        return Process(pid=pid, parent=parent, looks=tuple(looks), waits_in=waits, command=("python",))
+
+    main = one(100, 6, 0, 0, within("Popen.poll", "multiprocessing/popen_fork.py"))
+    job = (main, one(101, 2, 100, steps), one(102, line, 100, 0))
+    assert judge(Snapshot(processes=job, seconds=3.0, sources={"train.py": ROUNDS})).pattern == pattern
+    own = (rank(0, 5, "all_reduce"), rank(1, 8), replace(one(102, 2, 101, steps), parent=101))
+    found = judge(Snapshot(processes=own, seconds=3.0, sources={"train.py": SCRIPT + ROUNDS}))
+    assert (found.pattern, found.pids) == (("slow", (102,)) if steps else ("missing rank", (101,)))
+
+
 @pytest.mark.parametrize("fills", [0, 1])
 def test_a_rank_whose_queue_is_filled_by_ranks_that_wait_for_it_is_missing(fills: int) -> None:
     reads = in_library(rank(2, 8, world=3), ("/multiprocessing/queues.py", "get"))
