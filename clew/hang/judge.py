@@ -241,7 +241,7 @@ def _by_graph(live: list[Actor], ranks: list[Actor], snapshot: Snapshot) -> Verd
     if together and sum(map(len, together)) == len(ranks):
         return _in_one_call(together)
     parted = [a for a in live if done(a) and not _awaited(a, live, snapshot.sources)]
-    live = [a for a in live if a not in parted]
+    live = [a for a in live if a not in parted] or live
     edges = all_edges(live)
     by_pid = {a.pid: a for a in live}
     component = _most_waited(_candidates(edges, by_pid), edges)
