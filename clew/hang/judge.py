@@ -19,7 +19,7 @@ from clew.hang.progress import cpu_share, pace, recent, woken_once
 from clew.hang.roles import actors_of, world_of
 from clew.hang.source import calls_of, function_named, goes_on_for_ever, loop_at, outermost_loop
 from clew.hang.verdict import SOUND, Actor, Verdict, names, verdict_about
-from clew.hang.waits_for import TO_OTHERS, all_edges, collective_edges, key_of
+from clew.hang.waits_for import TO_OTHERS, all_edges, application_edges, collective_edges, key_of
 
 SUPERVISING = ("process", "thread", "pool", "future", "tasks", "ray")
 """Kinds of waits of a main process that only waits for its children to end."""
@@ -204,10 +204,24 @@ def _progress(live: list[Actor], ranks: list[Actor], snapshot: Snapshot) -> Verd
         label = ", ".join(a.process.label for a in moving)
         why = f"{label} is slow, not hung{how}; the others wait for it."
         return verdict_about("slow", moving, why, mains, cause="slow")
-    if not ranks and len(moving) < len(mains):
+    if not ranks and not all(a.moving or _between_rounds(a, live, snapshot.sources) for a in mains):
         return None
     how = _how(moving[0], snapshot, moving[0].process.label)
     return verdict_about("healthy", [], f"The job moves{how}.", mains)
+
+
+def _between_rounds(actor: Actor, live: list[Actor], sources: Mapping[str, str]) -> bool:
+    """Return whether a process sleeps in a loop, and waits for nobody. Only one that joins it may wait for it."""
+    edges, one = application_edges(live), actor.activity
+    waiters = [a for a in live if actor.pid in edges[a.pid]]
+    sleeps = (
+        one.kind == "sleep" and one is actor.threads[0] and loop_at(sources.get(one.file, ""), one.line) is not None
+    )
+    return (
+        sleeps
+        and not edges[actor.pid]
+        and all(a.pid == actor.process.parent and a.activity.kind == "process" for a in waiters)
+    )
 
 
 def _how(actor: Actor, snapshot: Snapshot, subject: str) -> str:
@@ -238,7 +252,7 @@ def _by_graph(live: list[Actor], ranks: list[Actor], snapshot: Snapshot) -> Verd
     if together and sum(map(len, together)) == len(ranks):
         return _in_one_call(together)
     parted = [a for a in live if done(a) and not _awaited(a, live, snapshot.sources)]
-    live = [a for a in live if a not in parted]
+    live = [a for a in live if a not in parted] or live
     edges = all_edges(live)
     by_pid = {a.pid: a for a in live}
     component = _most_waited(_candidates(edges, by_pid), edges)

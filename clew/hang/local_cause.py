@@ -277,20 +277,14 @@ def _outlived(sink: Sink) -> Verdict | None:
 
 
 def ended_children(actor: Actor, counts: Callable[[str], bool] = bool) -> str:
-    """Return words about children of a process that have ended and were waited for; "" if none has.
-
-    Those with exit code 0 are told only if `counts` returns True for their name.
-    """
+    """Return words about ended children that were waited for: those that failed, or whose names `counts`; else ""."""
     ended = [each for each in actor.process.inside.children if each[2] or counts(each[1])]
     every = [f"its child {name} (pid {pid}, exit code {code})" for pid, name, code in ended]
     return f"{actor.process.label}: {', '.join(every[:4])}" if every else ""
 
 
 def ended_inside(actor: Actor, counts: Callable[[str], bool] = bool) -> str:
-    """Return words about children, tasks and threads of a process that have ended; "" if none has.
-
-    Those that ended normally, or whose error another task gets, are told only if `counts` returns True for their name.
-    """
+    """Return words about children, tasks and threads that failed, or ended and whose names `counts`; "" if none has."""
     children = ended_children(actor, counts)
     handled = any(each.kind == "tasks" for each in actor.threads)
     failed = [
@@ -311,8 +305,8 @@ def done(actor: Actor) -> bool:
 def explains(name: str, waiting: Actor, live: Sequence[Actor], sources: Mapping[str, str]) -> bool:
     """Return whether something that ended normally could have ended a wait that nothing which lives can end.
 
-    The name "Thread-1 (collect)" says that `collect` was run. If it says no function, each that is the target of a
-    thread or process, and does not run now, may be the one.
+    "Thread-1 (collect)" has run `collect`. Any other name may have run each target of a thread or process that does
+    not run now.
     """
     act = waiting.activity
     if act.kind == "sleep":  # only a loop that asks again and again waits, and not while somebody else works

@@ -120,6 +120,8 @@ def test_a_job_that_has_ended_does_not_hang() -> None:
     assert (judged(ended(0, ""), ended(1, "0")).pattern, judged(ended(0, "")).exit_code) == ("undetermined", 3)
     assert (judged(ended(0, "0"), ended(1, "1")).pattern, judged(ended(0, "1")).exit_code) == ("dead", 1)
     assert judged(rank(0, 5, "all_reduce"), ended(1, "0")).pattern == "dead"
+    helper = replace(rank(1, 8), rank=None, command=("resource_tracker",), pid=99)
+    assert judged(replace(ended(0, "0"), rank=None), helper).pattern == "dead"
     half = Snapshot(processes=(ended(0, "0"), ended(1, "0")), unseen=(2, 3), notes=("node2 did not answer",))
     assert judge(half).pattern != "healthy" and judge(half).notes == half.notes
 
@@ -353,6 +355,34 @@ def test_a_service_whose_threads_all_wait_for_requests_is_idle(
     looks = tuple(Look(at=0.5 * n, state="S", switches=7, threads=tuple(threads)) for n in range(6))
     service = Process(pid=100, looks=looks, listens=(8000,), peers=(50001,) * connected, waits_in="futex_do_wait")
     assert judge(Snapshot(processes=(service,), seconds=3.0, sources={"train.py": SERVES})).pattern == pattern
+
+
+ROUNDS = """for step in range(9):
+    time.sleep(0.2)
+while True:
+    time.sleep(30)
+time.sleep(3600)
+both[0].join()
+"""
+
+
+@pytest.mark.parametrize("line, steps, pattern", [(4, 9, "healthy"), (4, 0, "external wait"), (5, 9, "external wait")])
+def test_a_process_that_sleeps_between_its_rounds_does_not_stop_another(line: int, steps: int, pattern: str) -> None:
+    def one(pid: int, line: int, parent: int, steps: int, *library: Frame) -> Process:
+        looks = []
+        for n in range(6):
+            frame = at(line, "<module>", step=str(steps and n))
+            thread = Thread(name="MainThread", os_id=pid, frames=(*library, frame))
+            looks.append(Look(at=0.5 * n, state="S", switches=7, threads=(thread,)))
+        waits = "do_wait" if library else "hrtimer_nanosleep"
+        return Process(pid=pid, parent=parent, looks=tuple(looks), waits_in=waits, command=("python",))
+
+    main = one(100, 6, 0, 0, within("Popen.poll", "multiprocessing/popen_fork.py"))
+    job = (main, one(101, 2, 100, steps), one(102, line, 100, 0))
+    assert judge(Snapshot(processes=job, seconds=3.0, sources={"train.py": ROUNDS})).pattern == pattern
+    own = (rank(0, 5, "all_reduce"), rank(1, 8), replace(one(102, 2, 101, steps), parent=101))
+    found = judge(Snapshot(processes=own, seconds=3.0, sources={"train.py": SCRIPT + ROUNDS}))
+    assert (found.pattern, found.pids) == (("slow", (102,)) if steps else ("missing rank", (101,)))
 
 
 @pytest.mark.parametrize("fills", [0, 1])
