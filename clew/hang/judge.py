@@ -211,17 +211,16 @@ def _progress(live: list[Actor], ranks: list[Actor], snapshot: Snapshot) -> Verd
 
 
 def _between_rounds(actor: Actor, live: list[Actor], sources: Mapping[str, str]) -> bool:
-    """Return whether a process sleeps in a loop, and waits for nobody. Only one that joins it may wait for it."""
-    edges, one = application_edges(live), actor.activity
+    """Return whether a process sleeps in a loop that never ends. Only one that joins it may wait for it.
+
+    A loop that ends when a file or a number is there may wait for ever, whoever else moves.
+    """
+    one, edges = actor.activity, application_edges(live)
+    loop = loop_at(sources.get(one.file, ""), one.line)
+    if one.kind != "sleep" or one is not actor.threads[0] or loop is None or not goes_on_for_ever(loop):
+        return False
     waiters = [a for a in live if actor.pid in edges[a.pid]]
-    sleeps = (
-        one.kind == "sleep" and one is actor.threads[0] and loop_at(sources.get(one.file, ""), one.line) is not None
-    )
-    return (
-        sleeps
-        and not edges[actor.pid]
-        and all(a.pid == actor.process.parent and a.activity.kind == "process" for a in waiters)
-    )
+    return not edges[actor.pid] and all(a.pid == actor.process.parent and a.activity.kind == "process" for a in waiters)
 
 
 def _how(actor: Actor, snapshot: Snapshot, subject: str) -> str:
