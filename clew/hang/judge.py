@@ -62,18 +62,20 @@ def judge(snapshot: Snapshot) -> Verdict:
         or initialisation(ranks)
         or _by_graph(live, ranks, snapshot)
     )
-    mains = _mains(live, ranks)
-    if (
-        verdict.pattern not in SOUND
-        and not verdict.structural
-        and all(woken_once(a.process, snapshot.sources, world) for a in mains)
-    ):
-        labels = ", ".join(a.process.label for a in mains)
-        why = f"{labels} was woken up only once in {snapshot.seconds:.0f} s: it may be slow. Ask again."
-        verdict = verdict_about("undetermined", [], why, mains, confidence="low")
     if verdict.pattern not in SOUND:
+        verdict = _perhaps_slow(verdict, _mains(live, ranks), snapshot)
         verdict = replace(verdict, evidence=(*verdict.evidence, *where(ranks)))
     return with_advice(_hedged(verdict, snapshot, live), live)
+
+
+def _perhaps_slow(verdict: Verdict, mains: list[Actor], snapshot: Snapshot) -> Verdict:
+    """Return the verdict; "undetermined" if a round of the main processes' loops may only take as long as the watch."""
+    once = all(woken_once(a.process, snapshot.sources, snapshot.world) for a in mains)
+    if verdict.structural or not mains or not once:
+        return verdict
+    labels = ", ".join(a.process.label for a in mains)
+    why = f"{labels}: woken up only once in {snapshot.seconds:.0f} s. It may be slow. Ask again."
+    return verdict_about("undetermined", [], why, mains, confidence="low")
 
 
 def _all_ended(actors: list[Actor]) -> Verdict | None:

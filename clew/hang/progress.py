@@ -450,8 +450,11 @@ def _works_in_library(process: Process, sources: Mapping[str, str]) -> bool:
         return False
     if all(importing(thread) for thread in threads):
         return True
-    users = (frame for thread in threads for frame in [*filter(lambda f: not installed(f.file), thread.frames)][:1])
-    return not any(isinstance(source.outermost_loop(sources.get(f.file, ""), f.line), ast.While) for f in users)
+    for thread in threads:
+        user = next((frame for frame in thread.frames if not installed(frame.file)), None)
+        if user and isinstance(source.outermost_loop(sources.get(user.file, ""), user.line), ast.While):
+            return False
+    return True
 
 
 def _passes_lines(process: Process, sources: Mapping[str, str]) -> bool:
