@@ -27,11 +27,11 @@ from clew.hang.progress import (
 )
 from clew.hang.roles import WAITS_INSIDE, waits_for_work
 from clew.hang.source import (
-    ENDING,
     calls_at,
     calls_of,
     dotted,
     enclosing,
+    ending,
     feeds,
     loop_at,
     origin,
@@ -312,7 +312,7 @@ def explains(name: str, waiting: Actor, live: Sequence[Actor], sources: Mapping[
     if act.kind == "sleep":  # only a loop that asks again and again waits, and not while somebody else works
         loop = loop_at(sources.get(act.file, ""), act.line)
         return loop is not None and polls(loop, sources[act.file]) and not any(a.moving for a in live)
-    by = ENDING.get(act.kind.replace("pipe", "queue"), ENDING[""])
+    by = ending(act.kind)
 
     def could(function: str) -> list[bool]:
         found = (feeds(function, text, act.target, by) for text in sources.values())

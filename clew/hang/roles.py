@@ -13,7 +13,7 @@ from clew.hang.inside import installed
 from clew.hang.observed import Group, Process, Snapshot
 from clew.hang.programs import awaited_work, with_python_parents
 from clew.hang.progress import moves, moves_inside, without_torn
-from clew.hang.source import loop_variables
+from clew.hang.source import ending, feeds, goes_on_for_ever, loop_variables, outermost_loop
 from clew.hang.verdict import Actor
 
 RANK_NAMES = ("rank", "global_rank", "world_rank", "my_rank", "local_rank", "rank_id", "RANK", "self.rank")
@@ -189,7 +189,7 @@ def actors_of(snapshot: Snapshot) -> list[Actor]:
     for process, role in with_ranks(snapshot.processes, snapshot.sources):
         process = without_torn(process)
         every = activities(process, snapshot.sources, world)
-        activity = effective(_without_idle_readers(every, process, snapshot))
+        activity = effective(_without_idle_readers(every, process, snapshot), snapshot.sources)
         work = awaited_work(process, activity, snapshot.processes, snapshot.sources)
         moving = moves(process, snapshot.sources, world) or bool(work)
         moving = moving or (bool(every) and moves_inside(process, every[0], activity, snapshot.sources))
@@ -213,7 +213,18 @@ def _without_idle_readers(every: list[Activity], process: Process, snapshot: Sna
     return [*every[:1], *kept] if any(each.file and not installed(each.file) for each in kept) else every
 
 
-def effective(every: Sequence[Activity]) -> Activity:
+def _is_bystander(one: Activity, every: Sequence[Activity], sources: Mapping[str, str]) -> bool:
+    """Return whether a thread or task idles in a loop for ever, and could end none of the others' waits."""
+    text = sources.get(one.file, "")
+    loop = outermost_loop(text, one.line)
+    serves = "serve_forever(" in one.text or one.op.endswith("accept")
+    if not serves and (one.kind not in ("sleep", "queue") or loop is None or not goes_on_for_ever(loop)):
+        return False
+    waits = [each for each in every if each is not one and each.target and each.kind in ("queue", "condition")]
+    return bool(waits) and all(feeds(one.function, text, w.target, ending(w.kind)) is False for w in waits)
+
+
+def effective(every: Sequence[Activity], sources: Mapping[str, str]) -> Activity:
     """Return the activity that decides: that of a thread or task of the user's if the main thread only waits for it."""
     if not every:
         return Activity(kind="unknown")
@@ -222,6 +233,7 @@ def effective(every: Sequence[Activity]) -> Activity:
     if main.kind not in WAITS_INSIDE or main.cleanup == "destroy" or blocks_its_loop or main.op == "_shutdown":
         return main
     others = [each for each in every[1:] if each.file and not installed(each.file)]
+    others = [each for each in others if not _is_bystander(each, every, sources)]
     # A task that waits for its future says more than one that sets the results of others' futures.
     if any(each.kind == "future" and not each.dispatches for each in others):
         others = [each for each in others if not each.dispatches]

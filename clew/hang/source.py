@@ -379,6 +379,11 @@ def function_named(text: str, name: str) -> ast.FunctionDef | ast.AsyncFunctionD
     return next((node for node in functions if node.name == name), None)
 
 
+def ending(kind: str) -> str:
+    """Return a pattern of the calls that end a kind of wait, with the object in group 1."""
+    return ENDING.get(kind.replace("pipe", "queue"), ENDING[""])
+
+
 def feeds(name: str, text: str, target: str, by: str, depth: int = 2) -> bool | None:
     """Return whether a function of a file may end a wait for an object ("" for any) by one of the calls of ENDING.
 

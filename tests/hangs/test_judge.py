@@ -726,6 +726,20 @@ def test_a_callback_of_an_exit_stack_is_cleanup_if_there_was_an_exception(raised
     assert judged(first, replace(second, looks=looks)).pattern == pattern
 
 
+@pytest.mark.parametrize("does, line", [("write(state)", 5), ("published.set()", 3)])
+def test_an_idle_thread_explains_the_main_threads_wait_only_if_it_could_end_it(does: str, line: int) -> None:
+    text = f"def saver():\n    while True:\n        state = saves.get()\n        {does}\npublished.wait()\n"
+    waits = (within("Condition.wait", "threading.py"), within("Event.wait", "threading.py"))
+    gets = (within("Condition.wait", "threading.py"), within("Queue.get", "queue.py"))
+    threads = (
+        Thread(name="MainThread", os_id=100, frames=(*waits, at(5, "<module>"))),
+        Thread(name="saver", os_id=101, frames=(*gets, at(3, "saver"))),
+    )
+    looks = tuple(Look(at=0.5 * n, state="S", switches=7, threads=threads) for n in range(6))
+    program = Process(pid=100, looks=looks, waits_in="futex_do_wait", command=("python",))
+    assert judge(Snapshot(processes=(program,), seconds=3.0, sources={"train.py": text})).sites == (f"train.py:{line}",)
+
+
 def test_a_program_that_has_started_the_other_ranks_and_takes_part_is_rank_0() -> None:
     text = "import torch.distributed as dist\nstore = dist.TCPStore(host, 1, 4)\nfor rank in range(1, 4):\n    "
     text += "batch = store.get(key(rank))\ndef work(rank):\n    weights = store.get(key(0))\n"
