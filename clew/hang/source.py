@@ -41,6 +41,7 @@ QUERIES = re.compile(r"\.(execute|fetchone|fetchall)$")
 REPORTS = re.compile(r"\.(write|writelines|write_text|dump|dumps|send|sendto|log|set|touch|execute)$")
 """Calls by which a heartbeat tells others that its process is alive."""
 EVENT = re.compile(r"\.(wait|is_set)\(")
+"""Calls in the condition of a loop that goes on until an event is set."""
 CLOCK = re.compile(r"(^|\.)(time|monotonic|perf_counter)(_ns)?$")
 MEASURES = re.compile(rf"{REPORTS.pattern}|^(os\.getloadavg|(psutil|pynvml|resource|torch\.cuda)\..*)$")
 """Calls by which a heartbeat looks at the machine, and those by which it reports."""
