@@ -193,14 +193,14 @@ class Place:
 
 
 def _cleanup(frames: Sequence[Frame], sources: Mapping[str, str]) -> str:
-    """Return the cleanup that a stack is in, see `source.in_cleanup`; "" if a loop calls it again and again."""
+    """Return the cleanup that a stack is in, see `source.in_cleanup`; "" for everyday names that a loop calls."""
     for place, frame in enumerate(frames):
         if frame.name == "_exit_wrapper" and frame.locals.get("exc_type") != "None":  # a callback of an ExitStack
             return "__exit__"
         word = source.in_cleanup(sources.get(frame.file, ""), frame.line)
         callers = (each for each in frames[place + 1 :] if not installed(each.file))
-        looped = any(source.loop_at(sources.get(each.file, ""), each.line) for each in callers)
-        if word and not (looped and source.EVERYDAY_NAMES.match(word)):
+        looped = (source.loop_at(sources.get(each.file, ""), each.line) for each in callers)
+        if word and not (source.EVERYDAY_NAMES.match(word) and any(looped)):
             return word
     return ""
 

@@ -18,7 +18,7 @@ from clew.hang.observed import Process, Snapshot
 from clew.hang.roles import with_ranks
 
 LIMIT_S = 2.0
-"""Time limit in seconds for all files: a network file system that stands still gives no answer."""
+"""Time limit in seconds for one search through files: a network file system that stands still gives no answer."""
 MOST_FILES = 2_000
 TAIL_BYTES = 4_096
 SHOWN = 200
@@ -128,7 +128,7 @@ def logs(processes: Sequence[Process], run: Path | None) -> Iterator[str]:
 
 
 def old_errors(processes: Sequence[Process], seconds: float) -> Iterator[tuple[int, str]]:
-    """Yield each process whose output has ended with an exception for longer than `seconds`: its pid and that line."""
+    """Yield the pid and the last line of each process whose output ends with an exception older than `seconds`."""
     for process in processes:
         for path in _outputs(process):
             with suppress(OSError):

@@ -15,16 +15,16 @@ from clew.hang.graph import reachable, sinks
 from clew.hang.inside import installed
 from clew.hang.local_cause import Sink, device, done, ended_inside, explains, local_cause, locked_file, refuses
 from clew.hang.observed import Snapshot
-from clew.hang.progress import cpu_share, pace, recent, woken_once
+from clew.hang.progress import cpu_share, pace, recent, wakeups, woken_once
 from clew.hang.roles import actors_of, world_of
 from clew.hang.source import calls_of, function_named, goes_on_for_ever, loop_at, outermost_loop
 from clew.hang.verdict import SOUND, Actor, Verdict, names, verdict_about
-from clew.hang.waits_for import TO_OTHERS, all_edges, application_edges, collective_edges, key_of
+from clew.hang.waits_for import TO_OTHERS, Edges, all_edges, application_edges, collective_edges, key_of
 
 SUPERVISING = ("process", "thread", "pool", "future", "tasks", "ray")
 """Kinds of waits of a main process that only waits for its children to end."""
 UNTIL_END = re.compile(r"\(\)$|stop|shut|exit|quit", re.I)
-"""Matches events that are never set, or only when a program is to end."""
+"""Matches an event that has no name, so that nobody can set it, and the names of those that are set at the end."""
 REAPED_S = 1.0
 """Seconds that a parent may take to notice that its child has ended."""
 
@@ -48,7 +48,7 @@ def judge(snapshot: Snapshot) -> Verdict:
     world = world_of(snapshot)
     there = {a.rank for a in ranks if not a.dead} | snapshot.alike | set(snapshot.unseen)
     parents = {a.process.parent for a in ranks}
-    if any(a.pid in parents and a.rank is None and a.activity.kind in (*DISTRIBUTED, "store") for a in live):
+    if any(a.pid in parents and a.rank is None and a.activity.kind in DISTRIBUTED for a in live):
         there.add(0)  # a program that has started the other ranks, and takes part itself
     missing = sorted(set(range(world)) - there) if world and ranks else []
     gone = "".join(f"{said} has ended. " for a in actors if (said := ended_inside(a)))
@@ -69,9 +69,10 @@ def judge(snapshot: Snapshot) -> Verdict:
 
 
 def _perhaps_slow(verdict: Verdict, mains: list[Actor], snapshot: Snapshot) -> Verdict:
-    """Return the verdict; "undetermined" if a round of the main processes' loops may only take as long as the watch."""
-    once = all(woken_once(a.process, snapshot.sources, snapshot.world) for a in mains)
-    if verdict.structural or not mains or not once:
+    """Return the verdict, or "undetermined" if each main process was woken up only once: a round may take that long."""
+    if verdict.structural or not mains:
+        return verdict
+    if not all(woken_once(a.process, snapshot.sources, snapshot.world) for a in mains):
         return verdict
     labels = ", ".join(a.process.label for a in mains)
     why = f"{labels}: woken up only once in {snapshot.seconds:.0f} s. It may be slow. Ask again."
@@ -206,18 +207,19 @@ def _progress(live: list[Actor], ranks: list[Actor], snapshot: Snapshot) -> Verd
         label = ", ".join(a.process.label for a in moving)
         why = f"{label} is slow, not hung{how}; the others wait for it."
         return verdict_about("slow", moving, why, mains, cause="slow")
-    if not ranks and not all(a.moving or _between_rounds(a, live, snapshot.sources) for a in mains):
+    edges = {} if ranks else application_edges(live)
+    if not ranks and not all(a.moving or _between_rounds(a, edges, live, snapshot.sources) for a in mains):
         return None
     how = _how(moving[0], snapshot, moving[0].process.label)
     return verdict_about("healthy", [], f"The job moves{how}.", mains)
 
 
-def _between_rounds(actor: Actor, live: list[Actor], sources: Mapping[str, str]) -> bool:
-    """Return whether a process sleeps in a loop that never ends. Only one that joins it may wait for it.
+def _between_rounds(actor: Actor, edges: Edges, live: list[Actor], sources: Mapping[str, str]) -> bool:
+    """Return whether a process sleeps in a loop that never ends, and nobody waits for it but a parent that joins it.
 
     A loop that ends when a file or a number is there may wait for ever, whoever else moves.
     """
-    one, edges = actor.activity, application_edges(live)
+    one = actor.activity
     loop = loop_at(sources.get(one.file, ""), one.line)
     if one.kind != "sleep" or one is not actor.threads[0] or loop is None or not goes_on_for_ever(loop):
         return False
@@ -242,8 +244,8 @@ def _blind_loops(mains: list[Actor]) -> Verdict | None:
 
 
 def _wakes(actor: Actor) -> bool:
-    looks = recent(actor.process).looks
-    return actor.activity.idle_loop and len(looks) > 1 and looks[-1].switches - looks[0].switches >= 2
+    newest = recent(actor.process)
+    return actor.activity.idle_loop and len(newest.looks) > 1 and wakeups(newest) >= 2
 
 
 def _by_graph(live: list[Actor], ranks: list[Actor], snapshot: Snapshot) -> Verdict:
@@ -273,7 +275,7 @@ def _by_graph(live: list[Actor], ranks: list[Actor], snapshot: Snapshot) -> Verd
 
 
 def _awaited(ended: Actor, live: list[Actor], sources: Mapping[str, str]) -> bool:
-    """Return whether a process that ended normally could have ended a wait of one that lives."""
+    """Return whether a process that ended normally could have ended the wait of a living one."""
     waiting = [a for a in live if not a.dead and not a.moving and a.activity.kind in (*TO_OTHERS, "sleep")]
     return any(
         bool(one.process.outside) or one.process.awaited_child == ended.pid

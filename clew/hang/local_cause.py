@@ -277,14 +277,14 @@ def _outlived(sink: Sink) -> Verdict | None:
 
 
 def ended_children(actor: Actor, counts: Callable[[str], bool] = bool) -> str:
-    """Return words about ended children that were waited for: those that failed, or whose names `counts`; else ""."""
+    """Return words about reaped children that failed, or whose names `counts` takes; "" if there are none."""
     ended = [each for each in actor.process.inside.children if each[2] or counts(each[1])]
     every = [f"its child {name} (pid {pid}, exit code {code})" for pid, name, code in ended]
     return f"{actor.process.label}: {', '.join(every[:4])}" if every else ""
 
 
 def ended_inside(actor: Actor, counts: Callable[[str], bool] = bool) -> str:
-    """Return words about children, tasks and threads that failed, or ended and whose names `counts`; "" if none has."""
+    """Return words about children, tasks and threads that failed, or ended with a name that `counts` takes; else ""."""
     children = ended_children(actor, counts)
     handled = any(each.kind == "tasks" for each in actor.threads)
     failed = [
@@ -298,15 +298,15 @@ def ended_inside(actor: Actor, counts: Callable[[str], bool] = bool) -> str:
 
 
 def done(actor: Actor) -> bool:
-    """Return whether a process, and no rank, has ended with exit code 0: it has probably done its part."""
+    """Return whether a process that is no rank has ended with exit code 0: it has probably done its part."""
     return actor.dead and actor.rank is None and actor.process.exit.endswith("code 0")
 
 
 def explains(name: str, waiting: Actor, live: Sequence[Actor], sources: Mapping[str, str]) -> bool:
-    """Return whether something that ended normally could have ended a wait that nothing which lives can end.
+    """Return whether a thread or process that ended normally could have ended this wait, and nothing that lives can.
 
-    "Thread-1 (collect)" has run `collect`. Any other name may have run each target of a thread or process that does
-    not run now.
+    The name "Thread-1 (collect)" says that it ran `collect`. A thread or process of another name may have run any
+    target that does not run now.
     """
     act = waiting.activity
     if act.kind == "sleep":  # only a loop that asks again and again waits, and not while somebody else works

@@ -168,7 +168,7 @@ class Process:
     exit: str = ""
     """Exit status of a process that has ended."""
     old_error: str = ""
-    """Exception with which its output has ended since before the watching; "" if it ends with something else."""
+    """Last line of its output if that is an exception from before the watch; otherwise empty."""
     doing: str = ""
     """Activity that Clew's status file names."""
     waits: tuple[dict[str, Any], ...] = ()

@@ -85,9 +85,9 @@ def moved_counters(process: Process, sources: Mapping[str, str]) -> dict[str, tu
 
 
 def _monitors(look: Look, process: Process, sources: Mapping[str, str]) -> set[str]:
-    """Return the threads and tasks that only report, and use nothing that others wait for, as `_counters` names them.
+    """Return the names, as in `_counters`, of threads and tasks that only report and call nothing that others wait for.
 
-    There are none if the main thread only joins threads or awaits results: it may wait for any of them.
+    The set is empty if the main thread only joins threads or awaits results: it may wait for any of them.
     """
     every = [(t, activity_of(process, t, sources, None)) for t in look.threads]
     if any(t.os_id == process.pid and each.kind in ("thread", "future", "pool") for t, each in every):
@@ -157,7 +157,7 @@ def hidden(name: str, skipped: set[str]) -> bool:
 
 
 def polling_counters(text: str, line: int) -> set[str]:
-    """Return the names that show no progress: clocks, and what a polling, spinning or retrying loop here changes."""
+    """Return the names that show no progress: clocks, and what a polling, spinning or retrying loop changes."""
     loop, clocks = source.loop_at(text, line), source.clocks(text, line)
     if loop is None:
         return clocks
@@ -209,8 +209,8 @@ LONG_WAIT_S = 10.0
 def moves(process: Process, sources: Mapping[str, str], world: int | None) -> bool:
     """Return whether the main thread makes progress.
 
-    It does if a counter advances, if it goes through several collectives, or if it passes lines that are not those of
-    one polling loop. Being woken up is enough only in a few kinds of waits.
+    It does if a counter advances, if it goes through several collectives, if it passes lines that are not those of one
+    polling loop, or if it moves much data. Being woken up is enough only in a few kinds of waits.
     """
     newest = recent(process)
     if len(newest.looks) < 2 or newest.last.state in "TtZX" or _signals_pile_up(process, sources, world):
@@ -228,7 +228,7 @@ def moves(process: Process, sources: Mapping[str, str], world: int | None) -> bo
         return True
     if every and every[-1].kind in ("thread", "pool", "future") and _passes_lock(newest, sources, world):
         return True
-    woken = newest.last.switches - newest.looks[0].switches
+    woken = wakeups(newest)
     if any(each.op == "backward" for each in every) and woken >= BACKWARD_HZ * (newest.last.at - newest.looks[0].at):
         return True  # the work that it waits for is within torch and has no address here; in a hang nothing wakes it up
     if every and all(each.kind in DISTRIBUTED for each in every):
@@ -274,9 +274,9 @@ def wakeups(process: Process) -> int:
 
 
 def woken_once(process: Process, sources: Mapping[str, str], world: int | None) -> bool:
-    """Return whether a wait in a loop that does not poll returned once: the next round may only take as long.
+    """Return whether the wait of a loop that does not poll has returned exactly once: each round may take that long.
 
-    A return in the first third of the watch does not count: by now, the wait takes twice as long.
+    A return in the first third of the watch does not count: the next wait has already taken twice as long.
     """
     if not process.looks:
         return False
@@ -341,7 +341,7 @@ def _signals_pile_up(process: Process, sources: Mapping[str, str], world: int | 
 def _tasks_end(process: Process) -> bool:
     """Return whether fewer and fewer coroutines run one function of the user's: they finish one by one.
 
-    One may also be a helper that comes and goes, unless the process writes meanwhile.
+    A single one counts only if the process writes meanwhile: it may be a helper that comes and goes.
     """
     counts: list[Counter[str]] = []
     for look in (each for each in process.looks if each.threads):
@@ -501,7 +501,7 @@ def _tests_new_text(process: Process, loop: source.Loop) -> bool:
 
 
 def _moves_data(process: Process, sources: Mapping[str, str]) -> bool:
-    """Return whether a process reads or writes much, and does not do so to ask whether it may go on."""
+    """Return whether a process reads or writes much, and is not in a loop that only polls."""
     first, last = process.looks[0], process.last
     if first.children_faults != last.children_faults:
         return False  # a child that has ended may have done so, for example one that looks at the GPUs now and then
@@ -573,7 +573,7 @@ def refusing(process: Process, sources: Mapping[str, str]) -> str:
 
 
 def _keeps_others(process: Process, sources: Mapping[str, str], refused: str, moved: Sequence[str]) -> bool:
-    """Return whether a number moved that the loop counts only in rounds in which it does not count `refused`."""
+    """Return whether a counter moved that the loop raises only in rounds that do not raise `refused`."""
     function, _, name = refused.partition(".")
     for frame in (f for t in process.threads for f in t.frames if f.name == function and not installed(f.file)):
         loop = source.outermost_loop(sources.get(frame.file, ""), frame.line)

@@ -41,7 +41,7 @@ WAITS_INSIDE = ("queue", "condition", "barrier", "thread", "future", "pool", "qu
 def local_integer(process: Process, wanted: Sequence[str], sources: Mapping[str, str]) -> int | None:
     """Return the first of these local variables that the main thread's frames have, the outermost frame first.
 
-    The variable of a loop is left out: a program that goes over its ranks has none itself.
+    The variable of a `for` loop is left out: a program that goes over all ranks is none of them.
     """
     frames = process.main.frames if process.main else ()
     for name in wanted:
@@ -90,7 +90,7 @@ def waits_for_work(process: Process) -> bool:
 def role_of(process: Process, parent: Process | None, sources: Mapping[str, str]) -> tuple[str, int | None]:
     """Return the role and rank of one process.
 
-    `sources` is empty if no source file mentions "distributed". Then no local variable names the rank.
+    `sources` is empty if no source file mentions "distributed": then local variables do not give the rank.
     """
     command = " ".join(process.command)
     files = [frame.file for thread in process.threads for frame in thread.frames]
@@ -214,14 +214,15 @@ def _without_idle_readers(every: list[Activity], process: Process, snapshot: Sna
 
 
 def _is_bystander(one: Activity, every: Sequence[Activity], sources: Mapping[str, str]) -> bool:
-    """Return whether a thread or task idles in a loop for ever, and could end none of the others' waits."""
+    """Return whether a thread or task idles or serves for ever, while others have waits that it could not end."""
     text = sources.get(one.file, "")
     loop = outermost_loop(text, one.line)
     serves = "serve_forever(" in one.text or one.op.endswith("accept")
     if not serves and (one.kind not in ("sleep", "queue") or loop is None or not goes_on_for_ever(loop)):
         return False
-    waits = [each for each in every if each is not one and each.target and each.kind in ("queue", "condition")]
-    return bool(waits) and all(feeds(one.function, text, w.target, ending(w.kind)) is False for w in waits)
+    others = (each for each in every if each is not one and each.target and each.kind in ("queue", "condition"))
+    waits = {(each.target, ending(each.kind)) for each in others}
+    return bool(waits) and all(feeds(one.function, text, *wait) is False for wait in waits)
 
 
 def effective(every: Sequence[Activity], sources: Mapping[str, str]) -> Activity:

@@ -22,7 +22,7 @@ CLEANUP_NAMES = re.compile(
     r"clean|teardown|tear_down|shutdown|shut_down|finali[sz]e|close|__exit__|__del__|destroy|atexit", re.I
 )
 EVERYDAY_NAMES = re.compile(r"(?!.*(up|down|destroy|atexit|__)).*(clean|finali[sz]e|close)", re.I)
-"""Names of cleanup that functions within a training loop have, too, such as finalize_metrics or close_episode."""
+"""Cleanup names that functions of a training loop have, too, such as finalize_metrics or close_episode."""
 HANDLER_CLEANUP = re.compile(rf"{CLEANUP_NAMES.pattern}|barrier|(^|_)save|abort", re.I)
 """Names of calls by which an `except` cleans up. Other calls there go on with the work, perhaps with half a batch."""
 WITHOUT_RAISE = "an except without raise"
@@ -136,7 +136,7 @@ def calls_at(text: str, line: int) -> list[ast.Call]:
 
 @lru_cache(maxsize=256)
 def rank_names(text: str) -> frozenset[str]:
-    """Return the variables that are assigned from get_rank(), from RANK of the environment, or from such a variable."""
+    """Return the variables assigned from get_rank(), RANK of the environment, or a comparison with such a variable."""
     tree, found = parse(text), set[str]()
     for node in ast.walk(tree) if tree else ():
         if not isinstance(node, ast.Assign):
@@ -342,7 +342,7 @@ def periodic(text: str, line: int) -> bool:
 
 @lru_cache(maxsize=4096)
 def clocks(text: str, line: int) -> set[str]:
-    """Return the names that the function around a line computes from the time alone, such as the seconds since then."""
+    """Return the names that the function around a line computes from the clock, without other calls, such as an age."""
     functions = [n for n in enclosing(text, line) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
     found = set[str]()
     for node in ast.walk(functions[-1]) if functions else ():
@@ -385,10 +385,11 @@ def ending(kind: str) -> str:
     return ENDING.get(kind.replace("pipe", "queue"), ENDING[""])
 
 
+@lru_cache(maxsize=4096)
 def feeds(name: str, text: str, target: str, by: str, depth: int = 2) -> bool | None:
-    """Return whether a function of a file may end a wait for an object ("" for any) by one of the calls of ENDING.
+    """Return whether a function may end a wait for the object `target` ("" for any) with a call that matches `by`.
 
-    An object that it was given can have any name. The result is None if the file has no such function.
+    An object that was passed to it can have any name. The result is None if the file has no such function.
     """
     if (function := function_named(text, name)) is None:
         return None

@@ -134,7 +134,7 @@ def _could_end(actor: Actor, live: Sequence[Actor], listening: Mapping[tuple[str
 
 
 def _asking(actor: Actor, live: Sequence[Actor]) -> set[int]:
-    """Return the pids of children that read from a process, or write to it: its other waits they cannot end."""
+    """Return the pids of children that wait for this process at a pipe: they cannot end a wait of another kind."""
     children = [a for a in live if a.process.parent == actor.pid and a.rank is None]
     known = {a.pid: a for a in children if a.activity.kind in THROUGH_PIPES and any(other for _, other in _awaited(a))}
     # Later forks have copies of the ends, but they wait for this process, too.
