@@ -69,7 +69,7 @@ LINES = {
     "cli": 1040,  # clew hang, on several nodes; clew sft and clew learn watch themselves; refused options
     "diagnose": 2750,
     "gateway": 4740,
-    "hang": 6990,  # reading memory; pipes, programs; flight recorder, RAS, Ray; engines; file locks; 100,000 ranks
+    "hang": 7020,  # reading memory; pipes, programs; flight recorder, RAS, Ray; engines; file locks; 100,000 ranks
     "inference": 5800,  # 3700 before vLLM and SGLang in training: clients, checks of updates, adapters, broadcasts
     "launch": 660,  # no_progress.py, also without clew train; several servers, and their devices
     "loop": 2650,  # weight_sender.py: broadcast weights; servers that froze or refused are taken out in mid-update

@@ -131,6 +131,8 @@ class Activity:
     """True in a function that hands results to those who wait for them in other tasks or threads."""
     heartbeat: bool = False
     """True in a loop that only sleeps and reports. Nobody waits for it."""
+    periodic: bool = False
+    """True in a `while` that pauses in each round, see `source.periodic`."""
 
     @property
     def site(self) -> str:
@@ -241,6 +243,7 @@ def activity_of(process: Process, thread: Thread, sources: Mapping[str, str], wo
         is_job=any(f.file.endswith(JOBS.get(f.name, "-")) for f in frames),
         dispatches=source.dispatches(text, user.line),
         heartbeat=source.heartbeat(text, user.line),
+        periodic=source.periodic(text, user.line),
     )
     if thread.task:
         return _coroutine(base, thread, user, text)
@@ -510,8 +513,8 @@ def _work(base: Activity, call: ast.Call, place: Place) -> Activity | None:
         is_work = "Work" in user.locals.get(name, "")
         return replace(base, kind="collective", op="wait", group="?") if is_work else None
     before = [each for each in made if each.lineno <= user.line] or made
-    scope = enclosing_function(text, user.line)
-    near = [each for each in before if enclosing_function(text, each.lineno) is scope] or before
+    scope = source.enclosing_function(text, user.line)
+    near = [each for each in before if source.enclosing_function(text, each.lineno) is scope] or before
     one = near[-1]
     op = source.dotted(one.func).rpartition(".")[2]
     passed = source.keyword(one, "group")
@@ -543,7 +546,7 @@ def _peer(node: ast.expr | None, place: Place) -> int | None:
 
 def _messages_of(call: ast.Call, place: Place) -> list[ast.Call]:
     """Return the P2POp(...) calls of a batch_isend_irecv, from the call, else its function, else the caller's line."""
-    around = enclosing_function(place.text, place.user.line)
+    around = source.enclosing_function(place.text, place.user.line)
     outer = [frame for frame in place.frames[place.frames.index(place.user) + 1 :] if not installed(frame.file)]
     lines = [each for f in outer[:1] for each in source.calls_at(place.sources.get(f.file, ""), f.line)]
     nodes: list[Iterable[ast.AST]] = [ast.walk(call), ast.walk(around) if around is not None else [], lines]
@@ -578,12 +581,6 @@ def _calls_that_made(name: str, waiting: ast.Call, text: str) -> list[ast.Call]:
 
 def _begins_work(name: str) -> bool:
     return name.rpartition(".")[2] in COLLECTIVES | POINT_TO_POINT
-
-
-def enclosing_function(text: str, line: int) -> ast.AST | None:
-    """Return the function around a line; None at the top of a module."""
-    found = [n for n in source.enclosing(text, line) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    return found[-1] if found else None
 
 
 def activities(process: Process, sources: Mapping[str, str], world: int | None) -> list[Activity]:

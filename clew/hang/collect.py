@@ -103,7 +103,7 @@ def _thread(value: dict) -> Thread:
     frames = frames[: next(forked, len(frames))]
     return Thread(
         name=value.get("thread_name") or "",
-        os_id=value.get("os_thread_id") or 0,
+        os_id=value.get("os_thread_id") or value.get("thread_id") or 0,  # the first is null before Python 3.11
         active=bool(value.get("active")),
         frames=frames,
     )
@@ -142,7 +142,10 @@ def look_at(pid: int, program: str) -> Look:
                 continue
             if any(thread.frames for thread in threads) or attempt == TRIES - 1:
                 inner = proc.pid_within(pid)  # in a container, py-spy names the main thread by its number inside
-                threads = tuple(replace(each, os_id=pid) if each.os_id == inner else each for each in threads)
+                threads = tuple(
+                    replace(each, os_id=pid) if each.os_id == inner or each.name == "MainThread" else each
+                    for each in threads
+                )
                 files = (frame.file for thread in threads for frame in thread.frames)
                 # The event loop's thread of a Ray actor may show a stack that it left long ago. Its name still tells.
                 loops = any("asyncio" in each for each in (*files, *(thread.name.lower() for thread in threads)))

@@ -33,9 +33,11 @@ def enough(processes: Sequence[Process], seconds: float) -> bool:
         return False
     if all(each.last.error.startswith(UNREADABLE) for each in processes):
         return True  # no later look can read more
-    # The final verdict also uses the exit code, and the kernel function in which a process sleeps.
+    # The final verdict also uses the exit code of what has ended, and the kernel function in which a process sleeps.
     processes = [
-        replace(each, waits_in=proc.blocked_in(each.pid), exit=each.exit or proc.exit_of(each.pid))
+        replace(each, exit=each.exit or proc.exit_of(each.pid))
+        if each.last.state in "ZX"
+        else replace(each, waits_in=proc.blocked_in(each.pid))
         for each in processes
     ]
     unseen, sources = unseen_ranks(processes), sources_of(processes)

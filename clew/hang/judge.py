@@ -148,7 +148,10 @@ def _only_serves(actor: Actor, sources: Mapping[str, str]) -> bool:
     others = [each for each in actor.threads[1:] if each.thread not in serving and _of_user(each)]
     if any(frame.name == "wait_for_termination" and "grpc" in frame.file for frame in stack):
         return not others
-    if serving and main.kind == "thread" and not actor.process.old_error:  # it joins that thread, or has ended
+    ended = [name for name in actor.process.inside.ended_threads if "process_request" not in name]
+    if ended or actor.process.old_error:  # it may serve only beside its work, which has failed
+        serving = []
+    if serving and main.kind == "thread":  # it joins that thread, or has ended
         return not others
     for_ever = main.op.endswith(("pause", "sigwait")) or (main.kind == "condition" and UNTIL_END.search(main.target))
     if serving and for_ever and all(each.kind == "queue" for each in others):
@@ -169,7 +172,9 @@ def _reads_requests(one: Activity, sources: Mapping[str, str]) -> bool:
     if handler is not None and re.search(rf"start_server\(\s*(\w+\.)*{one.function}\b", text):
         return one.target in {each.arg for each in handler.args.args}
     accepts = loop is not None and any(name.endswith("accept") for name in calls_of(loop))
-    return one.op == "serve_forever" or (accepts and one.kind in ("pipe", "network"))
+    name = re.escape(one.target)
+    accepted = re.search(rf"\b{name}\b.* = .*accept\(|accept\(.*\bas\b.*\b{name}\b", text) is not None
+    return one.op == "serve_forever" or (accepts and accepted and one.kind in ("pipe", "network"))
 
 
 def _unasked(live: list[Actor], sources: Mapping[str, str]) -> Verdict | None:

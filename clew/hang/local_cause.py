@@ -533,7 +533,8 @@ def _computing(sink: Sink) -> Verdict | None:
     # One line at every look, in no `while`: it is one call, and no loop around many.
     looks = set(places(sink.one.process))
     once = len(looks) == 1 and not isinstance(outermost_loop(text, sink.act.line), ast.While)
-    if endless and numeric and (alone or (once and sink.act.thread == "MainThread")):
+    gpu = bool(sink.one.process.gpus)  # the call may wait for a GPU, which may never end
+    if endless and numeric and not gpu and (alone or (once and sink.act.thread == "MainThread")):
         name = dotted(numeric[0].func)
         why = f"{sink.one.says}. It is slow, not hung: {name} ends by itself, but does not show how far it has come."
         return verdict_about("slow", sink.culprits, why, sink.waiters, cause="slow", confidence="low")

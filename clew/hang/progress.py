@@ -251,14 +251,15 @@ def moves_inside(process: Process, main: Activity, decides: Activity, sources: M
             only = (replace(t, os_id=key),)
             alone.setdefault(key, []).append(replace(look, switches=-1, state=state, threads=only))
     starved = main.kind == "queue" and never_woken(process)
-    for thread in (each for each in process.threads if each.os_id != process.pid):
+    # Threads without a number, as in dumps of py-spy from Python 3.10, cannot be told apart.
+    for thread in (t for t in process.threads if t.os_id != process.pid and (t.at or t.os_id)):
         key = thread.at or thread.os_id
         one = without_torn(replace(process, pid=key, waits_in="", looks=tuple(alone[key])))
         if thread.task and not ((main.idle_loop or decides.task) and len(set(places(recent(one)))) > 1):
             continue
         how = activity_of(one, thread, sources, None)
         awaited = thread.task or thread.name == decides.thread or (how.is_job and main.kind in ("future", "pool"))
-        if not awaited or how.heartbeat or source.periodic(sources.get(how.file, ""), how.line):
+        if not awaited or how.heartbeat or how.periodic:
             continue
         # The rounds of a `while` may put nothing into the queue that the main thread reads.
         if starved and all(name.partition(":")[0].endswith("~") for name in moved_counters(one, sources)):

@@ -234,7 +234,9 @@ def effective(every: Sequence[Activity], sources: Mapping[str, str]) -> Activity
     if main.kind not in WAITS_INSIDE or main.cleanup == "destroy" or blocks_its_loop or main.op == "_shutdown":
         return main
     others = [each for each in every[1:] if each.file and not installed(each.file)]
-    others = [each for each in others if not _is_bystander(each, every, sources)]
+    kept = [each for each in others if not _is_bystander(each, every, sources)]
+    if kept or main.kind in ("queue", "condition"):  # otherwise it only joins or awaits them: one of them decides
+        others = kept
     # A task that waits for its future says more than one that sets the results of others' futures.
     if any(each.kind == "future" and not each.dispatches for each in others):
         others = [each for each in others if not each.dispatches]

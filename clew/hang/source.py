@@ -40,8 +40,8 @@ QUERIES = re.compile(r"\.(execute|fetchone|fetchall)$")
 """Calls of a loop that only asks again and again if it also waits; otherwise it may work through the rows."""
 REPORTS = re.compile(r"\.(write|writelines|write_text|dump|dumps|send|sendto|log|set|touch|execute)$")
 """Calls by which a heartbeat tells others that its process is alive."""
-EVENT = re.compile(r"\.(wait|is_set)\(")
-"""Calls in the condition of a loop that goes on until an event is set."""
+EVENT = re.compile(r"\.(wait|is_set)\(|running|alive|stop|clos|shut|exit|quit|cancel")
+"""Calls and names in the condition of a loop that goes on until an event is set, or until the program ends."""
 CLOCK = re.compile(r"(^|\.)(time|monotonic|perf_counter)(_ns)?$")
 MEASURES = re.compile(rf"{REPORTS.pattern}|^(os\.getloadavg|(psutil|pynvml|resource|torch\.cuda)\..*)$")
 """Calls by which a heartbeat looks at the machine, and those by which it reports."""
@@ -88,6 +88,12 @@ def enclosing(text: str, line: int) -> list[ast.AST]:
         if node is not None:
             path.append(node)
     return path
+
+
+def enclosing_function(text: str, line: int) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    """Return the innermost function around a line; None at the top of a module."""
+    found = [node for node in enclosing(text, line) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    return found[-1] if found else None
 
 
 def _spans(node: ast.AST, line: int) -> bool:
@@ -306,9 +312,7 @@ def collected(loop: Loop) -> set[str]:
 @lru_cache(maxsize=4096)
 def loop_variables(text: str, line: int) -> frozenset[str]:
     """Return the variables of all `for` loops in the function around a line, or in the module if there is none."""
-    path = enclosing(text, line)
-    functions = [each for each in path if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    around = functions[-1] if functions else parse(text)
+    around = enclosing_function(text, line) or parse(text)
     loops = (each for each in (ast.walk(around) if around else ()) if isinstance(each, (ast.For, ast.AsyncFor)))
     return frozenset(name.id for each in loops for name in ast.walk(each.target) if isinstance(name, ast.Name))
 
@@ -328,7 +332,11 @@ def rounds(loop: Loop, outer: Loop) -> set[str]:
 def goes_on_for_ever(loop: ast.AST) -> bool:
     """Return whether a loop is `while True` without a break, return or raise: it is not meant to end."""
     endless = isinstance(loop, ast.While) and isinstance(loop.test, ast.Constant) and bool(loop.test.value)
-    return endless and not any(isinstance(node, (ast.Break, ast.Return, ast.Raise)) for node in ast.walk(loop))
+    handlers = [node for node in ast.walk(loop) if isinstance(node, ast.ExceptHandler)]
+    ends = [each for each in handlers if each.type and re.search("Cancelled|Interrupt", ast.unparse(each.type))]
+    at_end = {node for each in ends for node in ast.walk(each)}
+    leaves = {n for n in ast.walk(loop) if isinstance(n, (ast.Break, ast.Return, ast.Raise))}
+    return endless and leaves <= at_end
 
 
 def periodic(text: str, line: int) -> bool:
@@ -336,16 +344,16 @@ def periodic(text: str, line: int) -> bool:
     loop = outermost_loop(text, line)
     if not isinstance(loop, ast.While) or not (goes_on_for_ever(loop) or EVENT.search(ast.unparse(loop.test))):
         return False
-    each_round = [loop.test, *(node for node in loop.body if isinstance(node, ast.Expr))]
+    body = [*loop.body, *(each for node in loop.body if isinstance(node, ast.Try) for each in node.body)]
+    each_round = [loop.test, *(node for node in body if isinstance(node, ast.Expr))]
     return any(re.search(r"(sleep|\.wait)\([^)]", ast.unparse(node)) for node in each_round)
 
 
 @lru_cache(maxsize=4096)
 def clocks(text: str, line: int) -> set[str]:
     """Return the names that the function around a line computes from the clock, without other calls, such as an age."""
-    functions = [n for n in enclosing(text, line) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    found = set[str]()
-    for node in ast.walk(functions[-1]) if functions else ():
+    function, found = enclosing_function(text, line), set[str]()
+    for node in ast.walk(function) if function else ():
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             calls = {dotted(each.func) for each in ast.walk(node.value) if isinstance(each, ast.Call)} - NUMBERS
             used = {each.id for each in ast.walk(node.value) if isinstance(each, ast.Name)}
@@ -472,8 +480,8 @@ def heartbeat(text: str, line: int) -> bool:
 
 def dispatches(text: str, line: int) -> bool:
     """Return whether a line is in a function with a loop that sets the results of futures."""
-    functions = [each for each in enclosing(text, line) if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    return bool(functions) and loop_at(text, line) is not None and "set_result" in " ".join(calls_of(functions[-1]))
+    function = enclosing_function(text, line)
+    return function is not None and loop_at(text, line) is not None and "set_result" in " ".join(calls_of(function))
 
 
 def keyword(call: ast.Call, name: str, place: int | None = None) -> ast.expr | None:

@@ -128,7 +128,7 @@ def _could_end(actor: Actor, live: Sequence[Actor], listening: Mapping[tuple[str
             beside = [a for a in live if a is not actor and a.process.parent == process.parent]
             return named | (children or {a.pid for a in beside if a.activity.kind not in ("signal", "process")})
         case "sleep":  # a rank may ask whether a server that it has started is ready
-            working = {a.pid for a in live if a.moving and a.role != "loader"}
+            working = {a.pid for a in live if a.moving and a.role != "loader" and not a.activity.periodic}
             return named | (children & working if actor.rank is not None else children - _asking(actor, live))
     return named
 

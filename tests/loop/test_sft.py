@@ -283,7 +283,7 @@ def test_the_commands_know_it(short, capsys):
         blame(path, 3, top=1, tokens=1, by=None)
     with pytest.raises(RecordError, match="is a run of `clew sft`: it has no rewards"):
         rerun(path, Options(steps="3", stages="advantages"))
-    with pytest.raises(RecordError, match="stop at --break update alone"):
+    with pytest.raises(RecordError, match="where only --break update works"):
         rerun(path, Options(steps="3", stop="loss"))
 
 
