@@ -740,6 +740,48 @@ def test_an_idle_thread_explains_the_main_threads_wait_only_if_it_could_end_it(d
     assert judge(Snapshot(processes=(program,), seconds=3.0, sources={"train.py": text})).sites == (f"train.py:{line}",)
 
 
+def test_of_workers_that_starve_on_one_queue_one_is_blamed_and_not_what_joins_them() -> None:
+    text = "def work():\n    while True:\n        item = items.get()\n        item.run()\nthread.join()\n"
+    gets = (within("Condition.wait", "threading.py"), within("Queue.get", "queue.py"))
+    joins = (within("Thread._wait_for_tstate_lock", "threading.py"), within("Thread.join", "threading.py"))
+    threads = (
+        Thread(name="MainThread", os_id=100, frames=(*joins, at(5, "<module>"))),
+        *(Thread(name=f"worker-{n}", os_id=100 + n, frames=(*gets, at(3, "work"))) for n in (1, 2)),
+    )
+    looks = tuple(Look(at=0.5 * n, state="S", switches=7, threads=threads) for n in range(6))
+    program = Process(pid=100, looks=looks, waits_in="futex_do_wait", command=("python",))
+    assert judge(Snapshot(processes=(program,), seconds=3.0, sources={"train.py": text})).sites == ("train.py:3",)
+
+
+def test_threads_without_a_number_are_not_taken_for_one_that_moves() -> None:
+    """In a dump of Python 3.10, py-spy gives none."""
+    text = "one.wait()\ntwo.wait()\nthree.wait()\n"
+    waits = (within("Condition.wait", "threading.py"), within("Event.wait", "threading.py"))
+    names = ("MainThread", "a", "b")
+    threads = [Thread(name=name, os_id=0, frames=(*waits, at(n + 1))) for n, name in enumerate(names)]
+    looks = tuple(Look(at=0.5 * n, state="S", switches=7, threads=tuple(threads)) for n in range(6))
+    program = Process(pid=100, looks=looks, waits_in="futex_do_wait", command=("python",))
+    verdict = judge(Snapshot(processes=(program,), seconds=3.0, sources={"train.py": text}))
+    assert verdict.pattern == "rollout blocked"
+
+
+@pytest.mark.parametrize(
+    "loop, body, expected",
+    [
+        ("while self.running:", "        await push()\n        await asyncio.sleep(5)\n", True),
+        (
+            "while True:",
+            "        try:\n            await asyncio.sleep(5)\n        except CancelledError:\n            raise\n",
+            True,
+        ),
+        ("while len(batch) < 8:", "        await asyncio.sleep(5)\n", False),
+        ("while True:", "        await step()\n        if done:\n            break\n", False),
+    ],
+)
+def test_a_loop_that_pauses_until_it_is_stopped_is_periodic(loop: str, body: str, expected: bool) -> None:
+    assert source.periodic(f"async def run():\n    {loop}\n{body}", 3) == expected
+
+
 def test_a_program_that_has_started_the_other_ranks_and_takes_part_is_rank_0() -> None:
     text = "import torch.distributed as dist\nstore = dist.TCPStore(host, 1, 4)\nfor rank in range(1, 4):\n    "
     text += "batch = store.get(key(rank))\ndef work(rank):\n    weights = store.get(key(0))\n"
