@@ -92,12 +92,16 @@ def _all_ended(actors: list[Actor]) -> Verdict | None:
 
 
 def _waited_for(actor: Actor, actors: list[Actor]) -> bool:
-    """Return whether a process has just ended, and its parent, which waits for it, is about to go on."""
+    """Return whether a process has just ended, and its parent waits for it and is about to go on, or is no Python."""
     parent = next((each for each in actors if each.pid == actor.process.parent), None)
     last = actor.process.last
     ended = next((look.at for look in actor.process.looks if look.state in "ZX"), last.at)
     just = last.state == "X" or (last.state == "Z" and last.at - ended < REAPED_S)
-    return just and parent is not None and parent.activity.kind == "process"
+    if parent is None or parent.dead:
+        return False
+    if parent.role == "idle" and not parent.threads:  # a shell, for example: its programs come and go
+        return last.state in "ZX"
+    return just and parent.activity.kind == "process"
 
 
 def _hedged(verdict: Verdict, snapshot: Snapshot, live: list[Actor]) -> Verdict:

@@ -753,6 +753,14 @@ def test_of_workers_that_starve_on_one_queue_one_is_blamed_and_not_what_joins_th
     assert judge(Snapshot(processes=(program,), seconds=3.0, sources={"train.py": text})).sites == ("train.py:3",)
 
 
+def test_a_program_of_a_shell_that_has_ended_is_no_death() -> None:
+    waits = replace(rank(0, 2), rank=None, world=None, waits_in="do_wait")
+    shell = Process(pid=200, parent=100, looks=tuple(Look(at=0.5 * n, state="S") for n in range(6)), command=("sh",))
+    ended = Process(pid=201, parent=200, looks=(Look(at=0.0, state="R"), Look(at=2.5, state="X")), command=("sleep",))
+    verdict = judge(Snapshot(processes=(waits, shell, ended), seconds=3.0, sources={"train.py": "\nrun('sh')\n"}))
+    assert verdict.pattern != "dead"
+
+
 def test_threads_without_a_number_are_not_taken_for_one_that_moves() -> None:
     """In a dump of Python 3.10, py-spy gives none."""
     text = "one.wait()\ntwo.wait()\nthree.wait()\n"
