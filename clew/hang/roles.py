@@ -41,7 +41,7 @@ WAITS_INSIDE = ("queue", "condition", "barrier", "thread", "future", "pool", "qu
 def local_integer(process: Process, wanted: Sequence[str], sources: Mapping[str, str]) -> int | None:
     """Return the first of these local variables that the main thread's frames have, the outermost frame first.
 
-    The variable of a `for` loop is left out: a program that goes over all ranks is none of them.
+    The variable of a `for` loop is left out: a program that goes over all ranks is not one of them.
     """
     frames = process.main.frames if process.main else ()
     for name in wanted:

@@ -762,7 +762,7 @@ def test_a_program_of_a_shell_that_has_ended_is_no_death() -> None:
 
 
 def test_threads_without_a_number_are_not_taken_for_one_that_moves() -> None:
-    """In a dump of Python 3.10, py-spy gives none."""
+    """py-spy gives no numbers for Python 3.10."""
     text = "one.wait()\ntwo.wait()\nthree.wait()\n"
     waits = (within("Condition.wait", "threading.py"), within("Event.wait", "threading.py"))
     names = ("MainThread", "a", "b")
