@@ -129,11 +129,13 @@ def logs(processes: Sequence[Process], run: Path | None) -> Iterator[str]:
 
 def old_errors(processes: Sequence[Process], seconds: float) -> Iterator[tuple[int, str]]:
     """Yield the pid and the last line of each process whose output ends with an exception older than `seconds`."""
-    for process in processes:
-        for path in _outputs(process):
-            with suppress(OSError):
-                if path.is_file() and _age(path) > seconds and EXCEPTION.match(last := _last_line(path)):
-                    yield process.pid, last
+    paths = [(process.pid, path) for process in processes for path in _outputs(process)]
+    lines = dict[Path, str]()  # the ranks of a job often share a log: it is read once
+    for path in {path for _, path in paths}:
+        with suppress(OSError):
+            if path.is_file() and _age(path) > seconds and EXCEPTION.match(last := _last_line(path)):
+                lines[path] = last
+    yield from ((pid, lines[path]) for pid, path in paths if path in lines)
 
 
 def _outputs(process: Process) -> Iterator[Path]:

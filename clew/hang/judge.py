@@ -99,8 +99,9 @@ def _waited_for(actor: Actor, actors: list[Actor]) -> bool:
     just = last.state == "X" or (last.state == "Z" and last.at - ended < REAPED_S)
     if parent is None or parent.dead:
         return False
-    if parent.role == "idle" and not parent.threads:  # a shell, for example: its programs come and go
-        return last.state in "ZX"
+    command = actor.process.command
+    if parent.role == "idle" and not parent.threads and command and "python" not in command[0]:
+        return last.state in "ZX"  # a program of a shell, for example: they come and go
     return just and parent.activity.kind == "process"
 
 

@@ -759,6 +759,8 @@ def test_a_program_of_a_shell_that_has_ended_is_no_death() -> None:
     ended = Process(pid=201, parent=200, looks=(Look(at=0.0, state="R"), Look(at=2.5, state="X")), command=("sleep",))
     verdict = judge(Snapshot(processes=(waits, shell, ended), seconds=3.0, sources={"train.py": "\nrun('sh')\n"}))
     assert verdict.pattern != "dead"
+    worker = replace(ended, command=("python", "worker.py"))
+    assert judge(Snapshot(processes=(waits, shell, worker), seconds=3.0)).pattern == "dead"
 
 
 def test_threads_without_a_number_are_not_taken_for_one_that_moves() -> None:
