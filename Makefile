@@ -4,8 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Where this is set, as in many containers, each process compiles torch and transformers for itself: 25 s a time.
 unexport PYTHONDONTWRITEBYTECODE
-# At the versions that Clew is developed with.
-INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+# At the versions that Clew is developed with. Python compiles what it imports; to compile everything beforehand takes
+# twice as long as the rest of the installation.
+INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile -c constraints.txt
 
 # Environments with real inference servers, some gigabytes: kept outside the checkout, and built again when missing.
 ENGINES ?= $(HOME)/.cache/clew/engines
@@ -69,9 +70,8 @@ $(VENV)/demo: pyproject.toml constraints.txt | $(BIN)
 	$(INSTALL) -e '.[train]'
 	touch $@
 
-# What a test imports is compiled then; to compile everything beforehand takes as long as all of the rest.
 $(VENV)/dev: pyproject.toml constraints.txt | $(BIN)
-	$(INSTALL) --no-compile -e '.[dev]'
+	$(INSTALL) -e '.[dev]'
 	touch $@
 
 $(VENV)/docs: pyproject.toml constraints.txt | $(BIN)
