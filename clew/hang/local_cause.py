@@ -24,6 +24,9 @@ from clew.hang.progress import (
     places,
     puts_nothing,
     refusing,
+    seen,
+    wakeups,
+    woken_in_vain,
 )
 from clew.hang.roles import WAITS_INSIDE, waits_for_work
 from clew.hang.source import (
@@ -163,6 +166,21 @@ def _starved(sink: Sink) -> Verdict | None:
             )
             found = verdict_about("rollout blocked", [by], why, sink.live, cause="queue", confidence="medium")
             return replace(found, sites=tuple(sorted({get.site, site})))
+    return None
+
+
+def _woken_in_vain(sink: Sink) -> Verdict | None:
+    """Find a main thread that is woken up again and again for a condition that never holds."""
+    for one in (a for a in [*sink.culprits, *sink.waiters] if a.threads and not a.moving):
+        if woken_in_vain(one.process, seen(one.process, sink.sources, None), sink.sources):
+            wait = one.threads[0]
+            why = (
+                f"{one.process.label} waits for a condition at {wait.place}. It was woken up "
+                f"{wakeups(one.process):,} times meanwhile, and the condition did not hold once: what it compares "
+                f"may never get there."
+            )
+            found = verdict_about("rollout blocked", [one], why, sink.live, cause="condition", confidence="medium")
+            return replace(found, sites=(wait.site,))
     return None
 
 
@@ -781,9 +799,9 @@ def _left_locked(sink: Sink) -> str:
 
 
 RULES: tuple[Callable[[Sink], Verdict | None], ...] = (
-    _paused, _blocked_loop, _refusing, _starved, _outlived, _locked_outside, _pipe_kept_open, _joined_too_early,
-    _joins_its_producer, _dead, _own_waits, _slow, locked_file, _cleaned_up, _store, _unexplained, _loader,
-    _silent_server, _outside, _retrying, device, _unscheduled, _computing, _both_poll, _threads_poll, _polling,
+    _paused, _blocked_loop, _refusing, _starved, _woken_in_vain, _outlived, _locked_outside, _pipe_kept_open,
+    _joined_too_early, _joins_its_producer, _dead, _own_waits, _slow, locked_file, _cleaned_up, _store, _unexplained,
+    _loader, _silent_server, _outside, _retrying, device, _unscheduled, _computing, _both_poll, _threads_poll, _polling,
     _one_at_a_time, _lost_task, _blocked,
 )  # fmt: skip
 """Rules in the order in which they are tried: the first that answers decides, so facts come before guesses.

@@ -30,6 +30,8 @@ BACKWARD_HZ = 3.0
 """Wake-ups a second from which a rank in the backward pass of DDP makes progress: 200 in training, 0 in a hang."""
 DATA_PER_S = 1_000_000
 """Bytes read or written a second from which a process moves data: logs and heartbeats are smaller."""
+IN_VAIN = 20
+"""Number of wake-ups in which a thread that had got what it waited for would have changed a variable of its own."""
 STEADY_LOOKS = 5
 """Minimum number of looks for a number that only rises, or only falls, to show progress. Of the 120 orders of five
 numbers, only 2 rise or fall throughout."""
@@ -219,7 +221,7 @@ def moves(process: Process, sources: Mapping[str, str], world: int | None) -> bo
         return False  # a process of Clew reports that it has been in one wait for long, while it polls
     moved = moved_counters(process, sources)
     every = seen(newest, sources, world)
-    asleep = never_woken(process) and {each.kind for each in every} == {"queue"}
+    asleep = sleeps_on(process, every, sources)
     # Then other threads changed its variables. Tasks of asyncio still count: one of those threads may run their loop.
     own = r"main\d" if asleep else "main"
     if any(re.match(own, name) for name in moved) or _advances(process, asleep=asleep):
@@ -237,7 +239,7 @@ def moves(process: Process, sources: Mapping[str, str], world: int | None) -> bo
         return True  # it is woken up only when the other side has taken a third of a buffer, seconds apart
     if goes_round(newest, every, sources):
         return False
-    if woken and wakeups(process) >= 2 and _waits_in_loop(newest, every, sources):
+    if woken and wakeups(process) >= 2 and not asleep and _waits_in_loop(newest, every, sources):
         return True  # a round may take longer than half of the watch
     return any(shows(newest, sources) for shows in (_passes_lines, _works_in_library, _moves_data))
 
@@ -250,7 +252,7 @@ def moves_inside(process: Process, main: Activity, decides: Activity, sources: M
             key, state = t.at or t.os_id, look.state if look.state in "TtZX" else "R" if t.active else "S"
             only = (replace(t, os_id=key),)
             alone.setdefault(key, []).append(replace(look, switches=-1, state=state, threads=only))
-    starved = main.kind == "queue" and never_woken(process)
+    starved = main.kind in ("queue", "condition") and sleeps_on(process, seen(process, sources, None), sources)
     # Threads without a number, as in dumps of py-spy from Python 3.10, cannot be told apart.
     for thread in (t for t in process.threads if t.os_id != process.pid and (t.at or t.os_id)):
         key = thread.at or thread.os_id
@@ -290,6 +292,36 @@ def woken_once(process: Process, sources: Mapping[str, str], world: int | None) 
 def never_woken(process: Process) -> bool:
     """Return whether the main thread was not woken up during the whole watch. False if it has never waited."""
     return bool(process.looks) and 0 < process.looks[0].switches == process.last.switches
+
+
+def sleeps_on(process: Process, every: Sequence[Activity], sources: Mapping[str, str]) -> bool:
+    """Return whether the main thread has been in one wait during the whole watch."""
+    asleep = never_woken(process) and {each.kind for each in every} <= {"queue", "process"}
+    return asleep or woken_in_vain(process, every, sources)
+
+
+def woken_in_vain(process: Process, every: Sequence[Activity], sources: Mapping[str, str]) -> bool:
+    """Return whether the main thread was woken up often, each time to find that its condition does not hold.
+
+    Had it held, a variable would have changed that only the main thread can change: a local one, or one that it counts.
+    """
+    threads = _mains_of(process)
+    if {each.kind for each in every} != {"condition"} or wakeups(process) < IN_VAIN or len(threads) < STEADY_LOOKS:
+        return False
+    values: dict[tuple[str, str, str], set[str]] = {}
+    for frame in (frame for thread in threads for frame in thread.frames if not installed(frame.file)):
+        text = sources.get(frame.file, "")
+        loop, function = source.outermost_loop(text, frame.line), source.enclosing_function(text, frame.line)
+        only_waits = loop is not None and all(name == "len" or ".wait" in name for name in source.calls_of(loop))
+        if isinstance(loop, ast.While) and not only_waits and not source.counted(loop):
+            return False  # its rounds may leave no trace
+        counts = source.counted(function) if function is not None else set[str]()
+        skipped = polling_counters(text, frame.line)
+        for name, value in frame.locals.items():
+            own = "." not in name or name.rpartition(".")[2] in counts
+            if own and not WAITING_NAMES.search(name) and not hidden(name, skipped):
+                values.setdefault((frame.file, frame.function, name), set()).add(value)
+    return all(len(each) == 1 for each in values.values())
 
 
 def _advances(process: Process, *, asleep: bool) -> bool:
