@@ -17,6 +17,8 @@
     ├── MissingPart        an optional part of Clew that is not installed, such as clew[train]
     └── Interrupted        somebody asked the process to end before its work is done
 
+Narrower kinds are defined in the module that raises them, such as those of EngineError in clew.inference.protocol.
+
 A message says what was found, where, what was expected and what to do. The command line prints it without a
 traceback and exits with 2, or with 130 after an Interrupted. A programmer's mistake is an ``assert``.
 """

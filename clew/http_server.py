@@ -53,7 +53,7 @@ MAX_HEADERS = 64 * 2**10
 """Maximum number of bytes in the headers of a request."""
 
 STALL_S = 30.0
-"""Seconds that a client has to send a request: its headers, and a body of a few bytes."""
+"""Seconds that a client has to send a request: its headers, and a small body."""
 
 MIN_RATE = 16 * 2**10
 """Minimum rate, in bytes per second, at which a longer request has to arrive."""
@@ -213,7 +213,7 @@ class _Headers:
 
 
 def max_text(context: int | None) -> int:
-    """Return the maximum length, in characters, of a text to tokenize: no longer one fits `context` tokens.
+    """Return the maximum length, in characters, of a text to tokenize: 16 per token of the context, at least MAX_TEXT.
 
     If the context is unknown (None), only the size of the body limits the text.
     """

@@ -1,4 +1,4 @@
-"""Reading of files that someone else may have altered: each has the expected content, or raises a RecordError.
+"""Reading of files that someone else may have altered: a file without the expected content raises a RecordError.
 
 The error says which file and field, what was expected and what was found. Importing this module imports no torch.
 """
@@ -21,7 +21,7 @@ from clew.errors import RecordError
 RESTORE = "restore it from a copy of the run directory"
 
 DEEPEST = 100
-"""Maximum number of nested objects and lists. Deeper nesting could hit Python's own limit anywhere."""
+"""Maximum depth of nested objects and lists. A deeper value could hit Python's recursion limit wherever it is used."""
 
 STRICT = ConfigDict(strict=True)
 """Configuration for TypedDicts: no conversion between text and numbers. The types below are strict in themselves."""
@@ -105,7 +105,7 @@ def read_json(path: Path, kind: Any = None) -> Any:
         found = parse_json(read_bytes(path))
     except ValueError as error:
         raise RecordError(
-            f"Cannot read {path}: expected JSON, found {path.stat().st_size} bytes that are not ({error}). It was "
+            f"Cannot read {path}: expected JSON, found {path.stat().st_size} bytes that are not JSON ({error}). It was "
             f"altered after it was written: {RESTORE}."
         ) from None
     return found if kind is None else check(path, found, kind)
@@ -178,8 +178,8 @@ def check_yaml(text: str) -> None:
     """Raise an error if a YAML text is dangerous or not YAML.
 
     Raises:
-        ValueError: It has more than `DEEPEST` levels, at which libyaml ends the whole process; or it repeats something
-            that itself repeats something (`*name` within `&name`), which can fill any memory.
+        ValueError: It has more than `DEEPEST` levels (with too many, libyaml ends the whole process); or it repeats
+            something that itself repeats something (`*name` within `&name`), which can fill any memory.
         yaml.YAMLError: It is not YAML.
     """
     import yaml
@@ -199,7 +199,7 @@ def check_yaml(text: str) -> None:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Read a configuration as an unchecked mapping. Raises RecordError if it is not YAML, or not of plain values."""
+    """Read a configuration as an unchecked mapping. Raises RecordError if it is not YAML of plain values."""
     import yaml
 
     text = read_text(path)
@@ -211,7 +211,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
             f"Cannot read {path}: expected YAML ({' '.join(str(error).split())[:300]}). {_sentence(RESTORE)}."
         ) from None
     if not isinstance(found, dict) or any(not isinstance(name, str) for name in found):
-        kind = type(found).__name__ if not isinstance(found, dict) else "a key that is no text"
+        kind = type(found).__name__ if not isinstance(found, dict) else "a key that is not text"
         raise RecordError(f"Cannot read {path}: expected sections by name, found {kind}. {_sentence(RESTORE)}.")
     return found
 

@@ -109,7 +109,7 @@ def test_a_hundred_levels_are_read(tmp_path: Path) -> None:
         (b"- " * 5000, "expected YAML .*more than 100 mappings"),
         (b"a: &a [x]\nb: &b [*a, *a]\nc: [*b, *b]", "expected YAML .*inside a block with an anchor"),
         (b"- a", "expected sections by name, found list"),
-        (b"1: 2", "expected sections by name, found a key that is no text"),
+        (b"1: 2", "expected sections by name, found a key that is not text"),
         (b"a: 2024-13-45", "expected YAML"),
     ],
 )

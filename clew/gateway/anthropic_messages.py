@@ -198,7 +198,7 @@ def _ask(request: CountRequest, notes: list[str], **more: Any) -> Ask:
         message = "Cannot continue the thread: it has its tools and system already. Send neither."
         raise Refusal(400, message, param="thread")
     if request.messages[-1].role == "assistant":
-        message = "Cannot continue messages: the last is the assistant's, and the model takes no prefill. Add a user's."
+        message = "Cannot continue the assistant's last message: prefilling is not supported. End with a user message."
         raise Refusal(400, message, param="messages")
     images: dict[str, bytes] = {}
     return Ask(

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Decoder:
-    """Decoder that takes tokens one by one. The texts that `add` returns, joined, begin the text of all tokens."""
+    """Decoder that takes tokens one by one. The texts that `add` returns, joined, are a prefix of the whole."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -39,7 +39,7 @@ class Decoder:
         """Return the text that the token completes: "" for special tokens, and while a character is incomplete."""
         self._ids.append(token)
         before, text = plain_text(self._tokenizer, self._ids[: self._done]), plain_text(self._tokenizer, self._ids)
-        if len(text) <= len(before) or text.endswith("\ufffd"):  # the sign for a character that is incomplete
+        if len(text) <= len(before) or text.endswith("\ufffd"):  # stands for a character that is incomplete
             return ""
         self._ids = self._ids[self._done :]
         self._done = len(self._ids)
@@ -50,7 +50,7 @@ class Transcript:
     """Text of a reply as its tokens make it, with the tokens that made each character."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, begin: str, *, logprobs: bool) -> None:
-        """Start with `begin`, a prefilled beginning. `logprobs` keeps tokens and their logprobs, for `take`."""
+        """Start with `begin`, a prefilled beginning. Tokens are kept for `take` only if `logprobs` is True."""
         self._tokenizer = tokenizer
         self._decoder = Decoder(tokenizer)
         self._length = len(begin)
@@ -176,7 +176,7 @@ class Draft:
         """Tell the rest of the reply.
 
         Raises:
-            ValueError: The reply does not begin with the text that was told, because the tokenizer changes the text of
+            ValueError: The reply does not begin with what was told already, because the tokenizer changes the text of
                 earlier tokens when more follow. Only the remaining calls are then told.
         """
         reasoning = "".join(delta.reasoning for delta in self._deltas)

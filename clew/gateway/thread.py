@@ -54,7 +54,7 @@ class EpisodeKeys(Generic[T]):
         message = f"Cannot find the session: no session has the API key {shown!r}. Use the key that the agent got."
         raise Refusal(401, message, code="invalid_api_key")
 
-    own = find  # which opens no session here
+    own = find  # here, not even `find` opens a session
 
     def close(self, key: str) -> T:
         """Drop the key of an episode that has ended, and return the value that was kept for it."""

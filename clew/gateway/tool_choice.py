@@ -10,13 +10,13 @@ from clew.gateway.fields import Fields
 
 
 class Function(Fields):
-    """A tool as the model is told of it."""
+    """A tool, as it is described to the model."""
 
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool = False
-    """Request that arguments match the schema. It cannot be enforced, so it gives a warning; many frameworks set it."""
+    """True asks for arguments that match the schema. Many frameworks set it. It is not enforced: a warning says so."""
 
     def for_template(self) -> dict[str, Any]:
         """Return the tool as chat templates take it."""
@@ -29,7 +29,7 @@ def notes_on_strict(functions: Sequence[Function]) -> list[str]:
     names = ", ".join(function.name for function in functions if function.strict)
     if not names:
         return []
-    return [f"the client sets strict for {names}: the engine cannot hold arguments to a schema, check them"]
+    return [f"the client sets strict for {names}: the engine cannot hold arguments to a schema, so check them"]
 
 
 def refuse_choice(choice: str, names: Sequence[str]) -> None:
@@ -45,7 +45,7 @@ def refuse_choice(choice: str, names: Sequence[str]) -> None:
 def allowed_functions(
     functions: Sequence[Function], names: Sequence[str], mode: str
 ) -> tuple[list[Function], str, str]:
-    """Apply the tool_choice `allowed_tools`: the model is told only of the allowed tools.
+    """Apply the tool_choice `allowed_tools`: only the allowed tools are described to the model.
 
     Returns:
         The allowed tools, the tool_choice in place of `allowed_tools`, and a warning.
@@ -59,7 +59,7 @@ def allowed_functions(
     if len(allowed) == len(functions):
         note = "the client sends tool_choice allowed_tools with all tools: it has no effect and is ignored"
     else:
-        note = "the client sends tool_choice allowed_tools: the model is told of the allowed tools alone"
+        note = "the client sends tool_choice allowed_tools: the model is told only of the allowed tools"
     if mode == "required" and len(allowed) == 1:  # the gateway can then begin the call with its name
         return allowed, allowed[0].name, note
     return allowed, mode, note

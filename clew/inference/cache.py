@@ -8,9 +8,10 @@
     row 2                      P P P P P P  *   (has just joined)
 
 Since rows end together, a decoding step writes one slice, every row's window is a slice, a sliding window is a shorter
-slice, and the mask is one tensor that changes only when rows come or go. Rows 0 .. n are contiguous: when one ends, the
-last moves into its place. When `column` reaches the width, everything moves left, over the columns that nobody needs
-any more. Positions (rotary or learned) are in the keys already, so columns mean nothing to the model.
+slice, and the mask is one tensor that changes only when rows come or go. Rows 0 .. n - 1 are contiguous: when one ends,
+the last moves into its place. When `column` reaches the width, everything moves left, over the columns that no row
+needs any more; if those are few, the storage is widened instead. Positions (rotary or learned) are in the keys already,
+so columns mean nothing to the model.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ SEEN_TOLERANCE = 1e-4
 In some models, tokens of an image attend to later ones (Gemma 3); in the cached path they do not.
 """
 _PATIENCE = 4
-"""Maximum number of steps that a free row waits for others, so that one prefill serves several."""
+"""Maximum number of steps for which a free row stays empty until others are free, so that one prefill fills several."""
 
 Prompt = tuple[tuple[int, ...], tuple[bytes, ...]]
 """Tokens and images of a request. Requests with equal ones share a prefill."""
@@ -136,7 +136,7 @@ class EmbeddedEngine(Core):
     # Admission -------------------------------------------------------------------------------------------------------
 
     def _may_admit(self) -> bool:
-        """Return whether to admit requests now. A free row waits a few steps for others: one prefill is cheaper."""
+        """Return whether to admit requests now. A few free rows wait for more of them: one prefill is cheaper."""
         free = self.max_running - len(self._rows)
         if not free:
             return False

@@ -4,8 +4,8 @@ Clew's additions are in one field, `clew`, which SGLang ignores: ``continues`` (
 (stop_token_ids replace the model's end tokens instead of adding to them), ``text: false`` (leave out the text),
 ``deltas`` (each event of a stream has only the new tokens; otherwise, as with SGLang, it has all tokens so far) and
 ``sampling_mask`` (if top_p, top_k or min_p cut tokens off, the logprobs are renormalised over the tokens that are left,
-and meta_info.clew.sampling_mask has their IDs). meta_info.clew also has what vLLM or SGLang say about who sampled the
-tokens.
+and meta_info.clew.sampling_mask has their IDs). meta_info.clew also says which vLLM or SGLang server
+sampled which tokens.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def _image(given: Any) -> bytes:
         return base64.b64decode(given.rpartition("base64,")[2], validate=True)
     except (AttributeError, ValueError):
         raise ImageError(
-            f"image_data holds {str(given)[:40]!r}; expected files in base64, or data URLs. None is fetched."
+            f"image_data holds {str(given)[:40]!r}; expected files in base64, or data URLs. Images are not fetched."
         ) from None
 
 

@@ -1,7 +1,7 @@
 """Protocol of every inference engine, and the values that are sent to it and come back. Imports no torch.
 
-It covers the embedded engine in this process, `clew serve` over HTTP, and SGLang (`clew serve` uses SGLang's native
-HTTP shapes).
+It covers the embedded engine in this process, `clew serve` over HTTP (in SGLang's native shapes), and servers of vLLM
+and SGLang.
 """
 
 from __future__ import annotations

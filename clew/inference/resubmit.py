@@ -14,7 +14,7 @@ from clew.inference.protocol import Completion, Engine, EngineUnreachable, Fault
 from clew.waits import waiting
 
 EMPTY = 20
-"""Number of aborts without a token, under one version of the weights, after which a request fails: half a minute."""
+"""Number of aborts without a token, under one version of the weights, after which a request fails (half a minute)."""
 
 ALWAYS_EMPTY = (
     f"the request was aborted {EMPTY} times in a row without a token, and no update was the reason. The server's log "
@@ -40,7 +40,7 @@ async def generate_through_aborts(engine: Engine, request: GenerateRequest, *, r
     Raises:
         EngineError: The request itself is refused.
         FaultyAnswer: No answer could be used.
-        EngineUnreachable: Output held to a JSON schema was cut short.
+        EngineUnreachable: The output follows a JSON schema and was cut short, so it cannot be continued.
     """
     params = request.params
     if restart:  # tokens that were passed on cannot be taken back

@@ -31,7 +31,7 @@ DTYPES = {"float32": "F32", "bfloat16": "BF16"}
 """Number types whose tensors can be compared, as SGLang and as safetensors name them."""
 
 NEEDED = ("/generate", "/abort_request", "/pause_generation", "/continue_generation", "/update_weights_from_disk")
-"""Endpoints without which a server cannot be trained with."""
+"""Endpoints that a server must have, so that a run can train with it."""
 
 SESSION = (
     "/init_weights_update_group",
@@ -49,7 +49,7 @@ CPU_OPTIONS = {
     "mem-fraction-static": 0.2,
     "max-total-tokens": 65536,
     "sleep-on-idle": True,  # otherwise an idle server takes a whole core
-    "skip-server-warmup": True,  # an English sentence; ends the server if the tokenizer has no token for it
+    "skip-server-warmup": True,  # it sends English text, which ends the server if the tokenizer lacks its tokens
 }
 """Options for a machine without GPU, unless inference.args says otherwise."""
 
@@ -181,7 +181,7 @@ class SGLangEngine(Backend):
             )
         if not self._checks_weights:
             lacks.append(
-                "it runs on a GPU or on several devices, holds other numbers than float32 or bfloat16, or has no "
+                "it runs on a GPU or on several devices, its weights are neither float32 nor bfloat16, or it has no "
                 "/weights_checker: after an update only the logprob "
                 "of the probe shows whether it holds the right weights"
             )
@@ -253,13 +253,13 @@ class SGLangEngine(Backend):
         self._refuse_experts(sent.version)
         if others := differences({name: each.shape for name, each in self._tensors.items()}, sent.shape_by_name()):
             raise EngineError(
-                f"Cannot load version {sent.version} into SGLang at {self.address}: other tensors are sent than its "
-                f"model has: {few(others)}. It took no part."
+                f"Cannot load version {sent.version} into SGLang at {self.address}: the tensors sent are not those of "
+                f"its model: {few(others)}. It did not take part."
             )
         if wrong := sorted({DTYPES.get(dtype, dtype) for dtype in sent.dtypes} - {self._dtype}):
             raise EngineError(
                 f"Cannot load version {sent.version} into SGLang at {self.address}: it computes with {self._dtype}, "
-                f"and {few(wrong)} is sent. It took no part. Start it with the run's model.dtype."
+                f"and {few(wrong)} is sent. It did not take part. Start it with the run's model.dtype."
             )
         group = {"group_name": sent.group}
         place = {"master_address": sent.host, "master_port": sent.port, "rank_offset": sent.rank}
@@ -318,7 +318,7 @@ class SGLangEngine(Backend):
         """Have the server forget what it computed under the old weights.
 
         Raises:
-            EngineError: It then reports another version than that of `ref`.
+            EngineError: The server then reports another version than that of `ref`.
         """
         await self._post("/flush_cache", {})
         label = (await self._request("GET", "/model_info", None)).get("weight_version")

@@ -48,7 +48,7 @@ class Tensor:
             while left:
                 block = file.read(min(left, BLOCK))
                 if not block:
-                    raise EngineError(f"Cannot read the weights in {self.path}: it became shorter.")
+                    raise EngineError(f"Cannot read the weights in {self.path}: it shrank while it was read.")
                 left -= len(block)
                 yield cast(block, self.dtype, dtype)
 
@@ -156,7 +156,10 @@ def whole_of(name: str) -> str:
 
 
 def checksums(names: Iterable[str], sent: Tensors, dtype: str) -> dict[str, list[str]]:
-    """Return SGLang's checksums of its tensors of this number type; if a part of one was not sent, it is left out."""
+    """Return SGLang's checksums of its tensors `names`, given what was sent and the number type that they have.
+
+    A tensor is left out if a part of it was not sent.
+    """
     parts = {name: [name] if name in sent else parts_of(name) for name in names}  # Phi-3's own tensors are joined
     whole = {name: [sent[part] for part in needed] for name, needed in parts.items() if sent.keys() >= set(needed)}
     return {name: checksum(name, found, dtype) for name, found in whole.items()}

@@ -83,7 +83,7 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM takes for --max-lora-rank."""
 
 NEEDED = ("/pause", "/resume", "/collective_rpc", "/v1/completions")
-"""Routes without which a server cannot be trained with."""
+"""Routes that a server must have, so that a run can train with it."""
 
 
 class VLLMEngine(Backend):
@@ -122,7 +122,7 @@ class VLLMEngine(Backend):
 
     @classmethod
     def client(cls, config: Config, address: str, vision: Vision | None = None, token: str = "") -> VLLMEngine:
-        engine = cls(address, config.model.path, 2**40, token, vision)
+        engine = cls(address, config.model.path, 2**40, token, vision)  # `prepare` asks for name and context
         engine._model_path = config.model.path
         engine._masks = bool({"return-sampling-mask", "return_sampling_mask"} & config.inference.args.keys())
         engine._adapts = config.sends_adapters
@@ -152,7 +152,7 @@ class VLLMEngine(Backend):
         package = scratch / "clew"
         package.unlink(missing_ok=True)
         package.symlink_to(Path(clew.__file__).parent)
-        # The Python that runs Clew may find vLLM by its own PYTHONPATH. Another Python gets only Clew's package.
+        # The Python that runs Clew may find vLLM through its PYTHONPATH. Another Python gets only Clew's package.
         inherited = os.environ.get("PYTHONPATH") if python == sys.executable else None
         return Launch(
             command=[python, "-m", "vllm.entrypoints.openai.api_server", *options({**given, **args}.items())],
@@ -166,7 +166,7 @@ class VLLMEngine(Backend):
         )
 
     async def alive(self) -> None:
-        """Ask something that vLLM's engine process has to answer; /health is answered while that process is stopped."""
+        """Ask for something that vLLM's engine process must answer; /health is answered even while that is stopped."""
         await self._request("GET", "/is_paused" if self._asks_engine else "/health", None)
 
     async def prepare(self) -> list[str]:
@@ -410,11 +410,12 @@ class VLLMEngine(Backend):
         return GENERATE, body
 
     def _check_prompt(self, answer: dict[str, Any], request: GenerateRequest) -> None:
-        """Raise ImageError if vLLM's own processor has expanded the images to other tokens than are recorded."""
+        """Raise ImageError if vLLM's own processor has expanded the images to other tokens than the request has."""
         if request.images and (seen := answer.get("prompt_token_ids")) != request.input_ids:
             raise ImageError(
                 f"vLLM at {self.address} expanded the images to other tokens than the model's processor here: "
-                f"{len(seen or [])} in the prompt, not {len(request.input_ids)}. Is its transformers another version?"
+                f"{len(seen or [])} in the prompt, not {len(request.input_ids)}. Is another version of transformers "
+                f"installed there?"
             )
 
     def _new_of(self, answer: dict[str, Any], before: int, address: str) -> Completion | None:
@@ -425,7 +426,7 @@ class VLLMEngine(Backend):
         ids = choice.get("token_ids")
         if ids is None:
             raise FaultyAnswer(address, "it returned no token_ids: this vLLM is older than return_token_ids.")
-        reason = choice["finish_reason"] or "abort"
+        reason = choice["finish_reason"] or "abort"  # null in each event but the last
         if reason not in ("stop", "length", "abort"):
             raise FaultyAnswer(address, f"it ended a completion with finish_reason {reason!r}. Its log may say why.")
         said = choice["logprobs"] if ids else {"token_logprobs": []}

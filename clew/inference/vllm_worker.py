@@ -30,7 +30,7 @@ from clew.record.broadcast import Broadcast
 
 
 def die_with_server() -> None:
-    """Have the kernel kill this worker with vLLM's server, which it would outlive otherwise (prctl(2))."""
+    """Have the kernel kill this worker when vLLM's server dies; otherwise it would live on (prctl(2))."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
@@ -46,7 +46,7 @@ def compute_from_weights() -> None:
         vars(import_module("vllm.model_executor.layers.utils"))["check_cpu_sgl_kernel"] = lambda *_: False
 
 
-if "vllm" in sys.modules:  # before it builds its model
+if "vllm" in sys.modules:  # a worker imports this file before it builds its model
     die_with_server()
     compute_from_weights()
 
@@ -190,7 +190,11 @@ class Extension:
             self._loaded(copies)
 
     def _loaded(self, copies: Copies) -> None:
-        """Remember where the engine holds the new weights, and have it forget what it computed with the old ones."""
+        """Finish a load, so that the engine computes from the new weights alone.
+
+        Where it holds them is kept for `clew_held`. Experts that its CPU kernels read in a layout of their own are
+        packed, and what was computed with the old weights is forgotten.
+        """
         Extension.copies, Extension.before_packing = copies, {}
         if packed := packed_weights(self.model_runner.model):
             places = {weight.untyped_storage().data_ptr() for weight, _ in packed}
@@ -215,7 +219,7 @@ class Extension:
         self._loaded(copies)
 
     def clew_held(self) -> dict[str, list[Any]]:
-        """Return what the engine holds of each tensor that the last update has loaded.
+        """Return what the engine holds of each tensor that the last update loaded.
 
         Returns:
             By name: the digest of the elements held, in hexadecimal; how many elements are held, each counted as often

@@ -43,7 +43,10 @@ def _plainly() -> Iterator[None]:
 
 
 def meeting_point(host: str, port: int, size: int, *, leads: bool = False) -> Any:
-    """Return the store at which `size` members meet. Rank 0 (`leads`) serves it; with port 0, on any free port."""
+    """Return the store at which `size` members meet.
+
+    Rank 0 (`leads`) serves it, on all network interfaces, whatever `host` is; with port 0, on any free port.
+    """
     store: Any = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
     with _plainly():
         return store(host, port, size, is_master=leads, wait_for_workers=False, timeout=PATIENCE)

@@ -60,7 +60,7 @@ def branch(source: RunDirectory, run: RunDirectory, engine: TrainEngine) -> None
     """Let `run`, which must be new, continue from the step that `engine` has reached in `source`.
 
     The commits of earlier steps are copied without their data. The engine's state becomes a checkpoint, and so does the
-    first checkpoint of `source`: the model that both runs began with. Every rank calls this at once; rank 0 writes.
+    first checkpoint of `source`: the model that both runs began with. All ranks must call this together.
     """
     if run.steps.count() or run.checkpointed():
         raise RecordError(f"{run.path} has steps or checkpoints already. Choose another trial=NAME.")

@@ -41,7 +41,7 @@ TRIES = 3
 
 
 class WeightSender:
-    """The trainer's end of broadcasts."""
+    """The trainer's side of broadcasts."""
 
     def __init__(self, config: Config, control: ServerControl) -> None:
         """Prepare to send to the servers that `control` asks."""
@@ -58,14 +58,14 @@ class WeightSender:
     def __call__(self, engine: TrainEngine) -> tuple[Digests, list[Server]]:
         """Send the engine's weights to every server that is ready, and again to each that the broadcast does not reach.
 
-        A second call at the same version sends them to the servers that want them. Every rank calls this at once.
+        A second call at the same version sends them only to the servers that want them. All ranks call this together.
 
         Returns:
             On rank 0, the digests of what was sent, and the servers that have received it. They serve nothing until
             they are told to load this version.
 
         Raises:
-            EngineError: No server has received the weights, none of them has died, and no other serves.
+            EngineError: A server failed, none has received the weights, and no other can serve instead.
         """
         tensors = _each_once(engine.policy.model.state_dict(keep_vars=True))
         left = self.control.ready() if engine.ranks.leads else []

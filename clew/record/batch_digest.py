@@ -1,4 +1,4 @@
-"""Digests of batches: one for each row, and one for all that a step is trained on."""
+"""Digests of batches: two for each row (its data and its origin), and one for all that a step is trained on."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Inbox:
         self._seen: dict[str, pa.Table] = {}
 
     def put(self, group_id: str, sequences: Sequence[rows.Sequence]) -> None:
-        """Write a finished group. From here on it survives whatever happens to its process."""
+        """Write a finished group. Once this has returned, the group survives whatever happens to the process."""
         sink = pa.BufferOutputStream()
         rows_of_group = rows.to_table(sequences)
         with pa.ipc.new_stream(sink, rows_of_group.schema) as stream:

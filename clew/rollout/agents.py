@@ -142,7 +142,7 @@ class AgentWorkflow:
     async def _ended(self, run: Coroutine[Any, Any, Any]) -> Any:
         """Await the agent and return its result.
 
-        If this is cancelled and the agent is still running after `CANCEL_S`, the agent is closed where it stands;
+        If this is cancelled and the agent is still running after `CANCEL_S`, its coroutine is closed;
         otherwise the process could never end.
         """
 

@@ -28,14 +28,14 @@ END_S = 1.5
 
 
 def rollout(config: Config) -> None:
-    """Make episodes until the last step of the run is committed and published, or a signal ends it (SystemExit)."""
+    """Run episodes until the last step of the run is committed and published, or a signal ends it (SystemExit)."""
     run = RunDirectory(config.run_path)
     with run.hold("rollout"), run.report("rollout") as reporter:
         asyncio.run(_roll_out(config, run, reporter))
 
 
 def gateway_for(config: Config) -> GatewayThread | None:
-    """Return the gateway between the configured agent and the model; None for a workflow, which gets its engine."""
+    """Return the gateway between the configured agent and the model; None for a workflow, which needs none."""
     if config.rollout.agent is None:
         return None
     return GatewayThread(Limits(turns=config.rollout.max_turns, tokens=config.rollout.max_episode_tokens))
@@ -52,7 +52,7 @@ async def _roll_out(config: Config, run: RunDirectory, reporter: Reporter) -> No
 async def runner_on_servers(
     config: Config, run: RunDirectory, served: RunDirectory, reporter: Reporter
 ) -> AsyncIterator[RolloutRunner]:
-    """Yield a runner on the inference servers of the run directory `served`, and close all that belongs to it."""
+    """Yield a runner on the inference servers of the run `served`. Close it and its connections at the end."""
     model = config_of(config.model.path)
     vocab = None if model is None else model.get_text_config().vocab_size
     pool, gateway = ServerPool(served, vocab=vocab), gateway_for(config)

@@ -1,4 +1,4 @@
-"""Worker processes for plain reward functions: one job each at a time, killed and replaced at the time limit.
+"""Worker processes for plain reward functions. Each does one job at a time, and is replaced if a job takes too long.
 
 A reward function may hang, even inside C code that no signal handler interrupts, or take its process down. Neither may
 stop rollout, and neither may count as a reward of 0: the episode fails with an EpisodeError.

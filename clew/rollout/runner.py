@@ -52,7 +52,7 @@ log = logging.getLogger("clew.rollout")
 
 
 POLL_S = 0.005
-"""Seconds between two checks whether the inbox's folder has changed (a check takes 2 microseconds)."""
+"""Seconds between two checks of whether the inbox's folder has changed (a check takes 2 microseconds)."""
 
 LOOK_S = 0.25
 """Maximum seconds between two reads of the inbox, even if nothing has changed."""
@@ -61,7 +61,7 @@ STAMP_S = 0.05
 """Resolution of the folder's time stamp, in seconds: after a change this recent, the inbox is read once more."""
 
 CLOSE_S = 1.0
-"""Seconds that workflows may take to be cancelled at the end."""
+"""Seconds that cancelled workflows have to end when rollout ends."""
 
 RATE_S = 10.0
 """Seconds over which the tokens per second are averaged."""
@@ -383,7 +383,7 @@ class RolloutRunner:
         reward = sum(what.startswith(("reward ", "a free reward", "a reward worker")) for what in waits)
         own = max(0, running - model - reward)
         code = "the agent or its tools" if self._config.rollout.agent is not None else "the workflow's own code"
-        return f"; {running} episodes: {model} requests with the model, {reward} with the reward, {own} in {code}"
+        return f"; {running} episodes: {model} requests wait for the model, {reward} for the reward, {own} in {code}"
 
     async def _something_changes(self) -> None:
         """Wait until a group or an evaluation is finished, or the inbox has changed."""

@@ -1,4 +1,4 @@
-"""Advantages of tokens, by the method that algorithm.advantages names: a page of clew/algorithms, or a user's own.
+"""Advantages of tokens, by the method that algorithm.advantages names: one of clew/algorithms, or a user's function.
 
 NumPy only: replay needs no torch to compute advantages. docs/algorithms.md has the formulas.
 """
@@ -26,7 +26,7 @@ from clew.training.custom import CustomAdvantages
 class TokenAdvantages:
     """Advantages and returns of a step: one array per sequence, aligned with its tokens, and 0 for untrained tokens.
 
-    Arrays are float32, or as wide as the critic.
+    Arrays are float32; with a critic, they have the dtype of its values.
     """
 
     advantages: list[np.ndarray]
@@ -132,7 +132,7 @@ def without_overlong(sequences: SequenceABC[Sequence], algorithm: Algorithm) -> 
 
 
 def longest_penalty(sequence: Sequence, cache: int) -> float:
-    """Return the overlong penalty of the sequence's longest response, from 0 to 1: see `clew.algorithms.dapo`.
+    """Return the largest overlong penalty of the sequence's responses, from 0 to 1: see `clew.algorithms.dapo`.
 
     A response is one interaction, and its limit is the max_new_tokens that it was sampled with.
 
@@ -151,7 +151,7 @@ def longest_penalty(sequence: Sequence, cache: int) -> float:
     if missing:
         raise TrainingError(
             f"algorithm.overlong_penalty needs each response's length and limit, and the record of {sequence.id} has "
-            f"{missing}. Unset it."
+            f"{missing}. Unset algorithm.overlong_penalty."
         )
     return max(found, default=0.0)
 
@@ -174,8 +174,8 @@ def token_rewards(sequence: Sequence, algorithm: Algorithm, reference_T: np.ndar
     """Return the reward of each trained token, [N] float64.
 
     A reward that the agent gave to a turn goes to the turn's last token. The rest of the sequence's reward goes to its
-    last trained token. If other sequences follow because the context was rewritten, this rest is their outcome. With a
-    KL term in the reward, each token's share of it is subtracted (arXiv 2203.02155).
+    last trained token. If the context was rewritten and other sequences follow, this rest is the outcome of those
+    sequences. With a KL term in the reward, each token's share of it is subtracted (arXiv 2203.02155).
     """
     mask_T = sequence.loss_mask
     rewards_N, turns_N = np.zeros(int(mask_T.sum())), sequence.turn_ids[mask_T]

@@ -35,11 +35,12 @@ def plan_step(
     ranks: int = 1,
     width: int = 1,
 ) -> Plan:
-    """Split a batch by groups, in their order, into mini-batches with as equal numbers of groups as possible, and
-    divide each into micro-batches.
+    """Split a batch into mini-batches of whole groups, and each mini-batch into micro-batches.
 
-    `lengths` and `group_ids` have one entry per row. There are fewer mini-batches if there are fewer groups. See `deal`
-    for the other arguments.
+    The groups keep their order, and mini-batches have as equal numbers of groups as possible. There are fewer
+    mini-batches if there are fewer groups.
+
+    `lengths` and `group_ids` have one entry per row. See `deal` for the other arguments.
     """
     rows_of: dict[str, list[int]] = {}
     for row, group_id in enumerate(group_ids):

@@ -25,7 +25,7 @@ from clew.record.rows import Sequence
 
 
 def code_of(config: Config) -> dict[str, str]:
-    """Return the digest of the file that defines each of the user's functions and classes.
+    """Return the digests of the files that define the user's functions and classes.
 
     Keys are fields such as "rollout.reward". A file's digest is taken when this process first asks for it.
     """
@@ -56,7 +56,7 @@ class UserFunction:
     """A function that the configuration names by its dotted path."""
 
     def __init__(self, path: str, field: str) -> None:
-        """Load the function at `path`, which the configuration has in `field`. Raises ConfigError if there is none."""
+        """Load the function at `path`, which is the value of `field`. Raises ConfigError if there is none."""
         self.name = f"{field}={path}"
         self._function = dotted.load(path, field)
         self.source = _source(self._function)
@@ -93,7 +93,7 @@ def _source(function: Any) -> str:
 
 @cache
 def digest_of_file(file: str) -> str:
-    """Return the digest that a file had when this was first called for it, which is when its code was loaded."""
+    """Return the digest that a file had when this process first asked for it. Later changes do not count."""
     return sha256(Path(file).read_bytes()).hexdigest()[:16] if Path(file).is_file() else ""
 
 
@@ -118,7 +118,7 @@ class CustomAdvantages:
         """Load the function. Raises ConfigError if there is none, or it has other parameters."""
         self._function = UserFunction(path, "algorithm.advantages")
         self.takes_values = len(self._function.required) == 3
-        """True if the function takes a critic's values, as the page ppo does."""
+        """True if the function takes a critic's values, as `clew.algorithms.ppo.advantages` does."""
         if len(self._function.required) not in (1, 3):
             raise ConfigError(
                 f"algorithm.advantages={path} takes ({', '.join(self._function.parameters)}); expected one parameter, "

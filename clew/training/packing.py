@@ -6,8 +6,9 @@
               b b b b        [1, P]                              of its   b b b b .
               c c                                                buckets
 
-Attention is computed in slots. A bucket is a batch of rows of similar length, padded on the right, where causal
-attention does not look. The cost is nearly the sum of the squares of the lengths, and no row sees another.
+Attention is computed in buckets: batches of rows of similar length, padded on the right, where causal attention does
+not look. A slot is a place in a bucket, for a token or for padding. The cost is nearly the sum of the squares of the
+lengths, and no row sees another.
 On CUDA a kernel that knows where rows begin takes the packed row as it is: see `clew.training.attention`.
 """
 
@@ -118,7 +119,7 @@ class _Selection(torch.autograd.Function):
 
         Args:
             back: Place of each value in the result, for the gradient.
-            padding: Indices of values that are not selected; their gradient is 0. None: all are.
+            padding: Indices of values that are not selected; their gradient is 0. None: all are selected.
         """
         ctx.back, ctx.padding = back, padding
         return values.index_select(0, sources)

@@ -39,7 +39,7 @@ class Policy:
 
     Every rank calls the same methods in the same order, with the same rows, and gets the same results.
 
-    The model stays in eval mode: no dropout, so that logprobs here and in inference mean the same distribution, and
+    The model stays in eval mode: no dropout, so that logprobs here and in inference are of one distribution, and
     so that a step repeats bit for bit (with the same number of ranks and threads, on the CPU or with
     training.deterministic on CUDA).
     """

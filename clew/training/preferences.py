@@ -1,4 +1,4 @@
-"""Training on preferences: pairs of completions of one prompt, of which the first was chosen.
+"""Training on preferences: pairs of completions of one prompt, first the chosen one, then the rejected one.
 
 Rows 2k and 2k + 1 of a batch are a pair, and stay together in a micro-batch.
 """
@@ -18,7 +18,7 @@ from clew.training.tokens import MicroBatch, Tokens
 
 
 def deal_pairs(lengths: Sequence[int], *, budget: int, packed: bool, ranks: int = 1, width: int = 1) -> list[list[int]]:
-    """Return micro-batches of whole pairs for all ranks, see `clew.training.batching.deal`."""
+    """Return micro-batches of whole pairs for all ranks; see `clew.training.batching.deal`."""
     both = [(lengths[row], lengths[row + 1]) for row in range(0, len(lengths), 2)]
     pairs = [sum(each) if packed else 2 * max(each) for each in both]
     dealt = deal(pairs, range(len(pairs)), budget=budget, packed=packed, ranks=ranks, width=width)
@@ -85,6 +85,6 @@ def sft_loss(micro: MicroBatch, scores: Scores) -> PolicyLoss:
 
 
 def _of_pairs(numbers_N: Tensor, rows_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Return sums over the tokens of the chosen and of the rejected: [P] and [P]."""
+    """Return the sums over the tokens of each chosen and of each rejected completion: [P] and [P]."""
     sums_R = numbers_N.new_zeros(int(rows_N.max()) + 1).index_add(0, rows_N, numbers_N)
     return sums_R[0::2], sums_R[1::2]

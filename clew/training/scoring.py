@@ -34,7 +34,7 @@ class Masks:
     counts_N: Tensor
     """Number of tokens in each mask, int64; 0: no mask."""
     ids_M: Tensor
-    """Their IDs, int64, scored token by scored token; M is the sum of the counts."""
+    """IDs of the tokens in all masks, one mask after the other, int64; M is the sum of the counts."""
 
     def cut(self, logits_NV: Tensor) -> Tensor:
         """Return the logits, with -inf for the tokens that could not be drawn."""
@@ -88,7 +88,7 @@ def score(
         columns_N: At least 1, as nothing predicts the first token of a row.
         temperatures_N: Divisors of the logits, float32; None: all are 1.
         packed: Positions of the rows in input_ids_BT [1, P]; None: padded rows, one below the other.
-        masks: Tokens that each was drawn from; None: all. Logprobs are relative to these.
+        masks: Tokens that each scored token was drawn from; None: all IDs. Logprobs are relative to these.
         seen: Further inputs of the model for padded rows that show images.
         logits: Maximum number of logits that are held; None: LOGITS.
         entropy_gradient: Whether the entropies get a gradient; this keeps one more [N, V] until the backward pass.

@@ -106,7 +106,7 @@ def slice_of(tensor: Tensor, ranks: Ranks) -> tuple[Tensor, int] | None:
     """Return the part of a tensor that this rank is responsible for, and its flat position in the whole tensor.
 
     None means that other ranks are responsible for all of it. Rank 0 is responsible for tensors that every rank has
-    as a whole. Every rank must call this at once.
+    as a whole. All ranks must call this together.
     """
     if not isinstance(tensor, DTensor):
         return (tensor, 0) if ranks.leads else None
@@ -128,7 +128,7 @@ def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Return the whole of a tensor. Every rank must call this at once."""
+    """Return the whole tensor. All ranks must call this together."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor
@@ -140,9 +140,9 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def collect(named: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
-    """Return the whole of each tensor, in host memory of rank 0; nothing on other ranks.
+    """Return each tensor as a whole, in host memory, on rank 0; an empty dictionary on other ranks.
 
-    A tensor under several names stays one tensor. Every rank must call this at once.
+    A tensor under several names stays one tensor. All ranks must call this together.
     """
     wholes: dict[int, Tensor] = {}
     for tensor in named.values():

@@ -52,7 +52,7 @@ HEADS = ("num_attention_heads", "num_key_value_heads")
 TOKENS = 16
 """Number of tokens on which a model is tried before and after it is split."""
 TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""Largest difference between the results, relative to their size, by the model's type."""
+"""Largest allowed difference between the whole and the split model's results, relative to their size, by dtype."""
 
 
 @contextmanager

@@ -19,7 +19,7 @@ PANELS = {
     "behaviour_k3": "behaviour_k3 (mismatch KL)",
     "lag_mean": "lag (versions, mean)",
     "clip_share": "clip fraction",
-    "seconds": "seconds a step",
+    "seconds": "seconds per step",
 }
 
 PARTS = {
@@ -29,7 +29,7 @@ PARTS = {
     "record": "record",
     "evaluation": "evaluation",
 }
-"""Timings that are drawn of a step, and their names in the picture. The sum of all others is drawn above them."""
+"""Timings of a step that are drawn one by one, with their names in the picture. The rest is drawn above as "other"."""
 
 
 def draw_learning_curve(run: RunDirectory) -> None:

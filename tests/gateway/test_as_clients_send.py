@@ -369,7 +369,7 @@ def test_what_is_asked_of_the_context_and_is_not_done_is_a_warning(told: Told) -
     told.post("/responses", {"input": "1+2?", "truncation": "auto", "reasoning": {"summary": "detailed"}})
     assert told.session.warnings == [
         "the client asks for reasoning effort 'low', a setting that the model does not have",
-        "the client sets strict for add: the engine cannot hold arguments to a schema, check them",
+        "the client sets strict for add: the engine cannot hold arguments to a schema, so check them",
         "the client asks for clear_tool_uses_20250919: the gateway leaves the context as it is",
         "the client asks for truncation: the gateway leaves the context as it is",
     ]

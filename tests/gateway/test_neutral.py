@@ -191,7 +191,7 @@ def test_allowed_tools(told: Told) -> None:
     assert answer["tool_choice"] == flat and '"sub"' not in told.prompt()
     assert told.session.warnings[:2] == [
         "the client sends tool_choice allowed_tools with all tools: it has no effect and is ignored",
-        "the client sends tool_choice allowed_tools: the model is told of the allowed tools alone",
+        "the client sends tool_choice allowed_tools: the model is told only of the allowed tools",
     ]
 
 

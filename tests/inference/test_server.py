@@ -733,7 +733,7 @@ def test_images_come_over_http_as_they_would_in_this_process(tmp_path: Path) -> 
         async with aiohttp.ClientSession() as client:
             body = {"input_ids": prompt, "image_data": "https://example.com/cat.png"}
             async with client.post(f"http://{server.address}/generate", json=body) as refused:
-                assert refused.status == 400 and "None is fetched" in (await refused.json())["error"]["message"]
+                assert refused.status == 400 and "Images are not fetched" in (await refused.json())["error"]["message"]
         await there.close()
         await here.close()
 
