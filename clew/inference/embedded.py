@@ -154,8 +154,8 @@ class EmbeddedEngine(Core):
         width = 0
         while self.waiting and len(self._rows) + len(admitted) < self.max_running:
             request = self.waiting[0]
-            longest = max(longest, self.limit(request))
-            if not self.cache.fits(len(self._rows) + len(admitted) + 1, longest):
+            with_this = max(longest, self.limit(request))
+            if not self.cache.fits(len(self._rows) + len(admitted) + 1, with_this):
                 break
             prompt = _prompt_of(request)
             width = max(width, len(request.input_ids))
@@ -165,6 +165,7 @@ class EmbeddedEngine(Core):
                     break
                 prompts[prompt] = len(prompts)
             admitted.append(self.waiting.popleft())
+            longest = with_this
         if not admitted:
             return []
         first = len(self._rows)

@@ -241,6 +241,19 @@ def test_the_cache_is_bounded_and_the_rest_waits(tmp_path: Path) -> None:
         tight.submit(GenerateRequest(id="", input_ids=[7, 8, 9], params=params))
 
 
+def test_a_request_that_does_not_fit_yet_does_not_widen_the_cache(tmp_path: Path) -> None:
+    path = folder_with(tmp_path)
+    gib = 256 * (2 * 2 * 2 * 8 * 4) / 2**30  # one row of the whole context
+    engine = EmbeddedEngine(load_model(str(path), "float32", CPU), load_tokenizer(str(path)), cache_gib=gib)
+    for index, (tokens, new) in enumerate([(170, 20), (8, 20), (8, 20), (170, 20)]):
+        params = SamplingParams(max_new_tokens=new, stop_token_ids=())
+        engine.submit(GenerateRequest(id=str(index), input_ids=[7 + index] * tokens, params=params))
+    while engine.has_work:
+        engine.step()
+        held = sum(tensor.numel() * tensor.element_size() for tensor in engine.cache.keys + engine.cache.values)
+        assert held <= engine.cache.budget
+
+
 def test_ends_where_the_context_ends(both: tuple[ReferenceEngine, Core]) -> None:
     asked: Asked = [([7] * 250, SamplingParams(max_new_tokens=50, stop_token_ids=()))]
     for engine in both:
