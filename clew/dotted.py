@@ -12,7 +12,7 @@ import inspect
 import pkgutil
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
@@ -178,22 +178,30 @@ def _bound(node: ast.AST) -> Iterator[str]:
                 yield from _bound(child)
 
 
-def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], field: str) -> None:
-    """Raise ConfigError if `function` (or a class's constructor) does not take an argument, or needs another one."""
-    parameters = inspect.signature(function).parameters.values()
+def create(cls: type, arguments: Mapping[str, Any], path: str, field: str) -> Any:
+    """Return an instance of the class that `path` names, made with rollout.workflow_kwargs.
+
+    Raises:
+        ConfigError: The class does not take an argument, or needs another one, or its constructor raises an error.
+    """
+    parameters = inspect.signature(cls).parameters.values()
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     names = [p.name for p in named]
-    label = f"{function.__module__}.{function.__qualname__}"
+    label, given = f"{cls.__module__}.{cls.__qualname__}", "rollout.workflow_kwargs"
     for argument in arguments:
         if argument not in names and not takes_any:
             raise ConfigError(
-                f"{field}.{argument}: {label} takes no argument {argument!r}; "
+                f"{given}.{argument}: {label} takes no argument {argument!r}; "
                 f"it takes {', '.join(names) or 'none'}.{did_you_mean(argument, names)}"
             )
     for parameter in named:
         if parameter.default is parameter.empty and parameter.name not in arguments:
-            raise ConfigError(f"{field}: {label} needs the argument {parameter.name!r}; set {field}.{parameter.name}.")
+            raise ConfigError(f"{given}: {label} needs the argument {parameter.name!r}; set {given}.{parameter.name}.")
+    try:
+        return cls(**arguments)
+    except (Exception, SystemExit) as error:
+        raise _raised(error, path, field, f"{cls.__name__}()") from error
 
 
 def _import(module_name: str, path: str, field: str) -> Any:
@@ -218,10 +226,10 @@ def _import(module_name: str, path: str, field: str) -> Any:
     ) from None
 
 
-def _raised(error: BaseException, path: str, field: str) -> ConfigError:
+def _raised(error: BaseException, path: str, field: str, doing: str = "importing it") -> ConfigError:
     if isinstance(error, SyntaxError):
         return ConfigError(f"{field}={path}: {error.filename}:{error.lineno} is not valid Python: {error.msg}.")
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return ConfigError(
-        f"{field}={path}: importing it raised {type(error).__name__} at {frame.filename}:{frame.lineno}: {error}"
+        f"{field}={path}: {doing} raised {type(error).__name__} at {frame.filename}:{frame.lineno}: {error}"
     )

@@ -41,7 +41,7 @@ class Core(ServedModel):
         self.model = model
         self.device: torch.device = model.device
         self.dtype_name = str(model.dtype).removeprefix("torch.")
-        self.probe_tolerance = PROBE_TOLERANCE.get(self.dtype_name, 0.1)
+        self.probe_tolerance = PROBE_TOLERANCE[self.dtype_name]
         self.never_drawn: Tensor | None = None
         """Mask [1, vocab] bool of the token that stands for images, which the model must not generate."""
         if vision is not None:

@@ -20,7 +20,7 @@ MAX_STOP_LENGTH = 1024
 MAX_STOP_IDS = 1024
 """Maximum number of stop IDs of a request."""
 
-PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
+PROBE_TOLERANCE = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 0.1}
 """Largest allowed difference, in nats, between the trainer's and the engine's logprob of the probe, by dtype."""
 
 

@@ -210,15 +210,16 @@ class RunDirectory:
     def changes(self, config: Config) -> dict[str, list[Any]]:
         """Return the fields in which `config` differs from config.yaml, with the old and the new value of each.
 
-        Fields that name the run directory are ignored, because it may have been moved.
+        None stands for an option, such as one in rollout.workflow_kwargs, that is not there. Fields that name the run
+        directory are ignored, because it may have been moved.
         """
         from clew import config as configuration
 
         if not self.config_path.exists():
             return {}
         before, now = (flat(each.model_dump(mode="json")) for each in (configuration.load(self.config_path), config))
-        names = [name for name in now if name not in ("root", "experiment", "trial")]
-        return {name: [before.get(name), now[name]] for name in names if before.get(name) != now[name]}
+        names = [name for name in {**now, **before} if name not in ("root", "experiment", "trial")]
+        return {name: [before.get(name), now.get(name)] for name in names if before.get(name) != now.get(name)}
 
     def describe(self, config: Config | None, *, step: int = 0, **facts: Any) -> None:
         """Write config.yaml and run.json: format, packages, git revision, platform and `facts` (threads, topology).

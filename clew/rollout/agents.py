@@ -57,7 +57,8 @@ def load_agent(path: str, arguments: dict[str, Any]) -> Any:
     """Import the agent's class and return an instance of it.
 
     Raises:
-        ConfigError: It is not a class with a `run` method, it does not take `arguments`, or `run` cannot be called.
+        ConfigError: It is not a class with a `run` method, `run` cannot be called, or the class does not take
+            `arguments` or raises an error.
     """
     cls = dotted.load(path, "rollout.agent")
     run = getattr(cls, "run", None)
@@ -65,14 +66,13 @@ def load_agent(path: str, arguments: dict[str, Any]) -> Any:
         raise ConfigError(
             f"rollout.agent={path} is no agent; expected a class with `async def run(self, data, **extra_kwargs)`."
         )
-    dotted.check_arguments(cls, arguments, "rollout.workflow_kwargs")
     try:
         inspect.signature(run).bind(None, {}, **extra_kwargs_of(run, dict.fromkeys(EXTRA_KWARGS)))
     except TypeError as error:
         raise ConfigError(
             f"rollout.agent={path}: run cannot be called as run(data, base_url=, api_key=, http_client=): {error}."
         ) from None
-    return cls(**arguments)
+    return dotted.create(cls, arguments, path, "rollout.agent")
 
 
 def extra_kwargs_of(run: Any, offered: dict[str, Any]) -> dict[str, Any]:

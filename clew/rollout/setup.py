@@ -44,8 +44,7 @@ def load_workflow(config: Config) -> Workflow:
             f"rollout.workflow={path} is no workflow; expected a class with "
             f"`async def run_episode(self, engine, data)`."
         )
-    dotted.check_arguments(cls, config.rollout.workflow_kwargs, "rollout.workflow_kwargs")
-    return cls(**config.rollout.workflow_kwargs)  # pyright: ignore[reportReturnType]
+    return dotted.create(cls, config.rollout.workflow_kwargs, path, "rollout.workflow")
 
 
 def max_running_of(config: Config) -> int:

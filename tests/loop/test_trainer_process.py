@@ -289,6 +289,15 @@ def test_changes_of_the_configuration_are_announced_and_kept_with_their_step(
     assert "from step 6: training.steps 6 -> 7, training.lr 0.01 -> 0.002" in shown.export_text()
 
 
+def test_an_option_that_is_left_out_is_a_change(folder: Path) -> None:
+    given, left_out = (configure(folder, "options", **{"rollout.workflow_kwargs": each}) for each in ({"a": 5}, {}))
+    run = RunDirectory(folder / "runs" / "learn" / "options")
+    run.describe(given)
+    assert run.changes(left_out) == {"rollout.workflow_kwargs.a": [5, None]}
+    run.describe(left_out)
+    assert run.changes(given) == {"rollout.workflow_kwargs.a": [None, 5]}
+
+
 def test_latest_names_the_newest_checkpoint_and_never_dangles(folder: Path, first: RunDirectory) -> None:
     link = first.checkpoints / "latest"
     assert link.readlink() == Path("step-000005")

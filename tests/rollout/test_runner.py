@@ -375,6 +375,7 @@ def test_admission_is_closed_when_the_last_groups_of_the_run_are_made(tmp_path):
     ({"workflow": f"{CODE}.NotAWorkflow"}, ConfigError, "async def run_episode"),
     ({"workflow_kwargs": {"enable_thinkin": True}}, ConfigError, "Did you mean 'enable_thinking'"),
     ({"workflow": f"{CODE}.Returns"}, ConfigError, r"needs the argument 'value'"),
+    ({"workflow": f"{CODE}.Opens"}, ConfigError, r"Opens\(\) raised FileNotFoundError at .*user_code\.py:\d+: "),
     ({"reward": "tests.rollout.user_cod.exact"}, ConfigError, "Did you mean 'user_code'"),
 ])  # fmt: skip
 def test_what_can_never_work_is_refused_at_start(tmp_path, rollout, error, says):

@@ -102,6 +102,16 @@ class Returns:
         return {"nan": float("nan"), "inf": float("inf"), "none": None, "text": "0.5", "empty": {}}[self.value]
 
 
+class Opens:
+    """Reads a file that is not there when it is made."""
+
+    def __init__(self):
+        self.prompts = open("no-such-prompts.txt").read()
+
+    async def run_episode(self, engine, data):
+        return 1.0
+
+
 class Leaves:
     """Ends every other episode in a way that is no ordinary exception."""
 
