@@ -201,7 +201,7 @@ def create(cls: type, arguments: Mapping[str, Any], path: str, field: str) -> An
     try:
         return cls(**arguments)
     except (Exception, SystemExit) as error:
-        raise _raised(error, path, field, f"{cls.__name__}()") from error
+        raise _raised(error, path, field, cls) from error
 
 
 def _import(module_name: str, path: str, field: str) -> Any:
@@ -226,10 +226,12 @@ def _import(module_name: str, path: str, field: str) -> Any:
     ) from None
 
 
-def _raised(error: BaseException, path: str, field: str, doing: str = "importing it") -> ConfigError:
+def _raised(error: BaseException, path: str, field: str, created: type | None = None) -> ConfigError:
+    """Return the error of a module that was imported, or of the constructor of a class that was created."""
     if isinstance(error, SyntaxError):
         return ConfigError(f"{field}={path}: {error.filename}:{error.lineno} is not valid Python: {error.msg}.")
-    frame = traceback.extract_tb(error.__traceback__)[-1]
+    frames = traceback.extract_tb(error.__traceback__)
+    doing, frame = ("importing it", frames[-1]) if created is None else (f"{created.__name__}()", frames[:2][-1])
     return ConfigError(
         f"{field}={path}: {doing} raised {type(error).__name__} at {frame.filename}:{frame.lineno}: {error}"
     )

@@ -106,7 +106,7 @@ class Opens:
     """Reads a file that is not there when it is made."""
 
     def __init__(self):
-        self.prompts = open("no-such-prompts.txt").read()
+        self.prompts = Path("no-such-prompts.txt").read_text()
 
     async def run_episode(self, engine, data):
         return 1.0
