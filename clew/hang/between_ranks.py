@@ -12,8 +12,6 @@ from pathlib import PurePath
 from clew.hang.activity import DISTRIBUTED, LOOP_COUNTER, WORKS, Activity
 from clew.hang.collective_calls import behind, other_numbers, parting
 from clew.hang.equal_stacks import ranges
-from clew.hang.inside import installed
-from clew.hang.observed import Frame
 from clew.hang.roles import joins_as
 from clew.hang.source import WITHOUT_RAISE, follows, outermost_loop
 from clew.hang.verdict import MESSAGES, Actor, Verdict, names, subject, verdict_about
@@ -370,7 +368,7 @@ def with_callers(verdict: Verdict, actors: Sequence[Actor]) -> Verdict:
 
     They are the frames at the first level, going outwards, where the processes differ.
     """
-    for depth, level in enumerate(zip(*map(own_frames, actors), strict=False)):
+    for depth, level in enumerate(zip(*(a.process.user_frames for a in actors), strict=False)):
         if not depth and any(a.activity.line != frame.line for a, frame in zip(actors, level, strict=True)):
             return verdict  # another thread than the main one decides what a process does
         if len({(frame.file, frame.line) for frame in level}) > 1:
@@ -386,7 +384,7 @@ def with_callers(verdict: Verdict, actors: Sequence[Actor]) -> Verdict:
 def _left_a_loop(ranks: Sequence[Actor], sources: Mapping[str, str]) -> tuple[list[Actor], str] | None:
     """Return the smaller side if some ranks have left a loop that the rest are still in, and words about it."""
     # From the outermost frame inwards, to the first in which some ranks are in a loop and the others are past it.
-    for level in zip(*(reversed(own_frames(a)) for a in ranks), strict=False):
+    for level in zip(*(reversed(a.process.user_frames) for a in ranks), strict=False):
         if len({(frame.file, frame.function) for frame in level}) > 1:
             return None
         text = sources.get(level[0].file, "")
@@ -404,12 +402,6 @@ def _left_a_loop(ranks: Sequence[Actor], sources: Mapping[str, str]) -> tuple[li
         if len({(frame.function, frame.line) for frame in level}) > 1:
             return None
     return None
-
-
-def own_frames(actor: Actor) -> list[Frame]:
-    """Return the frames of the user's code on the main thread, the innermost first."""
-    frames = actor.process.main.frames if actor.process.main else ()
-    return [frame for frame in frames if not installed(frame.file)]
 
 
 def _left(one: Actor, waiting: list[Actor], everyone: list[Actor]) -> Verdict:

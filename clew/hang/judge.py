@@ -12,7 +12,6 @@ from clew.hang.advice import with_advice
 from clew.hang.between_ranks import cycle, initialisation, missing_ranks, same_everywhere, two_threads, with_callers
 from clew.hang.collective_calls import where
 from clew.hang.graph import reachable, sinks
-from clew.hang.inside import installed
 from clew.hang.local_cause import Sink, device, done, ended_inside, explains, local_cause, locked_file, refuses
 from clew.hang.observed import Snapshot
 from clew.hang.progress import cpu_share, pace, recent, wakeups, woken_once
@@ -148,7 +147,7 @@ def _is_server(actor: Actor) -> bool:
 
 def _only_serves(actor: Actor, sources: Mapping[str, str]) -> bool:
     """Return whether the main thread serves one connection after another, or waits while gRPC or a thread serves."""
-    main, stack = actor.threads[0], actor.process.main.frames if actor.process.main else ()
+    main, stack = actor.threads[0], actor.process.main_frames
     serving = [each.name for each in actor.process.threads if any(f.name == "serve_forever" for f in each.frames)]
     others = [each for each in actor.threads[1:] if each.thread not in serving and _of_user(each)]
     if any(frame.name == "wait_for_termination" and "grpc" in frame.file for frame in stack):
@@ -167,7 +166,7 @@ def _only_serves(actor: Actor, sources: Mapping[str, str]) -> bool:
 
 
 def _of_user(one: Activity) -> bool:
-    return bool(one.file) and not installed(one.file) and not one.heartbeat and not one.idle_loop
+    return one.of_user and not one.heartbeat and not one.idle_loop
 
 
 def _reads_requests(one: Activity, sources: Mapping[str, str]) -> bool:

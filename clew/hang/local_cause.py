@@ -10,7 +10,6 @@ from pathlib import PurePath
 
 from clew.hang.activity import DISTRIBUTED, Activity
 from clew.hang.collective_calls import behind, other_numbers, parting
-from clew.hang.inside import installed
 from clew.hang.observed import Snapshot
 from clew.hang.progress import (
     accepts,
@@ -265,7 +264,7 @@ def _outlived(sink: Sink) -> Verdict | None:
     """Find a process whose main program has ended, and which Python keeps alive for its other threads."""
     if sink.act.op != "_shutdown" or sink.one.moving:
         return None
-    kept = [each for each in sink.one.threads if each.site and each is not sink.act and not installed(each.file)]
+    kept = [each for each in sink.one.threads if each.of_user and each is not sink.act]
     at = f": {kept[0].thread} is at {kept[0].place}" if kept else ""
     why = (
         f"The main program of {sink.one.process.label} has ended, by its end or by an exception. Python waits for its "
@@ -319,7 +318,7 @@ def explains(name: str, waiting: Actor, live: Sequence[Actor], sources: Mapping[
         return [each for each in found if each is not None]
 
     stacks = [t for a in live for t in a.process.threads if not t.ended and (a is not waiting or t.name != act.thread)]
-    running = {f.name for t in stacks for f in t.frames if not installed(f.file)}
+    running = {f.name for t in stacks for f in t.user_frames}
     if any(True in could(each) for each in running):
         return False
     ran = could(name.partition("(")[2].rstrip(")") or name)
@@ -384,7 +383,7 @@ def _store(sink: Sink) -> Verdict | None:
     if sink.act.kind != "store":
         return None
     if sink.act.op == "TCPStore":
-        frames = sink.one.process.main.frames if sink.one.process.main else ()
+        frames = sink.one.process.main_frames
         wanted = next((f.locals["world_size"] for f in frames if f.locals.get("world_size", "").isdigit()), "")
         members = f"until its {wanted} members have come" if wanted else "until all of its members have come"
         why = f"{sink.one.says}. It waits for the server of this store, and {members}: fewer have.{_waiting(sink)}"
@@ -726,7 +725,7 @@ def _beside(sink: Sink) -> str:
     words_by_site = {sink.act.site: ""}
     waiting = [each for each in sink.one.threads if each.kind in WAITS_INSIDE and each.kind != "select"]
     for each in waiting:
-        if each.file and not (installed(each.file) or each.heartbeat or each.dispatches):
+        if each.of_user and not (each.heartbeat or each.dispatches):
             name = each.thread or "a coroutine"
             words_by_site.setdefault(each.site, f" Beside it, {name} {words_of(each)} at {each.place}.")
     return "".join(list(words_by_site.values())[:3])
@@ -740,7 +739,7 @@ def lock_holders(actor: Actor, sink: Sink) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for thread in actor.process.threads:
-        for frame in (each for each in thread.frames if not installed(each.file)):
+        for frame in thread.user_frames:
             text = sink.sources.get(frame.file, "")
             for node in (each for each in enclosing(text, frame.line) if isinstance(each, (ast.With, ast.AsyncWith))):
                 locks = [ast.unparse(item.context_expr) for item in node.items]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
@@ -9,6 +10,16 @@ PIDS_PER_NODE = 10_000_000
 """Offset between the pids of merged nodes, because two nodes may use the same pid."""
 NO_PYTHON = "no Python was found"
 """Beginning of the error in a look at a program that is not Python."""
+INSTALLED = re.compile(
+    r"^<|/(site|dist)-packages/|/lib/python3|/torch/(_\w+|autograd|distributed|multiprocessing|nn|utils)/"
+)
+PROGRAM = "<string>"
+"""File of the frames of a program that is given to `python -c`."""
+
+
+def installed(file: str) -> bool:
+    """Return whether a file belongs to Python, to torch or to another installed package."""
+    return INSTALLED.search(file) is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +40,11 @@ class Frame:
         """Return the function's name without its class."""
         return self.function.rpartition(".")[2]
 
+    @property
+    def of_user(self) -> bool:
+        """Return whether this is the user's own code."""
+        return not installed(self.file)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Thread:
@@ -46,6 +62,11 @@ class Thread:
     """Class of what a task awaits, such as Future, Task or _GatheringFuture."""
     at: int = 0
     """Address of the task."""
+
+    @property
+    def user_frames(self) -> tuple[Frame, ...]:
+        """Return the frames of the user's own code."""
+        return tuple(frame for frame in self.frames if frame.of_user)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,6 +223,16 @@ class Process:
     def main(self) -> Thread | None:
         """Return the main thread as it was seen last; another thread if the main one was not read."""
         return replace(self.last, threads=self.threads).main(self.pid)
+
+    @property
+    def main_frames(self) -> tuple[Frame, ...]:
+        """Return the frames of the main thread as it was seen last; () if no stack was read."""
+        return self.main.frames if self.main else ()
+
+    @property
+    def user_frames(self) -> tuple[Frame, ...]:
+        """Return those of the user's own code."""
+        return self.main.user_frames if self.main else ()
 
     @property
     def of_ray(self) -> bool:

@@ -12,8 +12,7 @@ from itertools import pairwise, takewhile
 
 from clew.hang import source
 from clew.hang.activity import DATABASE, DISTRIBUTED, Activity, activity_of, importing
-from clew.hang.inside import PROGRAM, installed
-from clew.hang.observed import Frame, Look, Process, Thread
+from clew.hang.observed import PROGRAM, Frame, Look, Process, Thread
 
 WAITING_NAMES = re.compile(
     r"(^|[._(])(n|num_)?(wait\w*|try|tries|attempt\w*|retr(y|ies|ied|ying)|poll(s|ed|ing)?|spin\w*|elapsed|deadline|timeout|"
@@ -116,7 +115,7 @@ def _counters(look: Look, process: Process, sources: Mapping[str, str]) -> dict[
         where = "main" if thread.os_id == process.pid else f"main{thread.at}" if thread.task else str(thread.os_id)
         around = ""
         for depth, frame in enumerate(reversed(thread.frames)):
-            if installed(frame.file) and frame.file != PROGRAM:
+            if not frame.of_user and frame.file != PROGRAM:
                 continue
             text = sources.get(frame.file, "")
             loop = source.outermost_loop(text, frame.line)
@@ -175,10 +174,9 @@ def polling_counters(text: str, line: int) -> set[str]:
 
 def in_polling_loop(process: Process, sources: Mapping[str, str]) -> bool:
     """Return whether the innermost loop around the main thread's place only waits and asks again."""
-    thread = process.last.main(process.pid)
-    for frame in thread.frames if thread else ():
+    for frame in process.main_frames:
         text = sources.get(frame.file, "")
-        if not installed(frame.file) and (loop := source.loop_at(text, frame.line)) is not None:
+        if frame.of_user and (loop := source.loop_at(text, frame.line)) is not None:
             return source.polls(loop, text) or _tries_for_ever(loop)
     return False
 
@@ -196,10 +194,7 @@ def seen(process: Process, sources: Mapping[str, str], world: int | None) -> lis
 
 def places(process: Process) -> list[tuple[tuple[str, str, int], ...]]:
     """Return where the user's frames of the main thread were in each look."""
-    return [
-        tuple((f.file, f.function, f.line) for f in thread.frames if not installed(f.file))
-        for thread in _mains_of(process)
-    ]
+    return [tuple((f.file, f.function, f.line) for f in thread.user_frames) for thread in _mains_of(process)]
 
 
 LONG_WAIT_S = 10.0
@@ -346,7 +341,7 @@ def _tasks_end(process: Process) -> bool:
     """
     counts: list[Counter[str]] = []
     for look in (each for each in process.looks if each.threads):
-        own = ([f.function for f in t.frames if not installed(f.file)] for t in look.threads if t.task and not t.ended)
+        own = ([f.function for f in t.user_frames] for t in look.threads if t.task and not t.ended)
         counts.append(Counter(functions[-1] for functions in own if functions))
     every = [[count[name] for count in counts] for name in (counts[0] if counts else ())]
     every = [numbers for numbers in every if numbers == sorted(numbers, reverse=True)]
@@ -387,8 +382,7 @@ def goes_round(process: Process, every: list[Activity], sources: Mapping[str, st
     values = [
         {
             (frame.function, name): value
-            for frame in thread.frames
-            if not installed(frame.file)
+            for frame in thread.user_frames
             for skipped in [polling_counters(sources.get(frame.file, ""), frame.line)]
             for name, value in frame.locals.items()
             if not WAITING_NAMES.search(name) and name not in skipped and not value.startswith("<") and value != "?"
@@ -403,7 +397,7 @@ def _goes_steadily(process: Process) -> bool:
     """Return whether a number in a user's frame only rises, or only falls, from each look to the next."""
     values: dict[tuple[str, str], list[float]] = {}
     threads = _mains_of(process)
-    for frame in (frame for thread in threads for frame in thread.frames if not installed(frame.file)):
+    for frame in (frame for thread in threads for frame in thread.user_frames):
         for name, text in frame.locals.items():
             with suppress(ValueError):
                 values.setdefault((frame.function, name), []).append(float(text))
@@ -416,22 +410,20 @@ def _goes_steadily(process: Process) -> bool:
 
 def fails_in_loop(thread: Thread, sources: Mapping[str, str]) -> bool:
     """Return whether a thread is in an `except` within a loop: it handles a failure, and will try again."""
-    places = ((sources.get(frame.file, ""), frame.line) for frame in thread.frames if not installed(frame.file))
+    places = ((sources.get(frame.file, ""), frame.line) for frame in thread.user_frames)
     return any(source.in_handler(*place) and source.loop_at(*place) is not None for place in places)
 
 
 def has_limit(process: Process) -> bool:
     """Return whether the main thread waits with a timeout: being woken up may only mean that it passed."""
-    thread = process.last.main(process.pid)
-    inside = takewhile(lambda frame: installed(frame.file), thread.frames if thread else ())
+    inside = takewhile(lambda frame: not frame.of_user, process.main_frames)
     return any(re.fullmatch(r"\d+(\.\d*)?", frame.locals.get("timeout", "")) for frame in inside)
 
 
 def in_loop(process: Process, sources: Mapping[str, str]) -> bool:
     """Return whether any of the user's frames of the main thread is within a loop."""
-    thread = process.last.main(process.pid)
-    frames = thread.frames if thread else ()
-    return any(source.loop_at(sources.get(frame.file, ""), frame.line) is not None for frame in frames)
+    places = ((sources.get(frame.file, ""), frame.line) for frame in process.main_frames)
+    return any(source.loop_at(*place) is not None for place in places)
 
 
 def _work_address(look: Look, pid: int) -> int:
@@ -445,14 +437,14 @@ def _works_in_library(process: Process, sources: Mapping[str, str]) -> bool:
     An import, for example, can take longer than the whole watch.
     """
     threads = _mains_of(process)
-    stacks = {tuple(f.function for f in thread.frames if installed(f.file)) for thread in threads}
+    stacks = {tuple(f.function for f in thread.frames if not f.of_user) for thread in threads}
     running = sum(look.state == "R" for look in process.looks) > len(process.looks) / 2
     if len(stacks) < 2 or not (running or busy(process)):
         return False
     if all(importing(thread) for thread in threads):
         return True
     for thread in threads:
-        user = next((frame for frame in thread.frames if not installed(frame.file)), None)
+        user = next(iter(thread.user_frames), None)
         if user and isinstance(source.outermost_loop(sources.get(user.file, ""), user.line), ast.While):
             return False
     return True
@@ -497,7 +489,7 @@ def _tests_new_text(process: Process, loop: source.Loop) -> bool:
     names = (
         {node.id for node in ast.walk(loop.test) if isinstance(node, ast.Name)} if isinstance(loop, ast.While) else ()
     )
-    frames = [f for t in _mains_of(process) for f in t.frames if not installed(f.file)]
+    frames = [f for t in _mains_of(process) for f in t.user_frames]
     return any(len({f.locals[n] for f in frames if re.match("['\"]", f.locals.get(n, ""))}) > 1 for n in names)
 
 
@@ -524,11 +516,10 @@ def own_code_only(process: Process, name: str = "MainThread") -> bool:
     """Return whether no look found a thread in an installed package: it computes in the user's own Python."""
     if name != "MainThread":  # its outer frames belong to a library, so look at its innermost frame only
         others = [t for look in process.looks for t in look.threads if t.name == name and t.frames]
-        return len(others) > 2 and not any(installed(thread.frames[0].file) for thread in others)
-    stacks = [[installed(frame.file) for frame in thread.frames] for thread in _mains_of(process)]
+        return len(others) > 2 and all(thread.frames[0].of_user for thread in others)
     # What called the user's code, such as a data loader or multiprocessing, does not count.
-    inner = [stack[: len(stack) - stack[::-1].index(False)] if False in stack else stack for stack in stacks]
-    return len(inner) > 2 and not any(map(any, inner))
+    mains = _mains_of(process)
+    return len(mains) > 2 and all(t.user_frames == t.frames[: len(t.user_frames)] != () for t in mains)
 
 
 def cpu_share(process: Process) -> float:
@@ -576,7 +567,7 @@ def refusing(process: Process, sources: Mapping[str, str]) -> str:
 def _keeps_others(process: Process, sources: Mapping[str, str], refused: str, moved: Sequence[str]) -> bool:
     """Return whether a counter moved that the loop raises only in rounds that do not raise `refused`."""
     function, _, name = refused.partition(".")
-    for frame in (f for t in process.threads for f in t.frames if f.name == function and not installed(f.file)):
+    for frame in (f for t in process.threads for f in t.user_frames if f.name == function):
         loop = source.outermost_loop(sources.get(frame.file, ""), frame.line)
         kept = source.counted_otherwise(loop, name.rpartition(".")[2]) if loop is not None else set()
         if any(each.partition(".")[2].removeprefix("self.") in kept for each in moved):
@@ -598,7 +589,7 @@ def _keeps_none(process: Process, sources: Mapping[str, str], moved: Mapping[str
 
 def keeps_nothing(process: Process, sources: Mapping[str, str]) -> str:
     """Return the counter of rounds of a loop that ends only when it has kept enough, and has kept nothing; else ""."""
-    for frame in process.main.frames if process.main else ():
+    for frame in process.main_frames:
         text = sources.get(frame.file, "")
         loop, outer = source.loop_at(text, frame.line), source.outermost_loop(text, frame.line)
         if loop is None or outer is None:
@@ -626,7 +617,7 @@ def puts_nothing(process: Process, sources: Mapping[str, str]) -> tuple[Activity
     every = seen(process, sources, None) if never_woken(process) else []
     if {each.kind for each in every} != {"queue"}:
         return None
-    for thread, frame in ((t, f) for t in process.threads for f in t.frames if not installed(f.file)):
+    for thread, frame in ((t, f) for t in process.threads for f in t.user_frames):
         loop = source.outermost_loop(sources.get(frame.file, ""), frame.line)
         puts = [name[:-4] for name in source.calls_of(loop) if name.endswith(".put")] if loop is not None else []
         if loop is None or not any(source.same_name(name, every[-1].target) for name in puts):
