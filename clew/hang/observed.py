@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 PIDS_PER_NODE = 10_000_000
 """Offset between the pids of merged nodes, because two nodes may use the same pid."""
@@ -279,45 +281,12 @@ class Snapshot:
 
 
 def snapshot_from(value: dict[str, Any]) -> Snapshot:
-    """Return the snapshot that `Snapshot.as_dict` wrote. Raises KeyError, TypeError or ValueError for anything else."""
-    processes = tuple(_process_from(each) for each in value["processes"])
-    lists = {name: tuple(value.get(name, ())) for name in ("notes", "unseen", "absent", "machine")}
-    return Snapshot(**{**value, **lists, "processes": processes})
+    """Return the snapshot that `Snapshot.as_dict` wrote. Raises ValueError for anything else.
 
-
-def _process_from(value: dict[str, Any]) -> Process:
-    looks = tuple(
-        Look(**{**_fields_of(Look, look), "threads": tuple(_thread_from(each) for each in look["threads"])})
-        for look in value["looks"]
-    )
-    lists = {name: tuple(value[name]) for name in ("command", "listens", "peers", "pipes", "files", "waits")}
-    more = {name: tuple(value.get(name, ())) for name in ("tasks", "native", "gpus", "wants", "outside", "ends")}
-    alike = tuple((int(rank), int(pid), str(host)) for rank, pid, host in value.get("alike", ()))
-    inside = dict(value.get("inside") or {})
-    groups = tuple(Group(**{**each, "members": tuple(each["members"])}) for each in inside.get("groups", ()))
-    read = Inside(
-        groups=groups,
-        ended_threads=tuple(inside.get("ended_threads", ())),
-        children=tuple((pid, name, code) for pid, name, code in inside.get("children", ())),
-    )
-    recorded = {
-        "awaits": tuple((int(thread), str(own), str(other)) for thread, own, other in value.get("awaits", ())),
-        "calls": tuple(Call(**each) for each in value.get("calls", ())),
-        "launched": tuple(_launched_from(each) for each in value.get("launched", ())),
-    }
-    values = {**_fields_of(Process, value), **lists, **more, **recorded, "looks": looks, "alike": alike, "inside": read}
-    return Process(**values)
-
-
-def _fields_of(kind: type, value: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields that a class has: another version of Clew may have written others, too."""
-    names = {each.name for each in fields(kind)}
-    return {name: each for name, each in value.items() if name in names}
-
-
-def _launched_from(value: dict[str, Any]) -> Launched:
-    return Launched(**{**value, "counts": tuple((str(name), int(number)) for name, number in value["counts"])})
-
-
-def _thread_from(value: dict[str, Any]) -> Thread:
-    return Thread(**{**_fields_of(Thread, value), "frames": tuple(Frame(**frame) for frame in value["frames"])})
+    Fields that this version of Clew does not know are left out, and those that are missing get their defaults.
+    """
+    try:
+        return TypeAdapter(Snapshot).validate_python(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
