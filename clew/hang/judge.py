@@ -16,7 +16,7 @@ from clew.hang.local_cause import Sink, device, done, ended_inside, explains, lo
 from clew.hang.observed import Snapshot
 from clew.hang.progress import cpu_share, pace, recent, wakeups, woken_once
 from clew.hang.roles import actors_of, world_of
-from clew.hang.source import calls_of, function_named, goes_on_for_ever, loop_at, outermost_loop
+from clew.hang.source import calls_of, enclosing_function, goes_on_for_ever, loop_at, outermost_loop
 from clew.hang.verdict import SOUND, Actor, Verdict, names, verdict_about
 from clew.hang.waits_for import TO_OTHERS, Edges, all_edges, application_edges, collective_edges, key_of
 
@@ -172,7 +172,7 @@ def _of_user(one: Activity) -> bool:
 def _reads_requests(one: Activity, sources: Mapping[str, str]) -> bool:
     """Return whether a thread or coroutine waits for requests: on a connection that it has accepted or was given."""
     text = sources.get(one.file, "")
-    handler, loop = function_named(text, one.function), outermost_loop(text, one.line)
+    handler, loop = enclosing_function(text, one.line), outermost_loop(text, one.line)
     if handler is not None and re.search(rf"start_server\(\s*(\w+\.)*{one.function}\b", text):
         return one.target in {each.arg for each in handler.args.args}
     accepts = loop is not None and any(name.endswith("accept") for name in calls_of(loop))

@@ -30,8 +30,9 @@ from clew.hang.source import (
     calls_of,
     dotted,
     enclosing,
-    ending,
-    feeds,
+    ends_one_of,
+    ends_wait,
+    function_named,
     loop_at,
     origin,
     outermost_loop,
@@ -311,16 +312,17 @@ def explains(name: str, waiting: Actor, live: Sequence[Actor], sources: Mapping[
     if act.kind == "sleep":  # only a loop that asks again and again waits, and not while somebody else works
         loop = loop_at(sources.get(act.file, ""), act.line)
         return loop is not None and polls(loop, sources[act.file]) and not any(a.moving for a in live)
-    by = ending(act.kind)
+    wait = (act.kind, act.target)
 
-    def could(function: str) -> list[bool]:
-        found = (feeds(function, text, act.target, by) for text in sources.values())
-        return [each for each in found if each is not None]
+    def could(name: str) -> list[bool]:
+        found = [(function_named(text, name), text) for text in sources.values()]
+        return [ends_wait(function, text, wait) for function, text in found if function is not None]
 
     stacks = [t for a in live for t in a.process.threads if not t.ended and (a is not waiting or t.name != act.thread)]
-    running = {f.name for t in stacks for f in t.user_frames}
-    if any(True in could(each) for each in running):
+    frames = [frame for thread in stacks for frame in thread.user_frames]
+    if any(ends_one_of(sources.get(frame.file, ""), frame.line, {wait}) for frame in frames):
         return False
+    running = {frame.name for frame in frames}
     ran = could(name.partition("(")[2].rstrip(")") or name)
     text = "\n".join(sources.values())
     targets = [could(each) for each in {*re.findall(r"target=(?:\w+\.)*(\w+)", text)} - {*running, act.function}]

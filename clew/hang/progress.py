@@ -84,22 +84,22 @@ def moved_counters(process: Process, sources: Mapping[str, str]) -> dict[str, tu
 
 
 def _monitors(look: Look, process: Process, sources: Mapping[str, str]) -> set[str]:
-    """Return the names, as in `_counters`, of threads and tasks that only report and call nothing that others wait for.
+    """Return the names, as in `_counters`, of threads and tasks that only report, and could end no wait of others.
 
     The set is empty if the main thread only joins threads or awaits results: it may wait for any of them.
     """
     every = [(t, activity_of(process, t, sources, None)) for t in look.threads]
     if any(t.os_id == process.pid and each.kind in ("thread", "future", "pool") for t, each in every):
         return set()
-    waits = (each for _, each in every if not (each.heartbeat or each.idle_loop or each.kind in ("tasks", "sleep")))
-    targets = {each.target for each in waits if each.target}
-    idle = set[str]()
+    waiting = (each for _, each in every if not (each.heartbeat or each.idle_loop or each.kind in ("tasks", "sleep")))
+    waits = {(each.kind, each.target) for each in waiting if each.target}
+    monitors = set[str]()
     for thread, each in every:
-        loop = source.loop_at(sources.get(each.file, ""), each.line) if each.heartbeat and targets else None
-        used = [name.rpartition(".")[0] for name in source.calls_of(loop)] if loop else []
-        if loop and not any(source.same_name(name, target) for name in used for target in targets):
-            idle.add(f"main{thread.at}" if thread.task else f"{thread.os_id}")
-    return idle
+        text = sources.get(each.file, "")
+        # A heartbeat is given what it reports to: nobody waits for that.
+        if each.heartbeat and waits and not source.ends_one_of(text, each.line, waits, by_argument=False):
+            monitors.add(f"main{thread.at}" if thread.task else f"{thread.os_id}")
+    return monitors
 
 
 def _counters(look: Look, process: Process, sources: Mapping[str, str]) -> dict[str, int]:

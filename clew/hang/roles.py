@@ -12,7 +12,7 @@ from clew.hang.activity import C10D, Activity, activities
 from clew.hang.observed import Group, Process, Snapshot
 from clew.hang.programs import awaited_work, with_python_parents
 from clew.hang.progress import moves, moves_inside, without_torn
-from clew.hang.source import ending, feeds, goes_on_for_ever, loop_variables, outermost_loop
+from clew.hang.source import ends_one_of, goes_on_for_ever, loop_variables, outermost_loop
 from clew.hang.verdict import Actor
 
 RANK_NAMES = ("rank", "global_rank", "world_rank", "my_rank", "local_rank", "rank_id", "RANK", "self.rank")
@@ -219,8 +219,8 @@ def _is_bystander(one: Activity, every: Sequence[Activity], sources: Mapping[str
     if not serves and (one.kind not in ("sleep", "queue") or loop is None or not goes_on_for_ever(loop)):
         return False
     others = (each for each in every if each is not one and each.target and each.kind in ("queue", "condition"))
-    waits = {(each.target, ending(each.kind)) for each in others}
-    return bool(waits) and all(feeds(one.function, text, *wait) is False for wait in waits)
+    waits = {(each.kind, each.target) for each in others}
+    return bool(waits) and not ends_one_of(text, one.line, waits)
 
 
 def effective(every: Sequence[Activity], sources: Mapping[str, str]) -> Activity:

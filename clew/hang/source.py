@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -51,16 +51,20 @@ UNLIMITED = re.compile(r"\.(get|wait|acquire|read)$")
 """Calls that do not poll unless they have an argument, such as a timeout."""
 ENDING = {
     "queue": r"(.*)\.(put\w*|send\w*|write|append\w*|extend)",
+    "pipe": r"(.*)\.(put\w*|send\w*|write|append\w*|extend)",
     "queue_full": r"(.*)\.(get\w*|recv\w*|read\w*|task_done)",
     "barrier": r"(.*)\.wait",
     "": r"(.*)\.(set|notify\w*|release|set_result|set_exception)",
 }
-"""Calls that end each kind of wait; those at "" end any other kind."""
+"""Calls that end each kind of wait, with the object in group 1; those at "" end any other kind."""
+Wait = tuple[str, str]
+"""Kind of a wait, and the object that is waited for ("" if it has no name)."""
 GROWS = ("append", "extend", "add", "update", "appendleft")
 """Methods by which a collection grows."""
 FAULTS = re.compile(r"bad|err|fail|nan|skip|drop|reject|miss|spike", re.I)
 """Names of what a loop counts to give up, and does not collect."""
 Loop = ast.While | ast.For | ast.AsyncFor
+Function = ast.FunctionDef | ast.AsyncFunctionDef
 MOST_MEMBERS = 100_000
 """Largest integer that is evaluated: a larger range would only cost memory."""
 
@@ -90,9 +94,9 @@ def enclosing(text: str, line: int) -> list[ast.AST]:
     return path
 
 
-def enclosing_function(text: str, line: int) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+def enclosing_function(text: str, line: int) -> Function | None:
     """Return the innermost function around a line; None at the top of a module."""
-    found = [node for node in enclosing(text, line) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    found = [node for node in enclosing(text, line) if isinstance(node, Function)]
     return found[-1] if found else None
 
 
@@ -197,7 +201,7 @@ def in_cleanup(text: str, line: int) -> str:
             return "finally"
         if isinstance(outer, ast.ExceptHandler) and (raises := _cleans_up(path[place:], text, line)) is not None:
             return "except" if raises else WITHOUT_RAISE
-    functions = [node.name for node in path if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    functions = [node.name for node in path if isinstance(node, Function)]
     return next((name for name in functions if CLEANUP_NAMES.search(name)), "")
 
 
@@ -249,9 +253,9 @@ def outermost_loop(text: str, line: int) -> Loop | None:
 def _loops_at(text: str, line: int) -> list[Loop]:
     found: list[Loop] = []
     for node in enclosing(text, line):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        if isinstance(node, Function):
             found = []
-        elif isinstance(node, (ast.While, ast.For, ast.AsyncFor)):
+        elif isinstance(node, Loop):
             found.append(node)
     return found
 
@@ -379,35 +383,39 @@ def follows(text: str, line: int, later: int) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def function_named(text: str, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+def function_named(text: str, name: str) -> Function | None:
     """Return the first function of a file with this name."""
     tree = parse(text)
-    functions = (
-        (node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))) if tree else ()
-    )
+    functions = (node for node in ast.walk(tree) if isinstance(node, Function)) if tree else ()
     return next((node for node in functions if node.name == name), None)
 
 
-def ending(kind: str) -> str:
-    """Return a pattern of the calls that end a kind of wait, with the object in group 1."""
-    return ENDING.get(kind.replace("pipe", "queue"), ENDING[""])
+def ends_one_of(text: str, line: int, waits: Collection[Wait], *, by_argument: bool = True) -> bool:
+    """Return whether the function around a line, or the loop if there is none, may end one of these waits.
+
+    Args:
+        text: Source of the file.
+        line: A line of the function or loop.
+        waits: Waits of other threads.
+        by_argument: Count calls on any argument of the function, too: it may be the object under another name.
+    """
+    around = enclosing_function(text, line) or outermost_loop(text, line)
+    return around is not None and any(ends_wait(around, text, wait, by_argument) for wait in waits)
 
 
 @lru_cache(maxsize=4096)
-def feeds(name: str, text: str, target: str, by: str, depth: int = 2) -> bool | None:
-    """Return whether a function may end a wait for the object `target` ("" for any) with a call that matches `by`.
-
-    An object that was passed to it can have any name. The result is None if the file has no such function.
-    """
-    if (function := function_named(text, name)) is None:
-        return None
-    given = {each.arg for each in function.args.args} - {"self"}
-    for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
+def ends_wait(around: Function | Loop, text: str, wait: Wait, by_argument: bool = True, depth: int = 2) -> bool:
+    """Return whether a function or loop, or one that it calls, may end a wait; see `ends_one_of`."""
+    kind, target = wait
+    arguments = around.args.args if by_argument and isinstance(around, Function) else ()
+    given = {each.arg for each in arguments} - {"self"}
+    for call in (node for node in ast.walk(around) if isinstance(node, ast.Call)):
         for called in map(dotted, (call.func, *call.args)):  # a call can be handed on: call_soon(future.set_result, 1)
-            found = re.fullmatch(by, called)
+            found = re.fullmatch(ENDING.get(kind, ENDING[""]), called)
             if found and (not target or found[1] in given or same_name(found[1], target)):
                 return True
-        if depth and feeds(dotted(call.func).rpartition(".")[2], text, target, by, depth - 1):
+        inner = function_named(text, dotted(call.func).rpartition(".")[2]) if depth else None
+        if inner is not None and ends_wait(inner, text, wait, by_argument, depth - 1):
             return True
     return False
 
