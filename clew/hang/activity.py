@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any
 
-from clew.hang import source
+from clew.hang import expressions, source
 from clew.hang.observed import Frame, Process, Thread, installed
 
 C10D = "torch/distributed/distributed_c10d.py"
@@ -309,7 +309,7 @@ def line_of(text: str, line: int) -> str:
 
 def names_for(process: Process, frames: tuple[Frame, ...], text: str, world: int | None) -> dict[str, Any]:
     """Return the integers that the user's expressions may use, by name: constants, locals, the rank and `world`."""
-    names: dict[str, Any] = source.constants(text)
+    names: dict[str, Any] = expressions.constants(text)
     if process.rank is not None:
         names["rank"] = process.rank
     if world is not None:
@@ -416,7 +416,7 @@ def group_of(frame: Frame, place: Place) -> tuple[str, tuple[int, ...] | None]:
 
 def new_group_members(text: str, name: str, names: dict[str, Any]) -> tuple[int, ...] | None:
     """Return the ranks of `name = new_group(RANKS)`; None if the source and `names` do not say them for this rank."""
-    integers = {**source.constants(text), **names}
+    integers = {**expressions.constants(text), **names}
     for value in source.assignments(text, name):
         if isinstance(value, ast.Call) and source.dotted(value.func).rpartition(".")[2] == "new_group":
             ranks = source.keyword(value, "ranks", 0)
@@ -425,8 +425,8 @@ def new_group_members(text: str, name: str, names: dict[str, Any]) -> tuple[int,
             try:
                 if isinstance(ranks, ast.Name) and ranks.id not in integers:
                     ranks = next(source.assignments(text, ranks.id), ranks)
-                found = source.evaluate(ranks, integers)
-            except (source.Unknown, TypeError, ValueError):
+                found = expressions.evaluate(ranks, integers)
+            except (expressions.Unknown, TypeError, ValueError):
                 continue
             if isinstance(found, list) and all(isinstance(each, int) for each in found):
                 return tuple(sorted(set(found)))
@@ -542,8 +542,8 @@ def _work(base: Activity, call: ast.Call, place: Place) -> Activity | None:
 def _peer(node: ast.expr | None, place: Place) -> int | None:
     """Return the rank that an argument names, or None if its value is not known."""
     try:
-        value = source.evaluate(node, place.names) if node is not None else None
-    except (source.Unknown, TypeError, ValueError):
+        value = expressions.evaluate(node, place.names) if node is not None else None
+    except (expressions.Unknown, TypeError, ValueError):
         return None
     return value if isinstance(value, int) else None
 

@@ -1,17 +1,16 @@
 """Reads users' source: which call a line makes, whether only some ranks run it, and which ranks form a group.
 
 Native calls have no Python frame. The line that makes the call is the innermost one a stack shows, so its source says
-what the process waits in. Nothing here runs the user's code: its expressions are read by a small evaluator of integers.
+what the process waits in. Nothing here runs the user's code.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
 
 RANK_WORDS = re.compile(
     r"^(?!lora_|low_|r_).*rank(?!ing|ed|er)|is_main|is_master|master_process|(global|process)_zero|is_chief|is_primary",
@@ -65,8 +64,6 @@ FAULTS = re.compile(r"bad|err|fail|nan|skip|drop|reject|miss|spike", re.I)
 """Names of what a loop counts to give up, and does not collect."""
 Loop = ast.While | ast.For | ast.AsyncFor
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-MOST_MEMBERS = 100_000
-"""Largest integer that is evaluated: a larger range would only cost memory."""
 
 
 @lru_cache(maxsize=256)
@@ -529,101 +526,3 @@ def origin(text: str, call: ast.Call) -> str:
                 if root == (name.asname or name.name.partition(".")[0]):
                     return (getattr(node, "module", None) or name.name).partition(".")[0]
     return ""
-
-
-def constants(text: str) -> dict[str, int]:
-    """Return the integers that a module assigns at its top level, such as WORLD = 4."""
-    tree, found = parse(text), dict[str, int]()
-    for node in tree.body if tree else ():
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and type(node.value.value) is int:
-            found |= {target.id: node.value.value for target in node.targets if isinstance(target, ast.Name)}
-    return found
-
-
-class Unknown(Exception):
-    """Raised when the evaluator does not support an expression."""
-
-
-def evaluate(node: ast.AST, names: Mapping[str, Any]) -> Any:
-    """Return the value of an expression of integers, lists and ranges.
-
-    Raises:
-        Unknown: It is anything else, or uses a name that is not in `names`.
-    """
-    if isinstance(node, ast.Constant) and type(node.value) in (int, bool):
-        return node.value
-    if isinstance(node, (ast.Name, ast.Attribute)) and dotted(node) in names:
-        return names[dotted(node)]
-    if isinstance(node, (ast.List, ast.Tuple, ast.Set)):
-        return [evaluate(each, names) for each in node.elts]
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_integer(evaluate(node.operand, names))
-    if isinstance(node, ast.BinOp):
-        return _arithmetic(node.op, evaluate(node.left, names), evaluate(node.right, names))
-    if isinstance(node, ast.IfExp):
-        return evaluate(node.body if evaluate(node.test, names) else node.orelse, names)
-    if isinstance(node, ast.Compare) and len(node.ops) == 1:
-        return _compare(node.ops[0], evaluate(node.left, names), evaluate(node.comparators[0], names))
-    if isinstance(node, ast.Call):
-        return _call(node, names)
-    if isinstance(node, (ast.ListComp, ast.GeneratorExp, ast.SetComp)) and len(node.generators) == 1:
-        loop = node.generators[0]
-        if isinstance(loop.target, ast.Name):
-            rows = ({**names, loop.target.id: value} for value in evaluate(loop.iter, names))
-            return [evaluate(node.elt, row) for row in rows if all(evaluate(test, row) for test in loop.ifs)]
-    raise Unknown(ast.dump(node)[:80])
-
-
-def _integer(value: Any) -> int:
-    if not isinstance(value, int) or abs(value) > MOST_MEMBERS:
-        raise Unknown("no small integer")
-    return value
-
-
-def _arithmetic(op: ast.operator, left: Any, right: Any) -> Any:
-    if isinstance(op, ast.Add) and isinstance(left, list) and isinstance(right, list):
-        return left + right
-    a, b = _integer(left), _integer(right)
-    match op:
-        case ast.Add():
-            return a + b
-        case ast.Sub():
-            return a - b
-        case ast.Mult():
-            return a * b
-        case ast.FloorDiv() if b:
-            return a // b
-        case ast.Mod() if b:
-            return a % b
-    raise Unknown("operator")
-
-
-def _compare(op: ast.cmpop, left: Any, right: Any) -> bool:
-    match op:
-        case ast.Eq():
-            return left == right
-        case ast.NotEq():
-            return left != right
-        case ast.Lt():
-            return _integer(left) < _integer(right)
-        case ast.LtE():
-            return _integer(left) <= _integer(right)
-        case ast.Gt():
-            return _integer(left) > _integer(right)
-        case ast.GtE():
-            return _integer(left) >= _integer(right)
-    raise Unknown("comparison")
-
-
-def _call(node: ast.Call, names: Mapping[str, Any]) -> Any:
-    called = dotted(node.func).rpartition(".")[2]
-    if called in ("get_rank", "get_world_size"):
-        name = "rank" if called == "get_rank" else "world_size"
-        if name in names and not node.args:
-            return names[name]
-    if called == "range":
-        bounds = [_integer(evaluate(each, names)) for each in node.args]
-        return list(range(*bounds))
-    if called in ("list", "sorted", "tuple", "set") and len(node.args) == 1:
-        return sorted(evaluate(node.args[0], names)) if called == "sorted" else list(evaluate(node.args[0], names))
-    raise Unknown(called)
