@@ -11,11 +11,15 @@ from clew.hang.activity import DISTRIBUTED, Activity
 from clew.hang.advice import with_advice
 from clew.hang.between_ranks import cycle, initialisation, missing_ranks, same_everywhere, two_threads, with_callers
 from clew.hang.collective_calls import where
+from clew.hang.ended import done, ended_inside, explains
+from clew.hang.filters import refuses
 from clew.hang.graph import reachable, sinks
-from clew.hang.local_cause import Sink, device, done, ended_inside, explains, local_cause, locked_file, refuses
+from clew.hang.local_cause import device, local_cause
+from clew.hang.locks import locked_file
 from clew.hang.observed import Snapshot
 from clew.hang.progress import cpu_share, pace, recent, wakeups, woken_once
 from clew.hang.roles import actors_of, world_of
+from clew.hang.sink import Sink
 from clew.hang.source import calls_of, enclosing_function, goes_on_for_ever, loop_at, outermost_loop
 from clew.hang.verdict import SOUND, Actor, Verdict, names, verdict_about
 from clew.hang.waits_for import TO_OTHERS, Edges, all_edges, application_edges, collective_edges, key_of

@@ -12,7 +12,7 @@ from itertools import pairwise, takewhile
 
 from clew.hang import source
 from clew.hang.activity import DATABASE, DISTRIBUTED, Activity, activity_of, importing
-from clew.hang.observed import PROGRAM, Frame, Look, Process, Thread
+from clew.hang.observed import PROGRAM, Look, Process, Thread
 
 WAITING_NAMES = re.compile(
     r"(^|[._(])(n|num_)?(wait\w*|try|tries|attempt\w*|retr(y|ies|ied|ying)|poll(s|ed|ing)?|spin\w*|elapsed|deadline|timeout|"
@@ -22,7 +22,6 @@ WAITING_NAMES = re.compile(
 """Names of counters that a loop advances while it waits. Whole words only: `timestep` and `entries` count work."""
 DEADLINE = "its deadline"
 """Beginning of the name of a deadline that is used as a counter."""
-REFUSING_NAMES = re.compile(r"reject|drop|skip|filter|discard|stale|refus|invalid|bad", re.I)
 SPINNING = 0.3
 """Share of one core from which a `while` without counters that advance is taken for endless."""
 BACKWARD_HZ = 3.0
@@ -49,16 +48,16 @@ def recent(process: Process) -> Process:
 
 def without_torn(process: Process) -> Process:
     """Return the process without torn stacks: read while it ran, they lack their outer frames."""
-    bottoms = [(t.frames[-1].file, t.frames[-1].function) for t in _mains_of(process)]
+    bottoms = [(t.frames[-1].file, t.frames[-1].function) for t in mains_of(process)]
     if len(set(bottoms)) < 2:
         return process
     common = Counter(bottoms).most_common(1)[0][0]
-    torn = {id(t) for t, bottom in zip(_mains_of(process), bottoms, strict=True) if bottom != common}
+    torn = {id(t) for t, bottom in zip(mains_of(process), bottoms, strict=True) if bottom != common}
     looks = (replace(x, threads=()) if id(x.main(process.pid)) in torn else x for x in process.looks)
     return replace(process, looks=tuple(looks))
 
 
-def _mains_of(process: Process) -> list[Thread]:
+def mains_of(process: Process) -> list[Thread]:
     """Return the stacks of the main thread that were read, one for each look."""
     return [thread for look in process.looks if (thread := look.main(process.pid)) and thread.frames]
 
@@ -68,8 +67,8 @@ def moved_counters(process: Process, sources: Mapping[str, str]) -> dict[str, tu
     looks = [look for look in recent(process).looks if any(frame.locals for t in look.threads for frame in t.frames)]
     if len(looks) < 2:
         return {}
-    first, last = (_counters(look, process, sources) for look in (looks[0], looks[-1]))
-    middle = [_counters(look, process, sources) for look in looks[1:-1]]
+    first, last = (counters_in(look, process, sources) for look in (looks[0], looks[-1]))
+    middle = [counters_in(look, process, sources) for look in looks[1:-1]]
     found: dict[str, tuple[int, int]] = {}
     for name in first.keys() & last.keys():
         values = [each[name] for each in [first, *middle, last] if name in each]
@@ -84,7 +83,7 @@ def moved_counters(process: Process, sources: Mapping[str, str]) -> dict[str, tu
 
 
 def _monitors(look: Look, process: Process, sources: Mapping[str, str]) -> set[str]:
-    """Return the names, as in `_counters`, of threads and tasks that only report, and could end no wait of others.
+    """Return the names, as in `counters_in`, of threads and tasks that only report, and could end no wait of others.
 
     The set is empty if the main thread only joins threads or awaits results: it may wait for any of them.
     """
@@ -102,7 +101,7 @@ def _monitors(look: Look, process: Process, sources: Mapping[str, str]) -> set[s
     return monitors
 
 
-def _counters(look: Look, process: Process, sources: Mapping[str, str]) -> dict[str, int]:
+def counters_in(look: Look, process: Process, sources: Mapping[str, str]) -> dict[str, int]:
     """Return the integers in the user's frames by names such as main~:0:train.step.
 
     A name has the thread ("main", "main" and its address for a task, or its number), the address of a list after @, the
@@ -194,7 +193,7 @@ def seen(process: Process, sources: Mapping[str, str], world: int | None) -> lis
 
 def places(process: Process) -> list[tuple[tuple[str, str, int], ...]]:
     """Return where the user's frames of the main thread were in each look."""
-    return [tuple((f.file, f.function, f.line) for f in thread.user_frames) for thread in _mains_of(process)]
+    return [tuple((f.file, f.function, f.line) for f in thread.user_frames) for thread in mains_of(process)]
 
 
 LONG_WAIT_S = 10.0
@@ -320,13 +319,13 @@ def _waits_in_loop(process: Process, every: Sequence[Activity], sources: Mapping
     if not every or every[-1].idle_loop or any(each.kind in ("compute", "unknown", "ray") for each in every):
         return False
     asks = has_limit(process) or in_polling_loop(process, sources) or every[-1].op in DATABASE
-    asks = asks or any("/filelock/" in frame.file for thread in _mains_of(process) for frame in thread.frames)
+    asks = asks or any("/filelock/" in frame.file for thread in mains_of(process) for frame in thread.frames)
     return not asks and in_loop(process, sources)
 
 
 def _signals_pile_up(process: Process, sources: Mapping[str, str], world: int | None) -> bool:
     """Return whether stacks only grow on top of a wait for a lock: signal handlers run there, and wait for it, too."""
-    stacks = [[(f.file, f.function, f.line) for f in reversed(thread.frames)] for thread in _mains_of(process)]
+    stacks = [[(f.file, f.function, f.line) for f in reversed(thread.frames)] for thread in mains_of(process)]
     every = seen(process, sources, world)
     for first, activity in zip(stacks[:3], every[:3], strict=True):  # one may have been read within a handler
         if activity.kind == "lock" and len(first) < len(stacks[-1]):
@@ -370,7 +369,7 @@ def goes_round(process: Process, every: list[Activity], sources: Mapping[str, st
     It sleeps at one line in each look, or mostly in `except`: then each attempt has failed, however many were counted
     and logged.
     """
-    threads = _mains_of(process)
+    threads = mains_of(process)
     sleeping = [each for each in every if each.kind == "sleep"]
     if not threads or len({each.line for each in sleeping}) != 1:
         return False
@@ -396,7 +395,7 @@ def goes_round(process: Process, every: list[Activity], sources: Mapping[str, st
 def _goes_steadily(process: Process) -> bool:
     """Return whether a number in a user's frame only rises, or only falls, from each look to the next."""
     values: dict[tuple[str, str], list[float]] = {}
-    threads = _mains_of(process)
+    threads = mains_of(process)
     for frame in (frame for thread in threads for frame in thread.user_frames):
         for name, text in frame.locals.items():
             with suppress(ValueError):
@@ -436,7 +435,7 @@ def _works_in_library(process: Process, sources: Mapping[str, str]) -> bool:
 
     An import, for example, can take longer than the whole watch.
     """
-    threads = _mains_of(process)
+    threads = mains_of(process)
     stacks = {tuple(f.function for f in thread.frames if not f.of_user) for thread in threads}
     running = sum(look.state == "R" for look in process.looks) > len(process.looks) / 2
     if len(stacks) < 2 or not (running or busy(process)):
@@ -489,7 +488,7 @@ def _tests_new_text(process: Process, loop: source.Loop) -> bool:
     names = (
         {node.id for node in ast.walk(loop.test) if isinstance(node, ast.Name)} if isinstance(loop, ast.While) else ()
     )
-    frames = [f for t in _mains_of(process) for f in t.user_frames]
+    frames = [f for t in mains_of(process) for f in t.user_frames]
     return any(len({f.locals[n] for f in frames if re.match("['\"]", f.locals.get(n, ""))}) > 1 for n in names)
 
 
@@ -518,7 +517,7 @@ def own_code_only(process: Process, name: str = "MainThread") -> bool:
         others = [t for look in process.looks for t in look.threads if t.name == name and t.frames]
         return len(others) > 2 and all(thread.frames[0].of_user for thread in others)
     # What called the user's code, such as a data loader or multiprocessing, does not count.
-    mains = _mains_of(process)
+    mains = mains_of(process)
     return len(mains) > 2 and all(t.user_frames == t.frames[: len(t.user_frames)] != () for t in mains)
 
 
@@ -545,100 +544,6 @@ def pace(process: Process, sources: Mapping[str, str]) -> str:
 
 ACCEPTED = re.compile(r"accept|kept|keep|good|ready|done|put|sent|emitted|passed|step|version|update|iter|batch|len\(")
 """Names of counters that grow if not everything is rejected."""
-KEPT = re.compile(r"(^|[_\W])(accept(ed)?|kept|emitted|passed)([_\W]|$)")
-"""Names of counters that stand still if everything is rejected."""
-MANY = 10
-"""Number of rounds without anything kept from which a filter is taken to reject everything."""
-BARREN = 100
-"""Number of rounds without anything kept, or put into a queue, from which a loop seems endless."""
-
-
-def refusing(process: Process, sources: Mapping[str, str]) -> str:
-    """Return the counter that shows that everything is rejected: it grows and nothing is accepted; else ""."""
-    moved = moved_counters(process, sources)
-    if accepts(process, sources):
-        return ""
-    names = [name.partition(":")[2].rpartition(":")[2] for name in moved]
-    grown = [short for short in names if REFUSING_NAMES.search(short.rpartition(".")[2])]
-    grown = [short for short in grown if not _keeps_others(process, sources, short, names)]
-    return grown[0] if grown else _keeps_none(process, sources, moved)
-
-
-def _keeps_others(process: Process, sources: Mapping[str, str], refused: str, moved: Sequence[str]) -> bool:
-    """Return whether a counter moved that the loop raises only in rounds that do not raise `refused`."""
-    function, _, name = refused.partition(".")
-    for frame in (f for t in process.threads for f in t.user_frames if f.name == function):
-        loop = source.outermost_loop(sources.get(frame.file, ""), frame.line)
-        kept = source.counted_otherwise(loop, name.rpartition(".")[2]) if loop is not None else set()
-        if any(each.partition(".")[2].removeprefix("self.") in kept for each in moved):
-            return True
-    return False
-
-
-def _keeps_none(process: Process, sources: Mapping[str, str], moved: Mapping[str, tuple[int, int]]) -> str:
-    """Return a counter that grew by at least `MANY` while one of kept items in the same frame stood still; else ""."""
-    every = [_counters(look, process, sources) for look in process.looks if look.threads]
-    for name in every[-1] if every else ():
-        frame, short = _frame_and_name(name)
-        if KEPT.search(short) and {each.get(name) for each in every} == {every[0].get(name)}:
-            for other in (each for each in moved if _frame_and_name(each)[0] == frame):
-                if every[-1].get(other, 0) - every[0].get(other, 0) >= MANY:
-                    return f"{frame.rpartition(':')[2]}.{_frame_and_name(other)[1]} (beside {short})"
-    return ""
-
-
-def keeps_nothing(process: Process, sources: Mapping[str, str]) -> str:
-    """Return the counter of rounds of a loop that ends only when it has kept enough, and has kept nothing; else ""."""
-    for frame in process.main_frames:
-        text = sources.get(frame.file, "")
-        loop, outer = source.loop_at(text, frame.line), source.outermost_loop(text, frame.line)
-        if loop is None or outer is None:
-            continue
-        every = [f.locals for t in _mains_of(process) for f in t.frames if f.function == frame.function]
-        tested = ast.unparse(loop.test) if isinstance(loop, ast.While) else ""
-        goals = source.collected(loop)  # if one of them grows, the loop may end
-        still = sorted(name for name in {*goals, *frame.locals} if {each.get(name) for each in every} == {"0"})
-        kept = next((name for name in still if KEPT.search(name) and name in tested), "")
-        kept = kept or (min(goals) if goals and goals <= {*still} else "")
-        for name in source.rounds(loop, outer) if kept else ():
-            values = [int(each[name]) for each in every if each.get(name, "").isdigit()]
-            if values and values[0] < values[-1] >= BARREN:
-                return f"{frame.name}.{name} (beside {kept})"
-    return ""
-
-
-def puts_nothing(process: Process, sources: Mapping[str, str]) -> tuple[Activity, Frame, str] | None:
-    """Return evidence that a thread loops without putting anything into the queue that the main thread reads.
-
-    Returns:
-        The wait of the main thread; the frame of the other thread, at the line of its loop; and the counter of the
-        loop's rounds, which alone has changed. None if there is no such thread.
-    """
-    every = seen(process, sources, None) if never_woken(process) else []
-    if {each.kind for each in every} != {"queue"}:
-        return None
-    for thread, frame in ((t, f) for t in process.threads for f in t.user_frames):
-        loop = source.outermost_loop(sources.get(frame.file, ""), frame.line)
-        puts = [name[:-4] for name in source.calls_of(loop) if name.endswith(".put")] if loop is not None else []
-        if loop is None or not any(source.same_name(name, every[-1].target) for name in puts):
-            continue
-        same = [t for look in process.looks for t in look.threads if t.os_id == thread.os_id != process.pid]
-        values = [f.locals for t in same for f in t.frames if f.function == frame.function]
-        rounds = source.rounds(loop, loop)
-        counts = {*source.counted(loop), *rounds, "unfinished_tasks"}
-        moved = {n for each in values for n in each if n in values[0] and each[n] != values[0][n]}
-        moved = {n for n in moved if "len(" in n or n.rpartition(".")[2] in counts}
-        for name in moved if len(moved) == 1 else ():
-            numbers = [int(each[name]) for each in values if each.get(name, "").isdigit()]
-            if name.rpartition(".")[2] in rounds and numbers and numbers[-1] - numbers[0] >= BARREN:
-                return every[-1], replace(frame, line=loop.lineno), name
-    return None
-
-
-def _frame_and_name(counter: str) -> tuple[str, str]:
-    """Return the frame and the variable in a name from `_counters`, without the address of a list."""
-    frame, _, name = re.sub(r"@[0-9a-f]+", "", counter).partition(".")
-    return frame, name
 
 
 def accepts(process: Process, sources: Mapping[str, str]) -> bool:

@@ -58,10 +58,6 @@ ENDING = {
 """Calls that end each kind of wait, with the object in group 1; those at "" end any other kind."""
 Wait = tuple[str, str]
 """Kind of a wait, and the object that is waited for ("" if it has no name)."""
-GROWS = ("append", "extend", "add", "update", "appendleft")
-"""Methods by which a collection grows."""
-FAULTS = re.compile(r"bad|err|fail|nan|skip|drop|reject|miss|spike", re.I)
-"""Names of what a loop counts to give up, and does not collect."""
 Loop = ast.While | ast.For | ast.AsyncFor
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -263,71 +259,12 @@ def counted(loop: ast.AST) -> set[str]:
     return {dotted(each).rpartition(".")[2] for each in targets if isinstance(each, (ast.Name, ast.Attribute))}
 
 
-def filled(loop: ast.AST) -> set[str]:
-    """Return the names and attributes of the collections to which a loop adds items."""
-    functions = (node.func for node in ast.walk(loop) if isinstance(node, ast.Call))
-    methods = (each for each in functions if isinstance(each, ast.Attribute) and each.attr in GROWS)
-    return {dotted(each.value).rpartition(".")[2] for each in methods}
-
-
-def counted_otherwise(loop: Loop, name: str) -> set[str]:
-    """Return the numbers, such as written or len(rows), that a loop raises only in rounds that do not count `name`."""
-    blocks = [getattr(node, part, []) for node in ast.walk(loop) for part in ("body", "orelse")]
-    for body in (each for each in blocks if isinstance(each, list)):  # a lambda's body is one expression
-        for place, node in enumerate(body):
-            if isinstance(node, ast.If) and any(name in counted(each) for each in node.body):
-                goes_on = isinstance(node.body[-1], ast.Continue)
-                others = [*node.orelse, *(body[place + 1 :] if goes_on else [])]
-                return {n for each in others for n in (*counted(each), *(f"len({c})" for c in filled(each)))}
-    return set()
-
-
-def collected(loop: Loop) -> set[str]:
-    """Return the numbers that a loop makes grow until it has enough, such as len(batch) or accepted.
-
-    The set is empty for a loop that sleeps or swallows an exception: its rounds may be failed attempts.
-    """
-    if isinstance(loop, ast.While):
-        tests = [] if isinstance(loop.test, ast.Constant) else [loop.test]
-    elif isinstance(loop.iter, ast.Call) and dotted(loop.iter.func).endswith("count"):
-        tests = list[ast.expr]()
-    else:  # it ends by itself
-        return set()
-    grown = counted(loop) | filled(loop)
-    for node in ast.walk(loop):
-        if isinstance(node, ast.If) and isinstance(node.body[-1], (ast.Break, ast.Return)):
-            tests.append(node.test)
-        elif isinstance(node, ast.ExceptHandler) and not isinstance(node.body[-1], ast.Raise):
-            return set()
-    if any(name.endswith("sleep") for name in calls_of(loop)):
-        return set()
-    grown = {name for name in grown if not FAULTS.search(name)}
-    goals = list[set[str]]()
-    for test in tests:
-        sides = (s for c in ast.walk(test) if isinstance(c, ast.Compare) for s in (c.left, *c.comparators))
-        texts = map(ast.unparse, sides)
-        goals.append({t for t in texts if t.removeprefix("len(").rstrip(")").rpartition(".")[2] in grown})
-    return set[str]().union(*goals) if all(goals) else set()  # otherwise something else can end it
-
-
 @lru_cache(maxsize=4096)
 def loop_variables(text: str, line: int) -> frozenset[str]:
     """Return the variables of all `for` loops in the function around a line, or in the module if there is none."""
     around = enclosing_function(text, line) or parse(text)
     loops = (each for each in (ast.walk(around) if around else ()) if isinstance(each, (ast.For, ast.AsyncFor)))
     return frozenset(name.id for each in loops for name in ast.walk(each.target) if isinstance(name, ast.Name))
-
-
-def rounds(loop: Loop, outer: Loop) -> set[str]:
-    """Return the names that count the rounds of a loop, and start again each time that `outer` enters the loop."""
-    if isinstance(loop, ast.While):
-        names = counted(loop)
-        before = [node for node in outer.body if isinstance(node, ast.Assign) and node.lineno < loop.lineno]
-        used = (each for node in before for each in ast.walk(node) if isinstance(each, ast.Name))
-        return names if loop is outer else names & {name.id for name in used if isinstance(name.ctx, ast.Store)}
-    counts = isinstance(loop.iter, ast.Call) and re.search(r"(range|enumerate|count)$", dotted(loop.iter.func))
-    target = loop.target.elts[0] if isinstance(loop.target, ast.Tuple) else loop.target
-    return {target.id} if counts and isinstance(target, ast.Name) else set()
 
 
 def goes_on_for_ever(loop: ast.AST) -> bool:
