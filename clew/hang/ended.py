@@ -9,7 +9,7 @@ from dataclasses import replace
 from clew.hang.roles import waits_for_work
 from clew.hang.sink import Sink
 from clew.hang.source import ends_one_of, ends_wait, function_named, loop_at, polls
-from clew.hang.verdict import Actor, Verdict, verdict_about
+from clew.hang.verdict import Actor, Verdict
 from clew.hang.waits_for import TO_OTHERS
 
 
@@ -22,23 +22,22 @@ def dead(sink: Sink) -> Verdict | None:
             blamed = [a for a in beside if not a.process.exit.endswith("code 0")] or blamed
         others = ", and others still wait for it" if any(not a.dead for a in sink.live) else ""
         why = f"{', '.join(a.says for a in blamed[:4])}{others}."
-        return verdict_about("dead", blamed, why, sink.live, cause="dead", structural=not all(map(done, blamed)))
+        return sink.blame("dead", blamed, why, cause="dead", structural=not all(map(done, blamed)))
     kinds = (*TO_OTHERS, "sleep") if sink.one.rank is not None else (*TO_OTHERS, "sleep", "store")
     if sink.act.kind not in kinds or sink.one.moving:
         return None
-    dead = [a for a in sink.live if a.dead and a.role != "idle"]
-    others = [*sink.culprits, *sink.waiters]
+    gone = [a for a in sink.live if a.dead and a.role != "idle"]
     asks = sink.act.kind in ("http", "network") and not sink.act.op.endswith("accept")  # these await a server
-    if dead and not asks:
-        why = f"{'. '.join(a.says for a in dead[:4])}. So nothing can end this wait: {sink.one.says}."
-        return verdict_about("dead", dead, why, others, cause="dead", structural=not all(map(done, dead)))
+    if gone and not asks:
+        why = f"{'. '.join(a.says for a in gone[:4])}. So nothing can end this wait: {sink.one.says}."
+        return sink.blame("dead", gone, why, cause="dead", structural=not all(map(done, gone)))
     sure, said = (
         ended_inside(sink.one, counts) or next((text for a in sink.live if (text := ended_children(a, counts))), "")
         for counts in (lambda _: False, lambda name: explains(name, sink.one, sink.live, sink.sources))
     )
     if said and not sink.one.process.waits and sink.act.kind not in ("http", "network", "process"):
         why = f"What has ended: {sure or said}. So nothing can end this wait: {sink.one.says}."
-        return verdict_about("dead", sink.culprits, why, others, cause="dead", structural=bool(sure))
+        return sink.blame("dead", sink.culprits, why, cause="dead", structural=bool(sure))
     by = next((a for a in sink.waiters if a.process.inside.ended_threads and not a.moving), None)
     # The culprit asks for something that a thread of another process may make. Ranks in a collective, however, wait
     # only for the culprit.
@@ -47,7 +46,7 @@ def dead(sink: Sink) -> Verdict | None:
         threads = ", ".join(by.process.inside.ended_threads[:4])
         why = f"A thread of {by.process.label} has ended: {threads}. It may have made what is awaited here: "
         why += f"{sink.one.says}."
-        return verdict_about("dead", [by], why, [*sink.culprits, *sink.waiters], cause="dead", confidence="medium")
+        return sink.blame("dead", [by], why, cause="dead", confidence="medium")
     return None
 
 
@@ -62,13 +61,13 @@ def outlived(sink: Sink) -> Verdict | None:
         f"threads that are no daemons{at}.{sink.who_waits}"
     )
     pattern = "missing rank" if sink.blocked_ranks else "dead"  # a rank that lives on and will not come
-    found = verdict_about(pattern, sink.culprits, why, sink.waiters, cause="dead")
+    found = sink.blame(pattern, sink.culprits, why, cause="dead")
     return replace(found, sites=tuple(sorted({each.site for each in kept})) or found.sites)
 
 
 def lost_task(sink: Sink) -> Verdict | None:
     """Judge a wait for a pool of processes that all wait for work: the worker that had the task is gone."""
-    if sink.act.kind != "pool" or sink.one.moving or sink.one.dead:
+    if sink.act.kind != "pool":
         return None
     workers = [p for p in sink.snapshot.processes if p.parent == sink.one.pid and p.last.state not in "ZX"]
     if not workers or not all(waits_for_work(each) for each in workers):
@@ -78,7 +77,7 @@ def lost_task(sink: Sink) -> Verdict | None:
         f"the worker that had the task was killed (by a limit, or for memory), and the pool has put another one in its "
         f"place. A pool of concurrent.futures raises BrokenProcessPool then."
     )
-    return verdict_about("rollout blocked", [sink.one], why, sink.live, cause="pool", confidence="medium")
+    return sink.blame("rollout blocked", [sink.one], why, cause="pool", confidence="medium")
 
 
 def pipe_kept_open(sink: Sink) -> Verdict | None:
@@ -96,7 +95,7 @@ def pipe_kept_open(sink: Sink) -> Verdict | None:
         f"{one.says}. {ended}, but {', '.join(one.process.outside[:4])}, which it started, lives and has the pipe "
         f"still open: reading it ends when that one ends."
     )
-    return verdict_about("external wait", [one], why, sink.live, cause="pipe")
+    return sink.blame("external wait", [one], why, cause="pipe")
 
 
 def joined_too_early(sink: Sink) -> Verdict | None:
@@ -109,7 +108,7 @@ def joined_too_early(sink: Sink) -> Verdict | None:
                 f"{by.says}. {child.process.label} has done its work, but ends only when the items that it has put "
                 f"into a queue are read. Read the queue before you join the process."
             )
-            return verdict_about("rollout blocked", [by], why, sink.live, cause="process")
+            return sink.blame("rollout blocked", [by], why, cause="process")
     return None
 
 

@@ -13,7 +13,7 @@ from clew.hang.observed import Frame, Process, Snapshot
 from clew.hang.progress import accepts, counters_in, mains_of, moved_counters, never_woken, seen
 from clew.hang.sink import Sink
 from clew.hang.source import Loop, calls_of, counted, dotted, loop_at, outermost_loop, same_name
-from clew.hang.verdict import Actor, Verdict, verdict_about, words_of
+from clew.hang.verdict import Actor, Verdict, words_of
 from clew.hang.waits_for import TO_OTHERS
 
 REJECTED = re.compile(r"reject|drop|skip|filter|discard|stale|refus|invalid|bad", re.I)
@@ -47,7 +47,7 @@ def rejecting(sink: Sink) -> Verdict | None:
         return None
     by, name = found
     why = f"{by.process.label} rejects everything: {name} grows and nothing is accepted, so no wait can end."
-    return verdict_about("rollout blocked", [by], why, sink.waiters, cause="refusing", confidence="medium")
+    return sink.blame("rollout blocked", [by], why, cause="refusing", confidence="medium")
 
 
 def starved(sink: Sink) -> Verdict | None:
@@ -60,7 +60,7 @@ def starved(sink: Sink) -> Verdict | None:
                 f"{by.process.label} {words_of(get)} at {get.place}. The thread that should fill this queue loops "
                 f"at {site} and puts nothing: {frame.name}.{counter} grows, and nothing that it collects does."
             )
-            found = verdict_about("rollout blocked", [by], why, sink.live, cause="queue", confidence="medium")
+            found = sink.blame("rollout blocked", [by], why, cause="queue", confidence="medium")
             return replace(found, sites=tuple(sorted({get.site, site})))
     return None
 

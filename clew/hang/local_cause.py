@@ -41,13 +41,13 @@ def local_cause(sink: Sink) -> Verdict:
 
 def _own_waits(sink: Sink) -> Verdict | None:
     """Judge by the wait that a process of Clew reports itself, in its status file."""
-    if not sink.one.process.waits or sink.one.dead:
+    if not sink.one.process.waits:
         return None
     wait = sink.one.process.waits[0]
     numbers = f" ({wait['numbers']})" if wait["numbers"] else ""
     why = f"{sink.one.process.label} waits for {wait['what']}{numbers}; {wait['unblocks']} unblocks it."
     pattern = "rollout blocked" if "rollout" in wait["unblocks"] else "external wait"
-    return verdict_about(pattern, [sink.one], why, sink.waiters, confidence="medium")
+    return sink.blame(pattern, [sink.one], why, confidence="medium")
 
 
 def _blocked_loop(sink: Sink) -> Verdict | None:
@@ -63,8 +63,7 @@ def _blocked_loop(sink: Sink) -> Verdict | None:
     where = one.activity.place
     why = f"The event loop of {one.process.label} is blocked at {where}: no coroutine on it can run."
     why += _own_coroutine(one, sink.sources)
-    others = [*sink.waiters, *(a for a in sink.culprits if a is not one)]
-    return verdict_about("event loop blocked", [one], why, others, cause="event loop blocked")
+    return sink.blame("event loop blocked", [one], why, cause="event loop blocked")
 
 
 def _own_coroutine(one: Actor, sources: Mapping[str, str]) -> str:
@@ -78,17 +77,17 @@ def _own_coroutine(one: Actor, sources: Mapping[str, str]) -> str:
 
 def _unscheduled(sink: Sink) -> Verdict | None:
     """Find a wait for a result of Ray while none of its actors and tasks that were seen runs anything."""
-    if sink.act.kind != "ray" or sink.one.moving or len(sink.culprits) > 1:
+    if sink.act.kind != "ray" or len(sink.culprits) > 1:
         return None
     if not any(each.of_ray for each in sink.snapshot.processes):
         why = f"{sink.one.says}. No actor or task of Ray was seen. If Ray was started before this program, name their "
         why += "processes with --pid."
-        return verdict_about("undetermined", [], why, sink.live, confidence="low", next="pgrep -f ray::")
+        return sink.blame("undetermined", [], why, confidence="low", next="pgrep -f ray::")
     why = (
         f"{sink.one.says}. None of the actors and tasks that were seen runs: Ray may not have started the one that is "
         f"awaited, because it needs more CPUs, GPUs or memory than are free, or it is on another node."
     )
-    found = verdict_about("external wait", sink.culprits, why, sink.waiters, cause="ray", confidence="medium")
+    found = sink.blame("external wait", sink.culprits, why, cause="ray", confidence="medium")
     return replace(found, next="ray status; ray list actors; ray list tasks")
 
 
@@ -105,7 +104,7 @@ def _joins_its_producer(sink: Sink) -> Verdict | None:
         f"wait for ever.{hidden}{sink.who_waits}"
     )
     pattern = "cleanup deadlock" if joining.cleanup else "lock or I/O"
-    return verdict_about(pattern, [sink.one], why, sink.waiters, cause="thread").at(joining.site)
+    return sink.blame(pattern, [sink.one], why, cause="thread").at(joining.site)
 
 
 def _paused(sink: Sink) -> Verdict | None:
@@ -115,7 +114,7 @@ def _paused(sink: Sink) -> Verdict | None:
         return None
     one = paused[0]
     why = f"The engine of {one.process.label} answers that it is paused, so no request ends: nobody has resumed it."
-    return verdict_about("rollout blocked", [one], why, sink.waiters, cause="paused")
+    return sink.blame("rollout blocked", [one], why, cause="paused")
 
 
 def _slow(sink: Sink) -> Verdict | None:
@@ -126,17 +125,17 @@ def _slow(sink: Sink) -> Verdict | None:
     work = f": it {sink.one.work}" if sink.one.work else ""
     how = ": its counters of tokens grow" if generates else work or pace(sink.one.process, sink.sources)
     why = f"{sink.one.process.label} moves, but slowly{how}; others wait for it."
-    return verdict_about("slow", sink.culprits, why, sink.waiters, cause="slow", confidence="medium")
+    return sink.blame("slow", sink.culprits, why, cause="slow", confidence="medium")
 
 
 def _unexplained(sink: Sink) -> Verdict | None:
     """Abstain if the culprit is in a collective whose peers were not seen, or if its stack says nothing."""
     if sink.act.kind in ("collective", *MESSAGES, "init", "new_group", "destroy"):
         why = f"Nothing that was seen explains the wait: {sink.one.says}."
-        return verdict_about("undetermined", [], why, sink.waiters, confidence="low")
+        return sink.blame("undetermined", [], why, confidence="low")
     if sink.act.kind == "unknown" or sink.act.kind not in LOCAL:
         why = f"The stack of {sink.one.process.label} does not say what it waits for."
-        return verdict_about("undetermined", [], why, sink.live, confidence="low")
+        return sink.blame("undetermined", [], why, confidence="low")
     return None
 
 
@@ -149,7 +148,7 @@ def _store(sink: Sink) -> Verdict | None:
         wanted = next((f.locals["world_size"] for f in frames if f.locals.get("world_size", "").isdigit()), "")
         members = f"until its {wanted} members have come" if wanted else "until all of its members have come"
         why = f"{sink.one.says}. It waits for the server of this store, and {members}: fewer have.{sink.who_waits}"
-        return verdict_about("initialisation", [sink.one], why, sink.waiters, cause="store", confidence="medium")
+        return sink.blame("initialisation", [sink.one], why, cause="store", confidence="medium")
     others = [a for a in sink.live if a.rank is not None and a not in sink.culprits]
     alike = ("store", sink.act.site)  # ranks that wait for the same key
     others = [a for a in others if (a.activity.kind, a.activity.site) != alike]
@@ -159,7 +158,7 @@ def _store(sink: Sink) -> Verdict | None:
     blamed = asking if len(waiting) == len(others) else others
     why = f"{sink.one.says}: no other rank sets this key."
     why += f" Ranks {names(asking)} all wait for it." if len(asking) > 1 else sink.who_waits
-    return verdict_about("missing rank", blamed, why, sink.waiters, confidence="low")
+    return sink.blame("missing rank", blamed, why, confidence="low")
 
 
 def _retrying(sink: Sink) -> Verdict | None:
@@ -179,7 +178,7 @@ def _retrying(sink: Sink) -> Verdict | None:
     if clients[0].activity.kind == "sleep" and looks[-1].switches == looks[0].switches:
         why = f"{label} had an attempt fail, and sleeps at {site} before the next one; it has not woken up meanwhile."
     why = " ".join([why, *sorted(said)])
-    return verdict_about("external wait", clients, why, sink.live, cause="http", confidence="medium")
+    return sink.blame("external wait", clients, why, cause="http", confidence="medium")
 
 
 def _polls(sink: Sink, actor: Actor) -> bool:
@@ -198,7 +197,7 @@ def _failing(sink: Sink, actor: Actor) -> bool:
 def _silent_server(sink: Sink) -> Verdict | None:
     """Judge a server that a rank has started, and that leaves another rank, or its data loader, without an answer."""
     by = sink.parent
-    if by is None or by.activity.kind not in DISTRIBUTED or sink.one.rank is not None or sink.one.moving:
+    if by is None or by.activity.kind not in DISTRIBUTED or sink.one.rank is not None:
         return None
     ports = set(sink.one.process.listens)
     asking = [a for a in sink.waiters if a.activity.kind in ("http", "network") and ports & set(a.process.peers)]
@@ -206,7 +205,7 @@ def _silent_server(sink: Sink) -> Verdict | None:
         return None
     rank = next((a for a in sink.live if a.pid == asking[0].process.parent and a.rank is not None), asking[0])
     why = f"{asking[0].says}. The server {sink.one.process.label}, which {by.process.label} has started, is silent."
-    found = verdict_about("external wait", [rank], why, sink.live, cause="http").at(asking[0].activity.site)
+    found = sink.blame("external wait", [rank], why, cause="http").at(asking[0].activity.site)
     return replace(found, pids=(rank.pid, *(c.pid for c in sink.culprits)))
 
 
@@ -214,7 +213,7 @@ def _outside(sink: Sink) -> Verdict | None:
     """Judge a program that a process started, and that does not end."""
     by = sink.parent
     no_source = not sink.act.site or sink.act.site.startswith("<")  # such as a program given to `python -c`
-    if by is None or sink.one.rank is not None or sink.act.kind == "data_loader" or sink.one.moving:
+    if by is None or sink.one.rank is not None or sink.act.kind == "data_loader":
         return None
     if by.rank is None and not (by.activity.kind == "process" and no_source):
         return None
@@ -222,11 +221,11 @@ def _outside(sink: Sink) -> Verdict | None:
     written = last.written - first.written
     if written > WRITES * (last.at - first.at):
         why = f"{by.says}: its program {sink.one.process.label} has written {written:,} bytes meanwhile."
-        return verdict_about("slow", [by], why, sink.live, cause="slow", confidence="medium")
+        return sink.blame("slow", [by], why, cause="slow", confidence="medium")
     words = LOCAL.get(sink.act.kind, ("", "does not answer"))[1]
     at = "" if no_source else f" at {sink.act.site}"
     why = f"{by.says}: its program {sink.one.process.label} {words}{at}."
-    found = verdict_about("external wait", [by], why, [*sink.culprits, *sink.waiters])
+    found = sink.blame("external wait", [by], why)
     found = found if no_source else found.at(sink.act.site)
     return replace(found, pids=(by.pid, *(c.pid for c in sink.culprits)))
 
@@ -235,13 +234,13 @@ def _cleaned_up(sink: Sink) -> Verdict | None:
     """Judge ranks in `destroy_process_group` while another one waits for something that they would have made."""
     cleaning = [a for a in sink.blocked_ranks if a.activity.kind == "destroy"]
     outside = sink.act.kind in ("sleep", "store", "http", "network", "pipe", "queue", "condition", "collective")
-    if not cleaning or sink.one.rank is None or sink.one.moving or not outside:
+    if not cleaning or sink.one.rank is None or not outside:
         return None
     why = (
         f"{subject(cleaning, 'is', 'are')} in destroy_process_group, which waits for operations that have not ended, "
         f"while {sink.one.says}."
     )
-    return verdict_about("cleanup deadlock", cleaning, why, [*sink.culprits, *sink.waiters], confidence="medium")
+    return sink.blame("cleanup deadlock", cleaning, why, confidence="medium")
 
 
 def _loader(sink: Sink) -> Verdict | None:
@@ -253,7 +252,7 @@ def _loader(sink: Sink) -> Verdict | None:
     workers = ", ".join(str(each.pid) for each in sink.culprits)
     pids = f"{'pid' if len(sink.culprits) == 1 else 'pids'} {workers}"
     why = f"A worker ({pids}) of the data loader of {rank.process.label} {words} at {sink.act.place}."
-    found = verdict_about("data loading", [rank], why, [*sink.culprits, *sink.waiters]).at(sink.act.site)
+    found = sink.blame("data loading", [rank], why).at(sink.act.site)
     return replace(found, pids=(rank.pid, *(c.pid for c in sink.culprits)))
 
 
@@ -267,7 +266,7 @@ def _computing(sink: Sink) -> Verdict | None:
     if sink.act.thread != "MainThread" and any(each[0].isdigit() and "~" not in each for each in threads):
         how = pace(sink.one.process, sink.sources)
         why = f"A thread of {sink.one.process.label} computes and moves{how}; others wait for it."
-        return verdict_about("slow", sink.culprits, why, sink.waiters, cause="slow", confidence="medium")
+        return sink.blame("slow", sink.culprits, why, cause="slow", confidence="medium")
     share = cpu_share(sink.one.process)
     alone = not sink.blocked_ranks and len(sink.live) == 1
     endless = own_code_only(sink.one.process, sink.act.thread) and busy(sink.one.process)
@@ -280,11 +279,9 @@ def _computing(sink: Sink) -> Verdict | None:
     if endless and numeric and not gpu and (alone or (once and sink.act.thread == "MainThread")):
         name = dotted(numeric[0].func)
         why = f"{sink.one.says}. It is slow, not hung: {name} ends by itself, but does not show how far it has come."
-        return verdict_about("slow", sink.culprits, why, sink.waiters, cause="slow", confidence="low")
+        return sink.blame("slow", sink.culprits, why, cause="slow", confidence="low")
     if share < LEAST_CPU or (alone and not endless):
-        return verdict_about(
-            "undetermined", [], f"{sink.one.says} ({share:.0%} of a core).", sink.live, confidence="low"
-        )
+        return sink.blame("undetermined", [], f"{sink.one.says} ({share:.0%} of a core).", confidence="low")
     seconds = sink.snapshot.seconds
     why = f"{sink.one.says}. It has computed there for the {seconds:.0f} s of watching ({share:.0%} of a core)."
     return verdict_about(
@@ -308,10 +305,10 @@ def device(sink: Sink) -> Verdict | None:
     there = {a.activity.site for a in inside if a not in late}
     if late and all(a.activity.kind == "device" and a.activity.site not in there for a in late):
         why = f"{late[0].says}, and the others wait for it in NCCL. {told}"
-        return verdict_about("missing rank", late, why, ranks, cause="device", confidence="medium")
+        return sink.blame("missing rank", late, why, cause="device", confidence="medium")
     if parted := parting(inside) or other_numbers(inside):
         why = f"The ranks wait for their GPUs, which wait for one another in NCCL. {parted[1]}"
-        return verdict_about("collective mismatch", parted[0], why, ranks, cause="device", confidence="medium")
+        return sink.blame("collective mismatch", parted[0], why, cause="device", confidence="medium")
     why = f"{waiting[0].says}. Its kernels have not ended: one of them may never end, or take longer than was watched."
     if len(ranks) > 1:
         why += (
@@ -321,7 +318,7 @@ def device(sink: Sink) -> Verdict | None:
     why += " A GPU that is 100 % busy but draws little power is probably only waiting."
     pid = waiting[0].process.pid
     how = f"clew hang --pid {pid} again in a minute; cuda-gdb -p {pid} shows the kernel (info cuda kernels)."
-    return verdict_about("undetermined", [], why, sink.live, confidence="low", next=how)
+    return sink.blame("undetermined", [], why, confidence="low", next=how)
 
 
 def _threads_poll(sink: Sink) -> Verdict | None:
@@ -333,7 +330,7 @@ def _threads_poll(sink: Sink) -> Verdict | None:
         return None
     told = ", ".join(f"{each.thread} at {each.site}" for each in polling[:4])
     why = f"Threads of {sink.one.process.label} ask again and again, each for what another thread should bring: {told}."
-    found = verdict_about("rollout blocked", [sink.one], why, sink.live, cause="sleep", confidence="medium")
+    found = sink.blame("rollout blocked", [sink.one], why, cause="sleep", confidence="medium")
     return replace(found, sites=tuple(sorted({each.site for each in polling})))
 
 
@@ -349,7 +346,7 @@ def _both_poll(sink: Sink) -> Verdict | None:
         f"{by.says}. Its worker {sink.one.process.label} waits for work at {sink.act.place}. So what "
         f"is awaited was never given to a worker, or was lost."
     )
-    found = verdict_about("rollout blocked", [by], why, sink.live, cause="sleep", confidence="medium")
+    found = sink.blame("rollout blocked", [by], why, cause="sleep", confidence="medium")
     return found.at(sink.act.site)
 
 
@@ -359,7 +356,7 @@ def _polling(sink: Sink) -> Verdict | None:
     if sink.act.kind != "sleep" or loop is None or not any(map(FILE_CALLS.search, calls_of(loop))):
         return None
     why = f"{sink.one.process.label} polls for a file that does not appear, at {sink.act.place}."
-    return verdict_about("external wait", sink.culprits, why + sink.who_waits, sink.waiters, cause="file")
+    return sink.blame("external wait", sink.culprits, why + sink.who_waits, cause="file")
 
 
 def _one_at_a_time(sink: Sink) -> Verdict | None:
@@ -367,14 +364,14 @@ def _one_at_a_time(sink: Sink) -> Verdict | None:
     names_of = {(PurePath(f.file).name, f.name) for thread in sink.one.process.threads for f in thread.frames}
     reads = {("server.py", "handle_one_request"), ("socketserver.py", "serve_forever")} <= names_of
     asking = [a for a in sink.waiters if set(sink.one.process.listens) & set(a.process.peers)]
-    if not reads or not asking or sink.act.kind not in ("http", "network") or sink.one.moving:
+    if not reads or not asking or sink.act.kind not in ("http", "network"):
         return None
     why = (
         f"{asking[0].says}. Its server {sink.one.process.label} serves one connection at a time, at {sink.act.site}. "
         f"It reads from one that is idle and kept alive, and does not accept the next. Close idle connections, or "
         f"serve each in a thread of its own (ThreadingHTTPServer)."
     )
-    return verdict_about("external wait", [sink.one], why, sink.live, cause="http").at(asking[0].activity.site)
+    return sink.blame("external wait", [sink.one], why, cause="http").at(asking[0].activity.site)
 
 
 def _blocked(sink: Sink) -> Verdict | None:
@@ -401,7 +398,7 @@ def _blocked(sink: Sink) -> Verdict | None:
     locking = sink.act.kind == "lock" or (sink.act.task and sink.act.op == "acquire")
     holders = lock_holders(sink.one, sink) if locking else {}
     why += "".join(f" {held}." for held in holders) or left_locked(sink)
-    found = verdict_about(pattern, sink.culprits, why, sink.waiters, confidence=confidence, cause=sink.act.kind)
+    found = sink.blame(pattern, sink.culprits, why, confidence=confidence, cause=sink.act.kind)
     return found.at(*holders.values())
 
 
@@ -463,5 +460,6 @@ RULES: tuple[Callable[[Sink], Verdict | None], ...] = (
 )  # fmt: skip
 """Rules in the order in which they are tried: the first that answers decides, so facts come before guesses.
 
-Rules after `_unexplained` can rely on a kind that `LOCAL` has. `_blocked` always answers.
+Those after `dead` and `_slow` judge a culprit that lives and does not move, and those after `_unexplained` one with a
+kind of wait that `LOCAL` has. `_blocked` always answers.
 """

@@ -8,7 +8,7 @@ from pathlib import PurePath
 from clew.hang.activity import DISTRIBUTED
 from clew.hang.sink import Sink
 from clew.hang.source import enclosing, same_name
-from clew.hang.verdict import Actor, Verdict, verdict_about, words_of
+from clew.hang.verdict import Actor, Verdict, words_of
 
 
 def locked_outside(sink: Sink) -> Verdict | None:
@@ -17,7 +17,7 @@ def locked_outside(sink: Sink) -> Verdict | None:
     if one is None or one.moving:
         return None
     why = f"{one.says}. {', '.join(one.process.outside[:4])} has locked it, and is no process of this job."
-    return verdict_about("lock or I/O", [one], why, sink.live, cause="file")
+    return sink.blame("lock or I/O", [one], why, cause="file")
 
 
 def locked_file(sink: Sink) -> Verdict | None:
@@ -35,7 +35,7 @@ def locked_file(sink: Sink) -> Verdict | None:
     why = f"{waiting.says}. {by.process.label} has locked that file, and does not unlock it: {by.says}."
     if by.activity.kind in DISTRIBUTED and waiting.rank is not None:
         why += " It is in a collective there, and waits for ranks that wait for this lock."
-    return verdict_about("lock or I/O", [by], why, sink.live, cause="file").at(waiting.activity.site)
+    return sink.blame("lock or I/O", [by], why, cause="file").at(waiting.activity.site)
 
 
 def lock_holders(actor: Actor, sink: Sink) -> dict[str, str]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from clew.hang.activity import DISTRIBUTED, Activity
 from clew.hang.observed import Snapshot
-from clew.hang.verdict import Actor, subject
+from clew.hang.verdict import Actor, Verdict, subject, verdict_about
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,10 @@ class Sink:
     def parent(self) -> Actor | None:
         """Return the process that has started the culprit."""
         return next((a for a in self.live if a.pid == self.one.process.parent), None)
+
+    def blame(self, pattern: str, blamed: Sequence[Actor], why: str, **more) -> Verdict:
+        """Return a verdict about some of these processes, with what all of them do as evidence."""
+        return verdict_about(pattern, blamed, why, self.live, **more)
 
     @property
     def who_waits(self) -> str:
