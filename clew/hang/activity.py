@@ -10,9 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any
 
-from clew.hang import source
-from clew.hang.inside import installed
-from clew.hang.observed import Frame, Process, Thread
+from clew.hang import expressions, source
+from clew.hang.observed import Frame, Process, Thread, installed
 
 C10D = "torch/distributed/distributed_c10d.py"
 INITIALISING = {"init_process_group", "rendezvous", "_store_based_barrier", "_create_c10d_store"}
@@ -135,6 +134,11 @@ class Activity:
     """True in a `while` that pauses in each round, see `source.periodic`."""
 
     @property
+    def of_user(self) -> bool:
+        """Return whether the innermost place that is known is in the user's own code."""
+        return bool(self.file) and not installed(self.file)
+
+    @property
     def site(self) -> str:
         """Return the user's call site as file:line."""
         return f"{PurePath(self.file).name}:{self.line}" if self.file else ""
@@ -155,7 +159,7 @@ def counters_of(frames: tuple[Frame, ...]) -> dict[str, int]:
     """Return the integer locals of the user's frames, by frame and name: they show loops that advance."""
     found: dict[str, int] = {}
     for frame in frames:
-        if not installed(frame.file):
+        if frame.of_user:
             for name, text in frame.locals.items():
                 if re.fullmatch(r"-?\d{1,15}", text):
                     found[f"{frame.name}.{name}"] = int(text)
@@ -181,7 +185,7 @@ class Place:
     @property
     def inside(self) -> tuple[Frame, ...]:
         """Return the library frames that the user's code has called; all frames if none of them is the user's."""
-        return self.frames if installed(self.user.file) else self.frames[: self.frames.index(self.user)]
+        return self.frames[: self.frames.index(self.user)] if self.user.of_user else self.frames
 
     @property
     def text(self) -> str:
@@ -200,7 +204,7 @@ def _cleanup(frames: Sequence[Frame], sources: Mapping[str, str]) -> str:
         if frame.name == "_exit_wrapper" and frame.locals.get("exc_type") != "None":  # a callback of an ExitStack
             return "__exit__"
         word = source.in_cleanup(sources.get(frame.file, ""), frame.line)
-        callers = (each for each in frames[place + 1 :] if not installed(each.file))
+        callers = (each for each in frames[place + 1 :] if each.of_user)
         looped = (source.loop_at(sources.get(each.file, ""), each.line) for each in callers)
         if word and not (source.EVERYDAY_NAMES.match(word) and any(looped)):
             return word
@@ -212,7 +216,7 @@ def activity_of(process: Process, thread: Thread, sources: Mapping[str, str], wo
     frames = thread.frames
     if not frames:
         return Activity(kind="unknown", thread=thread.name)
-    user = next((frame for frame in frames if not installed(frame.file)), frames[-1])
+    user = next(iter(thread.user_frames), frames[-1])
     text = sources.get(user.file, "")
     base = Activity(
         kind="unknown",
@@ -258,7 +262,7 @@ def activity_of(process: Process, thread: Thread, sources: Mapping[str, str], wo
 
 def importing(thread: Thread) -> bool:
     """Return whether a thread imports a module: it loads files and runs code, and waits for nobody."""
-    inner = itertools.takewhile(lambda frame: installed(frame.file), thread.frames)
+    inner = itertools.takewhile(lambda frame: not frame.of_user, thread.frames)
     return any(frame.file.startswith("<frozen importlib") for frame in inner)
 
 
@@ -285,7 +289,7 @@ def _coroutine(base: Activity, thread: Thread, user: Frame, text: str) -> Activi
     if thread.ended:
         return replace(base, kind="unknown")
     inside = thread.frames[: thread.frames.index(user)]
-    if all(installed(frame.file) for frame in thread.frames) and any(SERVING.search(f.file) for f in thread.frames):
+    if not thread.user_frames and any(SERVING.search(f.file) for f in thread.frames):
         return replace(base, kind="unknown")
     starts_program = any(re.search(r"asyncio/subprocess\.py$", frame.file) for frame in inside)
     if thread.waiter in ("Task", "_GatheringFuture") and not starts_program:  # communicate() gathers tasks of its own
@@ -305,13 +309,13 @@ def line_of(text: str, line: int) -> str:
 
 def names_for(process: Process, frames: tuple[Frame, ...], text: str, world: int | None) -> dict[str, Any]:
     """Return the integers that the user's expressions may use, by name: constants, locals, the rank and `world`."""
-    names: dict[str, Any] = source.constants(text)
+    names: dict[str, Any] = expressions.constants(text)
     if process.rank is not None:
         names["rank"] = process.rank
     if world is not None:
         names |= {"world_size": world, "world": world, "WORLD_SIZE": world}
     for frame in reversed(frames):  # the outermost first, so that an inner local hides an outer one of the same name
-        if not installed(frame.file):
+        if frame.of_user:
             names |= {k: int(v) for k, v in frame.locals.items() if re.fullmatch(r"-?\d{1,9}", v)}
     return names
 
@@ -378,7 +382,7 @@ def group_in_memory(frame: Frame, process: Process) -> tuple[str, tuple[int, ...
 def group_of(frame: Frame, place: Place) -> tuple[str, tuple[int, ...] | None]:
     """Return the name of the group that a collective was called with, and its ranks if the source says them."""
     outer = place.frames[place.frames.index(frame) + 1 :]
-    callers = [each for each in outer if not installed(each.file)]
+    callers = [each for each in outer if each.of_user]
     if not callers:
         return "world", None
     text = place.sources.get(callers[0].file, "")
@@ -412,7 +416,7 @@ def group_of(frame: Frame, place: Place) -> tuple[str, tuple[int, ...] | None]:
 
 def new_group_members(text: str, name: str, names: dict[str, Any]) -> tuple[int, ...] | None:
     """Return the ranks of `name = new_group(RANKS)`; None if the source and `names` do not say them for this rank."""
-    integers = {**source.constants(text), **names}
+    integers = {**expressions.constants(text), **names}
     for value in source.assignments(text, name):
         if isinstance(value, ast.Call) and source.dotted(value.func).rpartition(".")[2] == "new_group":
             ranks = source.keyword(value, "ranks", 0)
@@ -421,8 +425,8 @@ def new_group_members(text: str, name: str, names: dict[str, Any]) -> tuple[int,
             try:
                 if isinstance(ranks, ast.Name) and ranks.id not in integers:
                     ranks = next(source.assignments(text, ranks.id), ranks)
-                found = source.evaluate(ranks, integers)
-            except (source.Unknown, TypeError, ValueError):
+                found = expressions.evaluate(ranks, integers)
+            except (expressions.Unknown, TypeError, ValueError):
                 continue
             if isinstance(found, list) and all(isinstance(each, int) for each in found):
                 return tuple(sorted(set(found)))
@@ -538,8 +542,8 @@ def _work(base: Activity, call: ast.Call, place: Place) -> Activity | None:
 def _peer(node: ast.expr | None, place: Place) -> int | None:
     """Return the rank that an argument names, or None if its value is not known."""
     try:
-        value = source.evaluate(node, place.names) if node is not None else None
-    except (source.Unknown, TypeError, ValueError):
+        value = expressions.evaluate(node, place.names) if node is not None else None
+    except (expressions.Unknown, TypeError, ValueError):
         return None
     return value if isinstance(value, int) else None
 
@@ -547,7 +551,7 @@ def _peer(node: ast.expr | None, place: Place) -> int | None:
 def _messages_of(call: ast.Call, place: Place) -> list[ast.Call]:
     """Return the P2POp(...) calls of a batch_isend_irecv, from the call, else its function, else the caller's line."""
     around = source.enclosing_function(place.text, place.user.line)
-    outer = [frame for frame in place.frames[place.frames.index(place.user) + 1 :] if not installed(frame.file)]
+    outer = [frame for frame in place.frames[place.frames.index(place.user) + 1 :] if frame.of_user]
     lines = [each for f in outer[:1] for each in source.calls_at(place.sources.get(f.file, ""), f.line)]
     nodes: list[Iterable[ast.AST]] = [ast.walk(call), ast.walk(around) if around is not None else [], lines]
     made = ([n for n in each if isinstance(n, ast.Call) and source.dotted(n.func).endswith("P2POp")] for each in nodes)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import PurePath
 
 from clew.hang.activity import DISTRIBUTED, LOOP_COUNTER, WORKS, Activity
 from clew.hang.collective_calls import behind, other_numbers, parting
 from clew.hang.equal_stacks import ranges
-from clew.hang.inside import installed
-from clew.hang.observed import Frame
 from clew.hang.roles import joins_as
 from clew.hang.source import WITHOUT_RAISE, follows, outermost_loop
 from clew.hang.verdict import MESSAGES, Actor, Verdict, names, subject, verdict_about
@@ -283,86 +281,151 @@ def _sentences(actors: list[Actor]) -> str:
     return " ".join(f"{a.says[:1].upper()}{a.says[1:]}." for a in actors[:4])
 
 
+@dataclass(frozen=True, kw_only=True)
+class Cycle:
+    """Ranks that wait for one another, and everything around them."""
+
+    culprits: list[Actor]
+    waiters: list[Actor]
+    sources: Mapping[str, str]
+
+    @property
+    def everyone(self) -> list[Actor]:
+        return [*self.culprits, *self.waiters]
+
+    @property
+    def kinds(self) -> set[str]:
+        return {a.activity.kind for a in self.culprits}
+
+    @property
+    def says(self) -> str:
+        return _sentences(self.culprits)
+
+
 def cycle(culprits: list[Actor], waiters: list[Actor], sources: Mapping[str, str]) -> Verdict:
     """Judge ranks that wait for one another: cleanup, messages, crossed groups, or different collectives."""
-    kinds = {a.activity.kind for a in culprits}
-    where = _sentences(culprits)
-    cleaning = [a for a in culprits if a.activity.cleanup or a.activity.kind == "destroy"]
-    # A `finally` or `__exit__` may hide an exception, because a collective in it waits for ranks that still train.
-    if cleaning and len(cleaning) < len(culprits):
-        hidden = next((f"{a.hidden_exception} is" for a in cleaning if a.hidden_exception), "An exception may be")
-        hidden += " hidden there: it is shown only after the cleanup ends, and that waits."
-        if all(a.activity.cleanup == WITHOUT_RAISE for a in cleaning):
-            hidden = "An exception brought it there, and is not raised again: only the log may show it."
-        why = (
-            f"{subject(cleaning, 'is', 'are')} cleaning up (in {cleaning[0].activity.cleanup}) while the others still "
-            f"train. {hidden} {where}"
-        )
-        return verdict_about("cleanup deadlock", cleaning, why, waiters + culprits, structural=True)
-    inside = [a for a in culprits if a.activity.kind in DISTRIBUTED]
-    if apart := [a for a in culprits if a not in inside]:
-        who = f"ranks {names(inside)} could end that wait, and they wait"
-        who = who if len(inside) > 1 else f"rank {names(inside)} could end that wait, and it waits"
-        why = f"{_sentences(apart)} Only {who} for rank {names(apart)} in {inside[0].activity.op}."
-        return verdict_about("missing rank", apart, why, [*inside, *waiters], structural=True)
-    # Sender and receiver have met, but expect different sizes.
-    if len(kinds) == 2 and kinds == set(MESSAGES) and len(culprits) == 2 and (found := _other_shapes(culprits)):
+    ranks = Cycle(culprits=culprits, waiters=waiters, sources=sources)
+    return next(verdict for rule in CYCLES if (verdict := rule(ranks)) is not None)
+
+
+def _cleaning_up(ranks: Cycle) -> Verdict | None:
+    """Judge ranks that clean up while the others still train.
+
+    A `finally` or `__exit__` may hide an exception, because a collective in it waits for ranks that still train.
+    """
+    cleaning = [a for a in ranks.culprits if a.activity.cleanup or a.activity.kind == "destroy"]
+    if not cleaning or len(cleaning) == len(ranks.culprits):
+        return None
+    hidden = next((f"{a.hidden_exception} is" for a in cleaning if a.hidden_exception), "An exception may be")
+    hidden += " hidden there: it is shown only after the cleanup ends, and that waits."
+    if all(a.activity.cleanup == WITHOUT_RAISE for a in cleaning):
+        hidden = "An exception brought it there, and is not raised again: only the log may show it."
+    why = (
+        f"{subject(cleaning, 'is', 'are')} cleaning up (in {cleaning[0].activity.cleanup}) while the others still "
+        f"train. {hidden} {ranks.says}"
+    )
+    return verdict_about("cleanup deadlock", cleaning, why, ranks.everyone, structural=True)
+
+
+def _elsewhere(ranks: Cycle) -> Verdict | None:
+    """Judge ranks whose wait only the others could end, which are in a collective and wait for them."""
+    inside = [a for a in ranks.culprits if a.activity.kind in DISTRIBUTED]
+    outside = [a for a in ranks.culprits if a not in inside]
+    if not outside:
+        return None
+    who = f"ranks {names(inside)} could end that wait, and they wait"
+    who = who if len(inside) > 1 else f"rank {names(inside)} could end that wait, and it waits"
+    why = f"{_sentences(outside)} Only {who} for rank {names(outside)} in {inside[0].activity.op}."
+    return verdict_about("missing rank", outside, why, ranks.everyone, structural=True)
+
+
+def _only_messages(ranks: Cycle) -> Verdict | None:
+    """Judge ranks that all send or receive: they expect different sizes, or receive before they send."""
+    culprits, kinds = ranks.culprits, ranks.kinds
+    if not kinds <= set(MESSAGES):
+        return None
+    if len(kinds) == len(culprits) == 2 and (found := _other_shapes(culprits)):
         return found
-    # Every rank receives before it sends, or the reverse.
-    if kinds <= set(MESSAGES):
-        if kinds == {"recv"} and (parted := _left_a_loop(culprits, sources)):
-            pattern = "pipeline micro-batch mismatch"
-            why = f"Ranks {names(culprits)} all receive, and none of them sends. {parted[1]} {where}"
-        else:
-            pattern = "send/receive cycle"
-            tags = {a.activity.tag for a in culprits if a.activity.tag.isdigit()}
-            differ = f" Their tags differ: {' and '.join(sorted(tags))}." if len(kinds) == 2 and len(tags) == 2 else ""
-            why = f"Ranks {names(culprits)} wait for one another in send and recv, so none proceeds.{differ} {where}"
-        return with_callers(verdict_about(pattern, culprits, why, waiters, structural=True), culprits)
-    # A stage of a pipeline has gone on to a collective while its neighbour still exchanges micro-batches.
-    if kinds & set(MESSAGES):
-        why = (
-            "One side expects a message that the other does not send (or the reverse): the other side has gone on to "
-            f"another operation. The numbers of micro-batches may differ. {where}"
-        )
-        # `gone`: ranks in another operation. They are at fault, and so are ranks whose peer is one of them or unknown.
-        gone = {a.rank for a in culprits if a.activity.kind not in MESSAGES}
-        waiting = [a for a in culprits if a.activity.kind in MESSAGES and gone & set(a.activity.peers)]
-        sides = [a for a in culprits if a.rank in gone or not a.activity.peers or gone & set(a.activity.peers)]
-        others = [*waiters, *(a for a in culprits if a not in sides)]
-        if len(gone) == 1 and waiting:
-            on = next(a for a in culprits if a.rank in gone)
-            if len(waiting) > 1:  # several await a message from one rank, so that one has left
-                return _left(on, waiting, [*waiters, *culprits])
-            if through := [a for a in waiters if key_of(a.activity) == key_of(on.activity)]:
-                why += (
-                    f" {subject(through, 'has come', 'have come')} to {on.activity.op}, too, so rank {names(waiting)} "
-                    f"may exchange more messages than its peers do: look at rank {names(waiting)} first."
-                )
-        return verdict_about("pipeline micro-batch mismatch", sides, why, others, structural=True)
-    for key in dict.fromkeys((key_of(a.activity), a.activity.op) for a in culprits if a.activity.root):
-        inside = [a for a in culprits if (key_of(a.activity), a.activity.op) == key]
-        if found := _other_roots(inside, [a for a in [*culprits, *waiters] if a not in inside]):
+    if kinds == {"recv"} and (parted := _left_a_loop(culprits, ranks.sources)):
+        pattern = "pipeline micro-batch mismatch"
+        why = f"Ranks {names(culprits)} all receive, and none of them sends. {parted[1]} {ranks.says}"
+    else:
+        pattern = "send/receive cycle"
+        tags = {a.activity.tag for a in culprits if a.activity.tag.isdigit()}
+        differ = f" Their tags differ: {' and '.join(sorted(tags))}." if len(kinds) == 2 and len(tags) == 2 else ""
+        why = f"Ranks {names(culprits)} wait for one another in send and recv, so none proceeds.{differ} {ranks.says}"
+    return with_callers(verdict_about(pattern, culprits, why, ranks.everyone, structural=True), culprits)
+
+
+def _gone_on(ranks: Cycle) -> Verdict | None:
+    """Judge stages of a pipeline that went on to a collective while a neighbour still exchanges micro-batches."""
+    if not ranks.kinds & set(MESSAGES):
+        return None
+    gone = [a for a in ranks.culprits if a.activity.kind not in MESSAGES]
+    numbers = {a.rank for a in gone}
+    waiting = [a for a in ranks.culprits if a not in gone and numbers & set(a.activity.peers)]
+    more = ""
+    if len(gone) == 1 and waiting:
+        one = gone[0]
+        if len(waiting) > 1:  # several await a message from one rank, so that one has left
+            why = f"Ranks {names(waiting)} await messages of rank {one.rank}, which has gone on: {one.says}."
+            return verdict_about("pipeline micro-batch mismatch", gone, why, ranks.everyone, structural=True)
+        if through := [a for a in ranks.waiters if key_of(a.activity) == key_of(one.activity)]:
+            more = (
+                f" {subject(through, 'has come', 'have come')} to {one.activity.op}, too, so rank {names(waiting)} "
+                f"may exchange more messages than its peers do: look at rank {names(waiting)} first."
+            )
+    why = (
+        "One side expects a message that the other does not send (or the reverse): the other side has gone on to "
+        f"another operation. The numbers of micro-batches may differ. {ranks.says}{more}"
+    )
+    # At fault are the ranks that went on, and those whose peer is one of them or unknown.
+    sides = [a for a in ranks.culprits if a in gone or a in waiting or not a.activity.peers]
+    return verdict_about("pipeline micro-batch mismatch", sides, why, ranks.everyone, structural=True)
+
+
+def _roots_differ(ranks: Cycle) -> Verdict | None:
+    """Judge ranks that meet in one collective and name different sources or destinations."""
+    for key in dict.fromkeys((key_of(a.activity), a.activity.op) for a in ranks.culprits if a.activity.root):
+        inside = [a for a in ranks.culprits if (key_of(a.activity), a.activity.op) == key]
+        if found := _other_roots(inside, [a for a in ranks.everyone if a not in inside]):
             return found
-    # Two groups are used in opposite order.
-    if len({key_of(a.activity) for a in culprits}) > 1 and not _one_deviates(culprits):
-        why = f"The ranks call collectives of different groups in different order, and wait for one another. {where}"
-        # Ranks that only wait count as well: if all but one are in the same call, that one left the common order.
-        beside = [a for a in waiters if a.rank is not None and a.activity.kind == "collective"]
-        sides = Counter((key_of(a.activity), a.activity.site) for a in [*culprits, *beside])
-        alone = [a for a in culprits if sides[key_of(a.activity), a.activity.site] == 1]
-        odd = alone if len(sides) == 2 and max(sides.values()) > 2 and alone else culprits
-        return verdict_about("crossed groups", odd, why, [*culprits, *waiters], structural=True)
-    why = f"The ranks are in different collectives, which can never meet. {where}"
+    return None
+
+
+def _crossed_groups(ranks: Cycle) -> Verdict | None:
+    """Judge ranks that use two groups in opposite order."""
+    culprits = ranks.culprits
+    if len({key_of(a.activity) for a in culprits}) == 1 or _one_deviates(culprits):
+        return None
+    why = f"The ranks call collectives of different groups in different order, and wait for one another. {ranks.says}"
+    # Ranks that only wait count as well: if all but one are in the same call, that one left the common order.
+    beside = [a for a in ranks.waiters if a.rank is not None and a.activity.kind == "collective"]
+    sides = Counter((key_of(a.activity), a.activity.site) for a in [*culprits, *beside])
+    alone = [a for a in culprits if sides[key_of(a.activity), a.activity.site] == 1]
+    odd = alone if len(sides) == 2 and max(sides.values()) > 2 and alone else culprits
+    return verdict_about("crossed groups", odd, why, ranks.everyone, structural=True)
+
+
+def _different_collectives(ranks: Cycle) -> Verdict:
+    """Judge ranks in different collectives: those that left a loop or the common path of calls are at fault."""
+    culprits = ranks.culprits
+    why = f"The ranks are in different collectives, which can never meet. {ranks.says}"
     odd = _deviating(culprits)
-    if left := _left_a_loop(culprits, sources):
-        odd, left_where = left
-        why = f"{why} {left_where}"
+    if left := _left_a_loop(culprits, ranks.sources):
+        odd, said = left
+        why = f"{why} {said}"
     if parted := parting(culprits) or other_numbers(culprits):
         odd = parted[0] if len(parted[0]) < len(culprits) else odd
         why = f"{why} {parted[1]}"
     sure = "high" if len(odd) < len(culprits) else "medium"  # else all are blamed
-    return verdict_about("collective mismatch", odd, why, culprits + waiters, structural=True, confidence=sure)
+    return verdict_about("collective mismatch", odd, why, ranks.everyone, structural=True, confidence=sure)
+
+
+CYCLES: tuple[Callable[[Cycle], Verdict | None], ...] = (
+    _cleaning_up, _elsewhere, _only_messages, _gone_on, _roots_differ, _crossed_groups, _different_collectives,
+)  # fmt: skip
+"""Rules in the order in which they are tried. Those after `_elsewhere` know that all ranks are in an operation."""
 
 
 def with_callers(verdict: Verdict, actors: Sequence[Actor]) -> Verdict:
@@ -370,7 +433,7 @@ def with_callers(verdict: Verdict, actors: Sequence[Actor]) -> Verdict:
 
     They are the frames at the first level, going outwards, where the processes differ.
     """
-    for depth, level in enumerate(zip(*map(own_frames, actors), strict=False)):
+    for depth, level in enumerate(zip(*(a.process.user_frames for a in actors), strict=False)):
         if not depth and any(a.activity.line != frame.line for a, frame in zip(actors, level, strict=True)):
             return verdict  # another thread than the main one decides what a process does
         if len({(frame.file, frame.line) for frame in level}) > 1:
@@ -386,7 +449,7 @@ def with_callers(verdict: Verdict, actors: Sequence[Actor]) -> Verdict:
 def _left_a_loop(ranks: Sequence[Actor], sources: Mapping[str, str]) -> tuple[list[Actor], str] | None:
     """Return the smaller side if some ranks have left a loop that the rest are still in, and words about it."""
     # From the outermost frame inwards, to the first in which some ranks are in a loop and the others are past it.
-    for level in zip(*(reversed(own_frames(a)) for a in ranks), strict=False):
+    for level in zip(*(reversed(a.process.user_frames) for a in ranks), strict=False):
         if len({(frame.file, frame.function) for frame in level}) > 1:
             return None
         text = sources.get(level[0].file, "")
@@ -404,19 +467,6 @@ def _left_a_loop(ranks: Sequence[Actor], sources: Mapping[str, str]) -> tuple[li
         if len({(frame.function, frame.line) for frame in level}) > 1:
             return None
     return None
-
-
-def own_frames(actor: Actor) -> list[Frame]:
-    """Return the frames of the user's code on the main thread, the innermost first."""
-    frames = actor.process.main.frames if actor.process.main else ()
-    return [frame for frame in frames if not installed(frame.file)]
-
-
-def _left(one: Actor, waiting: list[Actor], everyone: list[Actor]) -> Verdict:
-    """Judge a rank that went on to another operation while several ranks await its messages."""
-    why = f"Ranks {names(waiting)} await messages of rank {one.rank}, which has gone on: {one.says}."
-    others = [a for a in everyone if a is not one]
-    return verdict_about("pipeline micro-batch mismatch", [one], why, others, structural=True)
 
 
 def _one_deviates(culprits: Sequence[Actor]) -> bool:

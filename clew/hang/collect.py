@@ -27,7 +27,7 @@ from clew.hang.engines import answers
 from clew.hang.equal_stacks import Stack, stack_of
 from clew.hang.files import awaited_locks
 from clew.hang.flight import calls_of
-from clew.hang.inside import inside, installed, tasks_of, with_numbers
+from clew.hang.inside import inside, tasks_of, with_numbers
 from clew.hang.jobs import python
 from clew.hang.observed import NO_PYTHON, Frame, Look, Process, Snapshot, Thread
 from clew.hang.programs import native
@@ -298,13 +298,11 @@ def sources_of(processes: Sequence[Process], limit: int = 2_000_000) -> dict[str
     """Return the text of the source files in the stacks, by path, except those of installed packages."""
     found: dict[str, str] = {}
     for process in processes:
-        for thread in process.threads:
-            for frame in thread.frames:
-                path = Path(process.cwd, frame.file)
-                if frame.file not in found and not installed(frame.file):
-                    with suppress(OSError, ValueError):
-                        if path.is_file() and path.stat().st_size < limit:
-                            found[frame.file] = path.read_text(errors="replace")
+        for frame in (frame for thread in process.threads for frame in thread.user_frames):
+            path = Path(process.cwd, frame.file)
+            with suppress(OSError, ValueError):
+                if frame.file not in found and path.is_file() and path.stat().st_size < limit:
+                    found[frame.file] = path.read_text(errors="replace")
     return found
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from clew.errors import LaunchError, RecordError
 from clew.hang import jobs, proc
 from clew.hang.collect import UNREADABLE, snapshot, sources_of, unseen_ranks
-from clew.hang.inside import installed
 from clew.hang.judge import SOUND, judge
 from clew.hang.observed import Look, Process, Snapshot
 
@@ -68,7 +67,7 @@ def just_stopped(seen: Snapshot) -> bool:
 
 def _numbers(look: Look) -> list[tuple[str, str, str]]:
     """Return the numbers in the user's frames: the function, the name and the value of each."""
-    frames = (frame for thread in look.threads for frame in thread.frames if not installed(frame.file))
+    frames = (frame for thread in look.threads for frame in thread.user_frames)
     every = [(frame.function, *local) for frame in frames for local in frame.locals.items()]
     return sorted(each for each in every if re.fullmatch(r"-?[\d.]+(e[-+]?\d+)?", each[2]))
 

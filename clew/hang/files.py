@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from clew.hang import proc
-from clew.hang.inside import installed
 from clew.hang.observed import Process, Snapshot
 from clew.hang.roles import with_ranks
 
@@ -86,7 +85,7 @@ def folders(processes: Sequence[Process]) -> Iterator[str]:
     """Yield the newest file of each folder that a local variable of the users' frames names."""
     seen = set[Path]()
     for process in processes:
-        for frame in (frame for thread in process.threads for frame in thread.frames if not installed(frame.file)):
+        for frame in (frame for thread in process.threads for frame in thread.user_frames):
             for name, value in frame.locals.items():
                 if not FOLDERS.search(name) or not re.fullmatch(r"([\"'])/.{1,250}\1", value):
                     continue

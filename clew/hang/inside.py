@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from math import prod
 
 from clew.hang.memory import Memory, Unreadable
-from clew.hang.observed import Frame, Group, Inside, Thread
+from clew.hang.observed import PROGRAM, Frame, Group, Inside, Thread
 
 MOST_TASKS = 1_000
 DEEPEST = 40
 CYTHON_AWAITS = 64
 """Offset, in a coroutine that Cython has compiled, of what it awaits."""
-INSTALLED = re.compile(
-    r"^<|/(site|dist)-packages/|/lib/python3|/torch/(_\w+|autograd|distributed|multiprocessing|nn|utils)/"
-)
-PROGRAM = "<string>"
-"""File of the frames of a program that is given to `python -c`."""
 C10D = "torch.distributed.distributed_c10d"
-
-
-def installed(file: str) -> bool:
-    """Return whether a file belongs to Python, to torch or to another installed package."""
-    return INSTALLED.search(file) is not None
 
 
 def tasks_of(pid: int) -> tuple[Thread, ...]:
@@ -56,7 +45,7 @@ def inside(pid: int, threads: tuple[Thread, ...] = ()) -> Inside:
 def _programs(memory: Memory, threads: tuple[Thread, ...]) -> Iterator[tuple[int, str, int]]:
     """Yield pid, name and exit code of ended subprocesses to which the user's frames hold a reference."""
     held: list[int] = []
-    for frame in (frame for thread in threads for frame in thread.frames if not installed(frame.file)):
+    for frame in (frame for thread in threads for frame in thread.user_frames):
         held += frame.addresses.values()
         with suppress(Unreadable, KeyError, ValueError):
             held += memory.module("__main__").values() if frame.name == "<module>" else ()
@@ -289,7 +278,7 @@ def _with_numbers(memory: Memory, frame: Frame) -> Frame:
             with suppress(Unreadable, KeyError):
                 numbers[f"shape({name})"] = str(shape_of(memory, frame.addresses[name]))
         return replace(frame, locals={**numbers, **frame.locals})
-    if installed(frame.file) and frame.file != PROGRAM:
+    if not frame.of_user and frame.file != PROGRAM:
         return frame
     with suppress(Unreadable, KeyError, ValueError):
         roots = dict(frame.addresses)

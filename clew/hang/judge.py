@@ -11,13 +11,16 @@ from clew.hang.activity import DISTRIBUTED, Activity
 from clew.hang.advice import with_advice
 from clew.hang.between_ranks import cycle, initialisation, missing_ranks, same_everywhere, two_threads, with_callers
 from clew.hang.collective_calls import where
+from clew.hang.ended import done, ended_inside, explains
+from clew.hang.filters import refuses
 from clew.hang.graph import reachable, sinks
-from clew.hang.inside import installed
-from clew.hang.local_cause import Sink, device, done, ended_inside, explains, local_cause, locked_file, refuses
+from clew.hang.local_cause import device, local_cause
+from clew.hang.locks import locked_file
 from clew.hang.observed import Snapshot
 from clew.hang.progress import cpu_share, pace, recent, wakeups, woken_once
 from clew.hang.roles import actors_of, world_of
-from clew.hang.source import calls_of, function_named, goes_on_for_ever, loop_at, outermost_loop
+from clew.hang.sink import Sink
+from clew.hang.source import calls_of, enclosing_function, goes_on_for_ever, loop_at, outermost_loop
 from clew.hang.verdict import SOUND, Actor, Verdict, names, verdict_about
 from clew.hang.waits_for import TO_OTHERS, Edges, all_edges, application_edges, collective_edges, key_of
 
@@ -148,7 +151,7 @@ def _is_server(actor: Actor) -> bool:
 
 def _only_serves(actor: Actor, sources: Mapping[str, str]) -> bool:
     """Return whether the main thread serves one connection after another, or waits while gRPC or a thread serves."""
-    main, stack = actor.threads[0], actor.process.main.frames if actor.process.main else ()
+    main, stack = actor.threads[0], actor.process.main_frames
     serving = [each.name for each in actor.process.threads if any(f.name == "serve_forever" for f in each.frames)]
     others = [each for each in actor.threads[1:] if each.thread not in serving and _of_user(each)]
     if any(frame.name == "wait_for_termination" and "grpc" in frame.file for frame in stack):
@@ -167,13 +170,13 @@ def _only_serves(actor: Actor, sources: Mapping[str, str]) -> bool:
 
 
 def _of_user(one: Activity) -> bool:
-    return bool(one.file) and not installed(one.file) and not one.heartbeat and not one.idle_loop
+    return one.of_user and not one.heartbeat and not one.idle_loop
 
 
 def _reads_requests(one: Activity, sources: Mapping[str, str]) -> bool:
     """Return whether a thread or coroutine waits for requests: on a connection that it has accepted or was given."""
     text = sources.get(one.file, "")
-    handler, loop = function_named(text, one.function), outermost_loop(text, one.line)
+    handler, loop = enclosing_function(text, one.line), outermost_loop(text, one.line)
     if handler is not None and re.search(rf"start_server\(\s*(\w+\.)*{one.function}\b", text):
         return one.target in {each.arg for each in handler.args.args}
     accepts = loop is not None and any(name.endswith("accept") for name in calls_of(loop))

@@ -4,44 +4,19 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import PurePath
 
-from clew.hang.activity import DISTRIBUTED, Activity
+from clew.hang.activity import DISTRIBUTED
 from clew.hang.collective_calls import behind, other_numbers, parting
-from clew.hang.inside import installed
-from clew.hang.observed import Snapshot
-from clew.hang.progress import (
-    accepts,
-    busy,
-    cpu_share,
-    fails_in_loop,
-    keeps_nothing,
-    moved_counters,
-    own_code_only,
-    pace,
-    places,
-    puts_nothing,
-    refusing,
-    seen,
-    wakeups,
-    woken_in_vain,
-)
-from clew.hang.roles import WAITS_INSIDE, waits_for_work
-from clew.hang.source import (
-    calls_at,
-    calls_of,
-    dotted,
-    enclosing,
-    ending,
-    feeds,
-    loop_at,
-    origin,
-    outermost_loop,
-    polls,
-    same_name,
-)
+from clew.hang.ended import dead, joined_too_early, lost_task, outlived, pipe_kept_open
+from clew.hang.filters import never_holds, rejecting, starved
+from clew.hang.locks import left_locked, lock_holders, locked_file, locked_outside
+from clew.hang.progress import busy, cpu_share, fails_in_loop, moved_counters, own_code_only, pace, places
+from clew.hang.roles import WAITS_INSIDE
+from clew.hang.sink import Sink
+from clew.hang.source import calls_at, calls_of, dotted, loop_at, origin, outermost_loop
 from clew.hang.verdict import LOCAL, MESSAGES, Actor, Verdict, names, subject, verdict_about, words_of
 from clew.hang.waits_for import THROUGH_PIPES, TO_OTHERS, surely_awaits
 
@@ -59,38 +34,6 @@ URL = re.compile(r"https?://[\w.\-]+:(\d{2,5})\b")
 HOST = re.compile(r"(?:https?://)?[\w.\-]+:(\d{2,5})\b")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sink:
-    """Processes where the waiting ends, and everything around them."""
-
-    culprits: list[Actor]
-    waiters: list[Actor]
-    live: list[Actor]
-    snapshot: Snapshot
-
-    @property
-    def one(self) -> Actor:
-        return self.culprits[0]
-
-    @property
-    def act(self) -> Activity:
-        return self.one.activity
-
-    @property
-    def blocked_ranks(self) -> list[Actor]:
-        """Return the ranks that wait for the culprit in a collective or message, maybe on their GPUs."""
-        return [a for a in self.waiters if a.rank is not None and a.activity.kind in (*DISTRIBUTED, "device")]
-
-    @property
-    def sources(self) -> dict[str, str]:
-        return self.snapshot.sources
-
-    @property
-    def parent(self) -> Actor | None:
-        """Return the process that has started the culprit."""
-        return next((a for a in self.live if a.pid == self.one.process.parent), None)
-
-
 def local_cause(sink: Sink) -> Verdict:
     """Return the verdict of the first rule that knows what the culprit does."""
     return next(verdict for rule in RULES if (verdict := rule(sink)) is not None)
@@ -98,13 +41,13 @@ def local_cause(sink: Sink) -> Verdict:
 
 def _own_waits(sink: Sink) -> Verdict | None:
     """Judge by the wait that a process of Clew reports itself, in its status file."""
-    if not sink.one.process.waits or sink.one.dead:
+    if not sink.one.process.waits:
         return None
     wait = sink.one.process.waits[0]
     numbers = f" ({wait['numbers']})" if wait["numbers"] else ""
     why = f"{sink.one.process.label} waits for {wait['what']}{numbers}; {wait['unblocks']} unblocks it."
     pattern = "rollout blocked" if "rollout" in wait["unblocks"] else "external wait"
-    return verdict_about(pattern, [sink.one], why, sink.waiters, confidence="medium")
+    return sink.blame(pattern, [sink.one], why, confidence="medium")
 
 
 def _blocked_loop(sink: Sink) -> Verdict | None:
@@ -120,8 +63,7 @@ def _blocked_loop(sink: Sink) -> Verdict | None:
     where = one.activity.place
     why = f"The event loop of {one.process.label} is blocked at {where}: no coroutine on it can run."
     why += _own_coroutine(one, sink.sources)
-    others = [*sink.waiters, *(a for a in sink.culprits if a is not one)]
-    return verdict_about("event loop blocked", [one], why, others, cause="event loop blocked")
+    return sink.blame("event loop blocked", [one], why, cause="event loop blocked")
 
 
 def _own_coroutine(one: Actor, sources: Mapping[str, str]) -> str:
@@ -133,220 +75,20 @@ def _own_coroutine(one: Actor, sources: Mapping[str, str]) -> str:
     return " It waits for a coroutine that it has given to this same loop, which cannot run it now. Await it instead."
 
 
-def refuses(live: list[Actor], snapshot: Snapshot) -> tuple[Actor, str] | None:
-    """Return the process that rejects everything, and its counter; None if nobody waits, or a process accepts work."""
-    if found := next(((a, name) for a in live if (name := keeps_nothing(a.process, snapshot.sources))), None):
-        return found
-    # Rejecting everything is a fault only if somebody waits for what is accepted.
-    asks = len(live) == 1 or any(not a.moving and a.activity.kind in (*TO_OTHERS, "sleep", *DISTRIBUTED) for a in live)
-    if not asks or any(accepts(a.process, snapshot.sources) for a in live):
-        return None
-    return next(((a, name) for a in live if (name := refusing(a.process, snapshot.sources))), None)
-
-
-def _refusing(sink: Sink) -> Verdict | None:
-    """Find a filter that rejects everything, so that a batch never fills."""
-    found = refuses(sink.live, sink.snapshot)
-    if found is None:
-        return None
-    by, name = found
-    why = f"{by.process.label} rejects everything: {name} grows and nothing is accepted, so no wait can end."
-    return verdict_about("rollout blocked", [by], why, sink.waiters, cause="refusing", confidence="medium")
-
-
-def _starved(sink: Sink) -> Verdict | None:
-    """Find a thread that loops without putting anything into the queue that the main thread of its process reads."""
-    for by in (a for a in [*sink.culprits, *sink.waiters] if not a.moving and not a.dead):
-        if barren := puts_nothing(by.process, sink.sources):
-            get, frame, counter = barren
-            site = f"{PurePath(frame.file).name}:{frame.line}"
-            why = (
-                f"{by.process.label} {words_of(get)} at {get.place}. The thread that should fill this queue loops "
-                f"at {site} and puts nothing: {frame.name}.{counter} grows, and nothing that it collects does."
-            )
-            found = verdict_about("rollout blocked", [by], why, sink.live, cause="queue", confidence="medium")
-            return replace(found, sites=tuple(sorted({get.site, site})))
-    return None
-
-
-def _woken_in_vain(sink: Sink) -> Verdict | None:
-    """Find a main thread that is woken up again and again for a condition that never holds."""
-    for one in (a for a in [*sink.culprits, *sink.waiters] if a.threads and not a.moving):
-        if woken_in_vain(one.process, seen(one.process, sink.sources, None), sink.sources):
-            wait = one.threads[0]
-            why = (
-                f"{one.process.label} waits for a condition at {wait.place}. It was woken up "
-                f"{wakeups(one.process):,} times meanwhile, and the condition did not hold once: what it compares "
-                f"may never get there."
-            )
-            found = verdict_about("rollout blocked", [one], why, sink.live, cause="condition", confidence="medium")
-            return replace(found, sites=(wait.site,))
-    return None
-
-
-def _locked_outside(sink: Sink) -> Verdict | None:
-    """Find a process outside of the job that has locked the file that a process of the job waits for."""
-    one = next((a for a in [sink.one, *sink.waiters] if a.activity.kind == "file" and a.process.outside), None)
-    if one is None or one.moving:
-        return None
-    why = f"{one.says}. {', '.join(one.process.outside[:4])} has locked it, and is no process of this job."
-    return verdict_about("lock or I/O", [one], why, sink.live, cause="file")
-
-
-def _pipe_kept_open(sink: Sink) -> Verdict | None:
-    """Find a process that an ended program started, and that may keep open the pipe that the program's parent reads."""
-    reading = [
-        a
-        for a in (sink.waiters if sink.one.dead else [sink.one])
-        if a.activity.kind in ("process", "pipe") and a.process.outside and not a.moving
-    ]
-    if not reading:
-        return None
-    one = reading[0]
-    ended = sink.one.says if sink.one.dead else f"{ended_children(one) or 'A program that it started'} has ended"
-    why = (
-        f"{one.says}. {ended}, but {', '.join(one.process.outside[:4])}, which it started, lives and has the pipe "
-        f"still open: reading it ends when that one ends."
-    )
-    return verdict_about("external wait", [one], why, sink.live, cause="pipe")
-
-
-def _joined_too_early(sink: Sink) -> Verdict | None:
-    """Find a process that joins a child before it has read the child's queue. Until then, the child cannot end."""
-    for child in (a for a in sink.live if not a.moving):
-        frames = (frame for thread in child.process.threads for frame in thread.frames)
-        by = next((a for a in sink.live if a.pid == child.process.parent and a.activity.kind == "process"), None)
-        if by is not None and any(f.name == "_finalize_join" and f.file.endswith("queues.py") for f in frames):
-            why = (
-                f"{by.says}. {child.process.label} has done its work, but ends only when the items that it has put "
-                f"into a queue are read. Read the queue before you join the process."
-            )
-            return verdict_about("rollout blocked", [by], why, sink.live, cause="process")
-    return None
-
-
-def _dead(sink: Sink) -> Verdict | None:
-    """Find a process, thread or coroutine that has ended, so that nobody can end the wait."""
-    if sink.one.dead:
-        blamed = sink.culprits
-        if sink.one.process.exit.endswith("code 0"):  # a sibling that has failed explains more
-            beside = [a for a in sink.live if a.process.parent == sink.one.process.parent and a.process.exit]
-            blamed = [a for a in beside if not a.process.exit.endswith("code 0")] or blamed
-        others = ", and others still wait for it" if any(not a.dead for a in sink.live) else ""
-        why = f"{', '.join(a.says for a in blamed[:4])}{others}."
-        return verdict_about("dead", blamed, why, sink.live, cause="dead", structural=not all(map(done, blamed)))
-    kinds = (*TO_OTHERS, "sleep") if sink.one.rank is not None else (*TO_OTHERS, "sleep", "store")
-    if sink.act.kind not in kinds or sink.one.moving:
-        return None
-    dead = [a for a in sink.live if a.dead and a.role != "idle"]
-    others = [*sink.culprits, *sink.waiters]
-    asks = sink.act.kind in ("http", "network") and not sink.act.op.endswith("accept")  # these await a server
-    if dead and not asks:
-        why = f"{'. '.join(a.says for a in dead[:4])}. So nothing can end this wait: {sink.one.says}."
-        return verdict_about("dead", dead, why, others, cause="dead", structural=not all(map(done, dead)))
-    sure, said = (
-        ended_inside(sink.one, counts) or next((text for a in sink.live if (text := ended_children(a, counts))), "")
-        for counts in (lambda _: False, lambda name: explains(name, sink.one, sink.live, sink.sources))
-    )
-    if said and not sink.one.process.waits and sink.act.kind not in ("http", "network", "process"):
-        why = f"What has ended: {sure or said}. So nothing can end this wait: {sink.one.says}."
-        return verdict_about("dead", sink.culprits, why, others, cause="dead", structural=bool(sure))
-    by = next((a for a in sink.waiters if a.process.inside.ended_threads and not a.moving), None)
-    # The culprit asks for something that a thread of another process may make. Ranks in a collective, however, wait
-    # only for the culprit.
-    asks = sink.act.kind == "sleep" and explains("", sink.one, sink.live, sink.sources)
-    if by is not None and asks and not sink.blocked_ranks:
-        threads = ", ".join(by.process.inside.ended_threads[:4])
-        why = f"A thread of {by.process.label} has ended: {threads}. It may have made what is awaited here: "
-        why += f"{sink.one.says}."
-        return verdict_about("dead", [by], why, [*sink.culprits, *sink.waiters], cause="dead", confidence="medium")
-    return None
-
-
 def _unscheduled(sink: Sink) -> Verdict | None:
     """Find a wait for a result of Ray while none of its actors and tasks that were seen runs anything."""
-    if sink.act.kind != "ray" or sink.one.moving or len(sink.culprits) > 1:
+    if sink.act.kind != "ray" or len(sink.culprits) > 1:
         return None
     if not any(each.of_ray for each in sink.snapshot.processes):
         why = f"{sink.one.says}. No actor or task of Ray was seen. If Ray was started before this program, name their "
         why += "processes with --pid."
-        return verdict_about("undetermined", [], why, sink.live, confidence="low", next="pgrep -f ray::")
+        return sink.blame("undetermined", [], why, confidence="low", next="pgrep -f ray::")
     why = (
         f"{sink.one.says}. None of the actors and tasks that were seen runs: Ray may not have started the one that is "
         f"awaited, because it needs more CPUs, GPUs or memory than are free, or it is on another node."
     )
-    found = verdict_about("external wait", sink.culprits, why, sink.waiters, cause="ray", confidence="medium")
+    found = sink.blame("external wait", sink.culprits, why, cause="ray", confidence="medium")
     return replace(found, next="ray status; ray list actors; ray list tasks")
-
-
-def _outlived(sink: Sink) -> Verdict | None:
-    """Find a process whose main program has ended, and which Python keeps alive for its other threads."""
-    if sink.act.op != "_shutdown" or sink.one.moving:
-        return None
-    kept = [each for each in sink.one.threads if each.site and each is not sink.act and not installed(each.file)]
-    at = f": {kept[0].thread} is at {kept[0].place}" if kept else ""
-    why = (
-        f"The main program of {sink.one.process.label} has ended, by its end or by an exception. Python waits for its "
-        f"threads that are no daemons{at}.{_waiting(sink)}"
-    )
-    pattern = "missing rank" if sink.blocked_ranks else "dead"  # a rank that lives on and will not come
-    found = verdict_about(pattern, sink.culprits, why, sink.waiters, cause="dead")
-    return replace(found, sites=tuple(sorted({each.site for each in kept})) or found.sites)
-
-
-def ended_children(actor: Actor, counts: Callable[[str], bool] = bool) -> str:
-    """Return words about reaped children that failed, or whose names `counts` takes; "" if there are none."""
-    ended = [each for each in actor.process.inside.children if each[2] or counts(each[1])]
-    every = [f"its child {name} (pid {pid}, exit code {code})" for pid, name, code in ended]
-    return f"{actor.process.label}: {', '.join(every[:4])}" if every else ""
-
-
-def ended_inside(actor: Actor, counts: Callable[[str], bool] = bool) -> str:
-    """Return words about children, tasks and threads that failed, or ended with a name that `counts` takes; else ""."""
-    children = ended_children(actor, counts)
-    handled = any(each.kind == "tasks" for each in actor.threads)
-    failed = [
-        f"{thread.name} (with {thread.ended})"
-        for thread in actor.process.threads
-        if thread.ended and (not handled or counts(thread.frames[-1].name if thread.frames else thread.name))
-    ]
-    failed = [text for text in failed if "CancelledError" not in text]
-    threads = [f"its thread {name}" for name in actor.process.inside.ended_threads if counts(name)]
-    return children or ", ".join((failed or threads)[:4])
-
-
-def done(actor: Actor) -> bool:
-    """Return whether a process that is no rank has ended with exit code 0: it has probably done its part."""
-    return actor.dead and actor.rank is None and actor.process.exit.endswith("code 0")
-
-
-def explains(name: str, waiting: Actor, live: Sequence[Actor], sources: Mapping[str, str]) -> bool:
-    """Return whether a thread or process that ended normally could have ended this wait, and nothing that lives can.
-
-    The name "Thread-1 (collect)" says that it ran `collect`. A thread or process of another name may have run any
-    target that does not run now.
-    """
-    act = waiting.activity
-    if act.kind == "sleep":  # only a loop that asks again and again waits, and not while somebody else works
-        loop = loop_at(sources.get(act.file, ""), act.line)
-        return loop is not None and polls(loop, sources[act.file]) and not any(a.moving for a in live)
-    by = ending(act.kind)
-
-    def could(function: str) -> list[bool]:
-        found = (feeds(function, text, act.target, by) for text in sources.values())
-        return [each for each in found if each is not None]
-
-    stacks = [t for a in live for t in a.process.threads if not t.ended and (a is not waiting or t.name != act.thread)]
-    running = {f.name for t in stacks for f in t.frames if not installed(f.file)}
-    if any(True in could(each) for each in running):
-        return False
-    ran = could(name.partition("(")[2].rstrip(")") or name)
-    text = "\n".join(sources.values())
-    targets = [could(each) for each in {*re.findall(r"target=(?:\w+\.)*(\w+)", text)} - {*running, act.function}]
-    if ran or (targets and all(targets)):
-        return any(map(any, [ran] if ran else targets))
-    # A function that was not seen can only end it if it was given the object, or one that has it.
-    return not act.target or "." in act.target or bool(re.search(rf"[(,]\s*{re.escape(act.target)}\s*[,)]", text))
 
 
 def _joins_its_producer(sink: Sink) -> Verdict | None:
@@ -359,10 +101,10 @@ def _joins_its_producer(sink: Sink) -> Verdict | None:
     why = (
         f"{sink.one.process.label} waits{where} at {joining.site} for the end of thread {sink.act.thread}, which waits "
         f"for room in a full queue at {sink.act.place}. Whoever emptied the queue has stopped, so both "
-        f"wait for ever.{hidden}{_waiting(sink)}"
+        f"wait for ever.{hidden}{sink.who_waits}"
     )
     pattern = "cleanup deadlock" if joining.cleanup else "lock or I/O"
-    return verdict_about(pattern, [sink.one], why, sink.waiters, cause="thread").at(joining.site)
+    return sink.blame(pattern, [sink.one], why, cause="thread").at(joining.site)
 
 
 def _paused(sink: Sink) -> Verdict | None:
@@ -372,7 +114,7 @@ def _paused(sink: Sink) -> Verdict | None:
         return None
     one = paused[0]
     why = f"The engine of {one.process.label} answers that it is paused, so no request ends: nobody has resumed it."
-    return verdict_about("rollout blocked", [one], why, sink.waiters, cause="paused")
+    return sink.blame("rollout blocked", [one], why, cause="paused")
 
 
 def _slow(sink: Sink) -> Verdict | None:
@@ -383,17 +125,17 @@ def _slow(sink: Sink) -> Verdict | None:
     work = f": it {sink.one.work}" if sink.one.work else ""
     how = ": its counters of tokens grow" if generates else work or pace(sink.one.process, sink.sources)
     why = f"{sink.one.process.label} moves, but slowly{how}; others wait for it."
-    return verdict_about("slow", sink.culprits, why, sink.waiters, cause="slow", confidence="medium")
+    return sink.blame("slow", sink.culprits, why, cause="slow", confidence="medium")
 
 
 def _unexplained(sink: Sink) -> Verdict | None:
     """Abstain if the culprit is in a collective whose peers were not seen, or if its stack says nothing."""
     if sink.act.kind in ("collective", *MESSAGES, "init", "new_group", "destroy"):
         why = f"Nothing that was seen explains the wait: {sink.one.says}."
-        return verdict_about("undetermined", [], why, sink.waiters, confidence="low")
+        return sink.blame("undetermined", [], why, confidence="low")
     if sink.act.kind == "unknown" or sink.act.kind not in LOCAL:
         why = f"The stack of {sink.one.process.label} does not say what it waits for."
-        return verdict_about("undetermined", [], why, sink.live, confidence="low")
+        return sink.blame("undetermined", [], why, confidence="low")
     return None
 
 
@@ -402,11 +144,11 @@ def _store(sink: Sink) -> Verdict | None:
     if sink.act.kind != "store":
         return None
     if sink.act.op == "TCPStore":
-        frames = sink.one.process.main.frames if sink.one.process.main else ()
+        frames = sink.one.process.main_frames
         wanted = next((f.locals["world_size"] for f in frames if f.locals.get("world_size", "").isdigit()), "")
         members = f"until its {wanted} members have come" if wanted else "until all of its members have come"
-        why = f"{sink.one.says}. It waits for the server of this store, and {members}: fewer have.{_waiting(sink)}"
-        return verdict_about("initialisation", [sink.one], why, sink.waiters, cause="store", confidence="medium")
+        why = f"{sink.one.says}. It waits for the server of this store, and {members}: fewer have.{sink.who_waits}"
+        return sink.blame("initialisation", [sink.one], why, cause="store", confidence="medium")
     others = [a for a in sink.live if a.rank is not None and a not in sink.culprits]
     alike = ("store", sink.act.site)  # ranks that wait for the same key
     others = [a for a in others if (a.activity.kind, a.activity.site) != alike]
@@ -415,8 +157,8 @@ def _store(sink: Sink) -> Verdict | None:
     # If all other ranks wait for those that ask, nobody is left to set the key: they ask for one that does not exist.
     blamed = asking if len(waiting) == len(others) else others
     why = f"{sink.one.says}: no other rank sets this key."
-    why += f" Ranks {names(asking)} all wait for it." if len(asking) > 1 else _waiting(sink)
-    return verdict_about("missing rank", blamed, why, sink.waiters, confidence="low")
+    why += f" Ranks {names(asking)} all wait for it." if len(asking) > 1 else sink.who_waits
+    return sink.blame("missing rank", blamed, why, confidence="low")
 
 
 def _retrying(sink: Sink) -> Verdict | None:
@@ -436,7 +178,7 @@ def _retrying(sink: Sink) -> Verdict | None:
     if clients[0].activity.kind == "sleep" and looks[-1].switches == looks[0].switches:
         why = f"{label} had an attempt fail, and sleeps at {site} before the next one; it has not woken up meanwhile."
     why = " ".join([why, *sorted(said)])
-    return verdict_about("external wait", clients, why, sink.live, cause="http", confidence="medium")
+    return sink.blame("external wait", clients, why, cause="http", confidence="medium")
 
 
 def _polls(sink: Sink, actor: Actor) -> bool:
@@ -455,7 +197,7 @@ def _failing(sink: Sink, actor: Actor) -> bool:
 def _silent_server(sink: Sink) -> Verdict | None:
     """Judge a server that a rank has started, and that leaves another rank, or its data loader, without an answer."""
     by = sink.parent
-    if by is None or by.activity.kind not in DISTRIBUTED or sink.one.rank is not None or sink.one.moving:
+    if by is None or by.activity.kind not in DISTRIBUTED or sink.one.rank is not None:
         return None
     ports = set(sink.one.process.listens)
     asking = [a for a in sink.waiters if a.activity.kind in ("http", "network") and ports & set(a.process.peers)]
@@ -463,7 +205,7 @@ def _silent_server(sink: Sink) -> Verdict | None:
         return None
     rank = next((a for a in sink.live if a.pid == asking[0].process.parent and a.rank is not None), asking[0])
     why = f"{asking[0].says}. The server {sink.one.process.label}, which {by.process.label} has started, is silent."
-    found = verdict_about("external wait", [rank], why, sink.live, cause="http").at(asking[0].activity.site)
+    found = sink.blame("external wait", [rank], why, cause="http").at(asking[0].activity.site)
     return replace(found, pids=(rank.pid, *(c.pid for c in sink.culprits)))
 
 
@@ -471,7 +213,7 @@ def _outside(sink: Sink) -> Verdict | None:
     """Judge a program that a process started, and that does not end."""
     by = sink.parent
     no_source = not sink.act.site or sink.act.site.startswith("<")  # such as a program given to `python -c`
-    if by is None or sink.one.rank is not None or sink.act.kind == "data_loader" or sink.one.moving:
+    if by is None or sink.one.rank is not None or sink.act.kind == "data_loader":
         return None
     if by.rank is None and not (by.activity.kind == "process" and no_source):
         return None
@@ -479,44 +221,26 @@ def _outside(sink: Sink) -> Verdict | None:
     written = last.written - first.written
     if written > WRITES * (last.at - first.at):
         why = f"{by.says}: its program {sink.one.process.label} has written {written:,} bytes meanwhile."
-        return verdict_about("slow", [by], why, sink.live, cause="slow", confidence="medium")
+        return sink.blame("slow", [by], why, cause="slow", confidence="medium")
     words = LOCAL.get(sink.act.kind, ("", "does not answer"))[1]
     at = "" if no_source else f" at {sink.act.site}"
     why = f"{by.says}: its program {sink.one.process.label} {words}{at}."
-    found = verdict_about("external wait", [by], why, [*sink.culprits, *sink.waiters])
+    found = sink.blame("external wait", [by], why)
     found = found if no_source else found.at(sink.act.site)
     return replace(found, pids=(by.pid, *(c.pid for c in sink.culprits)))
-
-
-def locked_file(sink: Sink) -> Verdict | None:
-    """Find who has locked the file that another one waits for."""
-    pairs = [
-        (waiting, by)
-        for waiting in [*sink.culprits, *sink.waiters]
-        if waiting.activity.kind == "file" and not waiting.dead
-        for by in sink.culprits
-        if by is not waiting and {*by.process.files} & {*waiting.process.wants}
-    ]
-    if not pairs:
-        return None
-    waiting, by = pairs[0]
-    why = f"{waiting.says}. {by.process.label} has locked that file, and does not unlock it: {by.says}."
-    if by.activity.kind in DISTRIBUTED and waiting.rank is not None:
-        why += " It is in a collective there, and waits for ranks that wait for this lock."
-    return verdict_about("lock or I/O", [by], why, sink.live, cause="file").at(waiting.activity.site)
 
 
 def _cleaned_up(sink: Sink) -> Verdict | None:
     """Judge ranks in `destroy_process_group` while another one waits for something that they would have made."""
     cleaning = [a for a in sink.blocked_ranks if a.activity.kind == "destroy"]
     outside = sink.act.kind in ("sleep", "store", "http", "network", "pipe", "queue", "condition", "collective")
-    if not cleaning or sink.one.rank is None or sink.one.moving or not outside:
+    if not cleaning or sink.one.rank is None or not outside:
         return None
     why = (
         f"{subject(cleaning, 'is', 'are')} in destroy_process_group, which waits for operations that have not ended, "
         f"while {sink.one.says}."
     )
-    return verdict_about("cleanup deadlock", cleaning, why, [*sink.culprits, *sink.waiters], confidence="medium")
+    return sink.blame("cleanup deadlock", cleaning, why, confidence="medium")
 
 
 def _loader(sink: Sink) -> Verdict | None:
@@ -528,7 +252,7 @@ def _loader(sink: Sink) -> Verdict | None:
     workers = ", ".join(str(each.pid) for each in sink.culprits)
     pids = f"{'pid' if len(sink.culprits) == 1 else 'pids'} {workers}"
     why = f"A worker ({pids}) of the data loader of {rank.process.label} {words} at {sink.act.place}."
-    found = verdict_about("data loading", [rank], why, [*sink.culprits, *sink.waiters]).at(sink.act.site)
+    found = sink.blame("data loading", [rank], why).at(sink.act.site)
     return replace(found, pids=(rank.pid, *(c.pid for c in sink.culprits)))
 
 
@@ -542,7 +266,7 @@ def _computing(sink: Sink) -> Verdict | None:
     if sink.act.thread != "MainThread" and any(each[0].isdigit() and "~" not in each for each in threads):
         how = pace(sink.one.process, sink.sources)
         why = f"A thread of {sink.one.process.label} computes and moves{how}; others wait for it."
-        return verdict_about("slow", sink.culprits, why, sink.waiters, cause="slow", confidence="medium")
+        return sink.blame("slow", sink.culprits, why, cause="slow", confidence="medium")
     share = cpu_share(sink.one.process)
     alone = not sink.blocked_ranks and len(sink.live) == 1
     endless = own_code_only(sink.one.process, sink.act.thread) and busy(sink.one.process)
@@ -555,17 +279,15 @@ def _computing(sink: Sink) -> Verdict | None:
     if endless and numeric and not gpu and (alone or (once and sink.act.thread == "MainThread")):
         name = dotted(numeric[0].func)
         why = f"{sink.one.says}. It is slow, not hung: {name} ends by itself, but does not show how far it has come."
-        return verdict_about("slow", sink.culprits, why, sink.waiters, cause="slow", confidence="low")
+        return sink.blame("slow", sink.culprits, why, cause="slow", confidence="low")
     if share < LEAST_CPU or (alone and not endless):
-        return verdict_about(
-            "undetermined", [], f"{sink.one.says} ({share:.0%} of a core).", sink.live, confidence="low"
-        )
+        return sink.blame("undetermined", [], f"{sink.one.says} ({share:.0%} of a core).", confidence="low")
     seconds = sink.snapshot.seconds
     why = f"{sink.one.says}. It has computed there for the {seconds:.0f} s of watching ({share:.0%} of a core)."
     return verdict_about(
         "cpu",
         sink.culprits,
-        why + _waiting(sink),
+        why + sink.who_waits,
         sink.waiters,
         confidence="low" if alone else "medium",
         cause="compute",
@@ -583,10 +305,10 @@ def device(sink: Sink) -> Verdict | None:
     there = {a.activity.site for a in inside if a not in late}
     if late and all(a.activity.kind == "device" and a.activity.site not in there for a in late):
         why = f"{late[0].says}, and the others wait for it in NCCL. {told}"
-        return verdict_about("missing rank", late, why, ranks, cause="device", confidence="medium")
+        return sink.blame("missing rank", late, why, cause="device", confidence="medium")
     if parted := parting(inside) or other_numbers(inside):
         why = f"The ranks wait for their GPUs, which wait for one another in NCCL. {parted[1]}"
-        return verdict_about("collective mismatch", parted[0], why, ranks, cause="device", confidence="medium")
+        return sink.blame("collective mismatch", parted[0], why, cause="device", confidence="medium")
     why = f"{waiting[0].says}. Its kernels have not ended: one of them may never end, or take longer than was watched."
     if len(ranks) > 1:
         why += (
@@ -596,7 +318,7 @@ def device(sink: Sink) -> Verdict | None:
     why += " A GPU that is 100 % busy but draws little power is probably only waiting."
     pid = waiting[0].process.pid
     how = f"clew hang --pid {pid} again in a minute; cuda-gdb -p {pid} shows the kernel (info cuda kernels)."
-    return verdict_about("undetermined", [], why, sink.live, confidence="low", next=how)
+    return sink.blame("undetermined", [], why, confidence="low", next=how)
 
 
 def _threads_poll(sink: Sink) -> Verdict | None:
@@ -608,7 +330,7 @@ def _threads_poll(sink: Sink) -> Verdict | None:
         return None
     told = ", ".join(f"{each.thread} at {each.site}" for each in polling[:4])
     why = f"Threads of {sink.one.process.label} ask again and again, each for what another thread should bring: {told}."
-    found = verdict_about("rollout blocked", [sink.one], why, sink.live, cause="sleep", confidence="medium")
+    found = sink.blame("rollout blocked", [sink.one], why, cause="sleep", confidence="medium")
     return replace(found, sites=tuple(sorted({each.site for each in polling})))
 
 
@@ -624,7 +346,7 @@ def _both_poll(sink: Sink) -> Verdict | None:
         f"{by.says}. Its worker {sink.one.process.label} waits for work at {sink.act.place}. So what "
         f"is awaited was never given to a worker, or was lost."
     )
-    found = verdict_about("rollout blocked", [by], why, sink.live, cause="sleep", confidence="medium")
+    found = sink.blame("rollout blocked", [by], why, cause="sleep", confidence="medium")
     return found.at(sink.act.site)
 
 
@@ -634,7 +356,7 @@ def _polling(sink: Sink) -> Verdict | None:
     if sink.act.kind != "sleep" or loop is None or not any(map(FILE_CALLS.search, calls_of(loop))):
         return None
     why = f"{sink.one.process.label} polls for a file that does not appear, at {sink.act.place}."
-    return verdict_about("external wait", sink.culprits, why + _waiting(sink), sink.waiters, cause="file")
+    return sink.blame("external wait", sink.culprits, why + sink.who_waits, cause="file")
 
 
 def _one_at_a_time(sink: Sink) -> Verdict | None:
@@ -642,34 +364,14 @@ def _one_at_a_time(sink: Sink) -> Verdict | None:
     names_of = {(PurePath(f.file).name, f.name) for thread in sink.one.process.threads for f in thread.frames}
     reads = {("server.py", "handle_one_request"), ("socketserver.py", "serve_forever")} <= names_of
     asking = [a for a in sink.waiters if set(sink.one.process.listens) & set(a.process.peers)]
-    if not reads or not asking or sink.act.kind not in ("http", "network") or sink.one.moving:
+    if not reads or not asking or sink.act.kind not in ("http", "network"):
         return None
     why = (
         f"{asking[0].says}. Its server {sink.one.process.label} serves one connection at a time, at {sink.act.site}. "
         f"It reads from one that is idle and kept alive, and does not accept the next. Close idle connections, or "
         f"serve each in a thread of its own (ThreadingHTTPServer)."
     )
-    return verdict_about("external wait", [sink.one], why, sink.live, cause="http").at(asking[0].activity.site)
-
-
-def _lost_task(sink: Sink) -> Verdict | None:
-    """Judge a wait for a pool of processes that all wait for work: the worker that had the task is gone."""
-    if sink.act.kind != "pool" or sink.one.moving or sink.one.dead:
-        return None
-    workers = [p for p in sink.snapshot.processes if p.parent == sink.one.pid and p.last.state not in "ZX"]
-    if not workers or not all(waits_for_work(each) for each in workers):
-        return None
-    why = (
-        f"{sink.one.says}. All {len(workers)} workers of the pool have nothing to do, so the result will never come: "
-        f"the worker that had the task was killed (by a limit, or for memory), and the pool has put another one in its "
-        f"place. A pool of concurrent.futures raises BrokenProcessPool then."
-    )
-    return verdict_about("rollout blocked", [sink.one], why, sink.live, cause="pool", confidence="medium")
-
-
-def _waiting(sink: Sink) -> str:
-    ranked = sink.blocked_ranks
-    return f" {subject(ranked, 'waits', 'wait')} for it in {ranked[0].activity.op}." if ranked else ""
+    return sink.blame("external wait", [sink.one], why, cause="http").at(asking[0].activity.site)
 
 
 def _blocked(sink: Sink) -> Verdict | None:
@@ -687,7 +389,7 @@ def _blocked(sink: Sink) -> Verdict | None:
     guessed = any(a.activity.kind in THROUGH_PIPES and not surely_awaits(a, sink.live) for a in sink.culprits)
     more = f" Meanwhile {others[0].says}. They {'may ' if guessed else ''}wait for one another." if others else ""
     more += f" So do {len(others) - 1} more." if len(others) > 2 else " So does one more." if len(others) > 1 else ""
-    why = f"{sink.one.says}.{more}{_waiting(sink)}"
+    why = f"{sink.one.says}.{more}{sink.who_waits}"
     if sink.act.kind == "sleep":
         why += _condition(sink) + (circle if pattern == "rollout blocked" else "")
     why += " What should have brought it there may have failed: look into its log and its answers." if idle else ""
@@ -695,8 +397,8 @@ def _blocked(sink: Sink) -> Verdict | None:
     confidence = "high" if sink.blocked_ranks else "medium"
     locking = sink.act.kind == "lock" or (sink.act.task and sink.act.op == "acquire")
     holders = lock_holders(sink.one, sink) if locking else {}
-    why += "".join(f" {held}." for held in holders) or _left_locked(sink)
-    found = verdict_about(pattern, sink.culprits, why, sink.waiters, confidence=confidence, cause=sink.act.kind)
+    why += "".join(f" {held}." for held in holders) or left_locked(sink)
+    found = sink.blame(pattern, sink.culprits, why, confidence=confidence, cause=sink.act.kind)
     return found.at(*holders.values())
 
 
@@ -744,67 +446,20 @@ def _beside(sink: Sink) -> str:
     words_by_site = {sink.act.site: ""}
     waiting = [each for each in sink.one.threads if each.kind in WAITS_INSIDE and each.kind != "select"]
     for each in waiting:
-        if each.file and not (installed(each.file) or each.heartbeat or each.dispatches):
+        if each.of_user and not (each.heartbeat or each.dispatches):
             name = each.thread or "a coroutine"
             words_by_site.setdefault(each.site, f" Beside it, {name} {words_of(each)} at {each.place}.")
     return "".join(list(words_by_site.values())[:3])
 
 
-def lock_holders(actor: Actor, sink: Sink) -> dict[str, str]:
-    """Return the threads of a process that are inside `with` of the lock for which the culprit waits.
-
-    Returns:
-        The call site of each thread, by a sentence about it; "" if the waiting thread itself has locked it.
-    """
-    found: dict[str, str] = {}
-    for thread in actor.process.threads:
-        for frame in (each for each in thread.frames if not installed(each.file)):
-            text = sink.sources.get(frame.file, "")
-            for node in (each for each in enclosing(text, frame.line) if isinstance(each, (ast.With, ast.AsyncWith))):
-                locks = [ast.unparse(item.context_expr) for item in node.items]
-                named = [lock for lock in locks if same_name(lock, sink.act.target)]
-                if not named or node.body[0].lineno > frame.line:
-                    continue
-                place = f"{named[0]} at {PurePath(frame.file).name}:{node.lineno}"
-                does = next((a for a in actor.threads if a.thread == thread.name and a.site), actor.activity)
-                if does.thread == actor.activity.thread:
-                    found[f"It has locked {place} itself"] = ""
-                else:
-                    words = f"{words_of(does)} at {does.place}"
-                    who = "The" if thread.task else "Thread"  # a coroutine is named "task Task-3"
-                    found[f"{who} {thread.name} has locked {place}, and {words}"] = does.site
-    return found
-
-
-def _left_locked(sink: Sink) -> str:
-    """Return words about a lock that was left locked: nothing that was seen is inside a `with` of it."""
-    if sink.act.op == "__enter__" and sink.act.target:  # a lock of multiprocessing: another process can hold it
-        if any(lock_holders(a, sink) for a in sink.live):
-            return ""
-        return (
-            f" No process that was seen is inside `with {sink.act.target}`: one that was killed there leaves it locked "
-            "for ever."
-        )
-    if sink.act.op not in ("with", "acquire") or not sink.act.target:
-        return ""
-    forked = sink.parent
-    who = "coroutine" if sink.act.task else "thread"
-    said = f" No {who} of {sink.one.process.label} is inside `with {sink.act.target}`."
-    if forked is not None and forked.process.command == sink.one.process.command:
-        return (
-            f"{said} It was forked from {forked.process.label}, and a lock that another thread holds at that moment "
-            "stays locked in the child. Start it with spawn, or before the threads."
-        )
-    return f"{said} Look for an acquire() whose release() is skipped by a return or an exception."
-
-
 RULES: tuple[Callable[[Sink], Verdict | None], ...] = (
-    _paused, _blocked_loop, _refusing, _starved, _woken_in_vain, _outlived, _locked_outside, _pipe_kept_open,
-    _joined_too_early, _joins_its_producer, _dead, _own_waits, _slow, locked_file, _cleaned_up, _store, _unexplained,
-    _loader, _silent_server, _outside, _retrying, device, _unscheduled, _computing, _both_poll, _threads_poll, _polling,
-    _one_at_a_time, _lost_task, _blocked,
+    _paused, _blocked_loop, rejecting, starved, never_holds, outlived, locked_outside, pipe_kept_open,
+    joined_too_early, _joins_its_producer, dead, _own_waits, _slow, locked_file, _cleaned_up, _store, _unexplained,
+    _loader, _silent_server, _outside, _retrying, device, _unscheduled, _computing, _both_poll, _threads_poll,
+    _polling, _one_at_a_time, lost_task, _blocked,
 )  # fmt: skip
 """Rules in the order in which they are tried: the first that answers decides, so facts come before guesses.
 
-Rules after `_unexplained` can rely on a kind that `LOCAL` has. `_blocked` always answers.
+Those after `dead` and `_slow` judge a culprit that lives and does not move, and those after `_unexplained` one with a
+kind of wait that `LOCAL` has. `_blocked` always answers.
 """

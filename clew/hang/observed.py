@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields, replace
+import re
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 PIDS_PER_NODE = 10_000_000
 """Offset between the pids of merged nodes, because two nodes may use the same pid."""
 NO_PYTHON = "no Python was found"
 """Beginning of the error in a look at a program that is not Python."""
+INSTALLED = re.compile(
+    r"^<|/(site|dist)-packages/|/lib/python3|/torch/(_\w+|autograd|distributed|multiprocessing|nn|utils)/"
+)
+PROGRAM = "<string>"
+"""File of the frames of a program that is given to `python -c`."""
+
+
+def installed(file: str) -> bool:
+    """Return whether a file belongs to Python, to torch or to another installed package."""
+    return INSTALLED.search(file) is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +42,11 @@ class Frame:
         """Return the function's name without its class."""
         return self.function.rpartition(".")[2]
 
+    @property
+    def of_user(self) -> bool:
+        """Return whether this is the user's own code."""
+        return not installed(self.file)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Thread:
@@ -46,6 +64,11 @@ class Thread:
     """Class of what a task awaits, such as Future, Task or _GatheringFuture."""
     at: int = 0
     """Address of the task."""
+
+    @property
+    def user_frames(self) -> tuple[Frame, ...]:
+        """Return the frames of the user's own code."""
+        return tuple(frame for frame in self.frames if frame.of_user)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,6 +227,16 @@ class Process:
         return replace(self.last, threads=self.threads).main(self.pid)
 
     @property
+    def main_frames(self) -> tuple[Frame, ...]:
+        """Return the frames of the main thread as it was seen last; () if no stack was read."""
+        return self.main.frames if self.main else ()
+
+    @property
+    def user_frames(self) -> tuple[Frame, ...]:
+        """Return those of the user's own code."""
+        return self.main.user_frames if self.main else ()
+
+    @property
     def of_ray(self) -> bool:
         """Return whether this is a worker of Ray, which runs an actor or a task."""
         return "ray::" in "".join(self.command[:1])
@@ -248,45 +281,12 @@ class Snapshot:
 
 
 def snapshot_from(value: dict[str, Any]) -> Snapshot:
-    """Return the snapshot that `Snapshot.as_dict` wrote. Raises KeyError, TypeError or ValueError for anything else."""
-    processes = tuple(_process_from(each) for each in value["processes"])
-    lists = {name: tuple(value.get(name, ())) for name in ("notes", "unseen", "absent", "machine")}
-    return Snapshot(**{**value, **lists, "processes": processes})
+    """Return the snapshot that `Snapshot.as_dict` wrote. Raises ValueError for anything else.
 
-
-def _process_from(value: dict[str, Any]) -> Process:
-    looks = tuple(
-        Look(**{**_fields_of(Look, look), "threads": tuple(_thread_from(each) for each in look["threads"])})
-        for look in value["looks"]
-    )
-    lists = {name: tuple(value[name]) for name in ("command", "listens", "peers", "pipes", "files", "waits")}
-    more = {name: tuple(value.get(name, ())) for name in ("tasks", "native", "gpus", "wants", "outside", "ends")}
-    alike = tuple((int(rank), int(pid), str(host)) for rank, pid, host in value.get("alike", ()))
-    inside = dict(value.get("inside") or {})
-    groups = tuple(Group(**{**each, "members": tuple(each["members"])}) for each in inside.get("groups", ()))
-    read = Inside(
-        groups=groups,
-        ended_threads=tuple(inside.get("ended_threads", ())),
-        children=tuple((pid, name, code) for pid, name, code in inside.get("children", ())),
-    )
-    recorded = {
-        "awaits": tuple((int(thread), str(own), str(other)) for thread, own, other in value.get("awaits", ())),
-        "calls": tuple(Call(**each) for each in value.get("calls", ())),
-        "launched": tuple(_launched_from(each) for each in value.get("launched", ())),
-    }
-    values = {**_fields_of(Process, value), **lists, **more, **recorded, "looks": looks, "alike": alike, "inside": read}
-    return Process(**values)
-
-
-def _fields_of(kind: type, value: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields that a class has: another version of Clew may have written others, too."""
-    names = {each.name for each in fields(kind)}
-    return {name: each for name, each in value.items() if name in names}
-
-
-def _launched_from(value: dict[str, Any]) -> Launched:
-    return Launched(**{**value, "counts": tuple((str(name), int(number)) for name, number in value["counts"])})
-
-
-def _thread_from(value: dict[str, Any]) -> Thread:
-    return Thread(**{**_fields_of(Thread, value), "frames": tuple(Frame(**frame) for frame in value["frames"])})
+    Fields that this version of Clew does not know are left out, and those that are missing get their defaults.
+    """
+    try:
+        return TypeAdapter(Snapshot).validate_python(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error

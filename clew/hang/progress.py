@@ -12,8 +12,7 @@ from itertools import pairwise, takewhile
 
 from clew.hang import source
 from clew.hang.activity import DATABASE, DISTRIBUTED, Activity, activity_of, importing
-from clew.hang.inside import PROGRAM, installed
-from clew.hang.observed import Frame, Look, Process, Thread
+from clew.hang.observed import PROGRAM, Look, Process, Thread
 
 WAITING_NAMES = re.compile(
     r"(^|[._(])(n|num_)?(wait\w*|try|tries|attempt\w*|retr(y|ies|ied|ying)|poll(s|ed|ing)?|spin\w*|elapsed|deadline|timeout|"
@@ -23,7 +22,6 @@ WAITING_NAMES = re.compile(
 """Names of counters that a loop advances while it waits. Whole words only: `timestep` and `entries` count work."""
 DEADLINE = "its deadline"
 """Beginning of the name of a deadline that is used as a counter."""
-REFUSING_NAMES = re.compile(r"reject|drop|skip|filter|discard|stale|refus|invalid|bad", re.I)
 SPINNING = 0.3
 """Share of one core from which a `while` without counters that advance is taken for endless."""
 BACKWARD_HZ = 3.0
@@ -52,16 +50,16 @@ def recent(process: Process) -> Process:
 
 def without_torn(process: Process) -> Process:
     """Return the process without torn stacks: read while it ran, they lack their outer frames."""
-    bottoms = [(t.frames[-1].file, t.frames[-1].function) for t in _mains_of(process)]
+    bottoms = [(t.frames[-1].file, t.frames[-1].function) for t in mains_of(process)]
     if len(set(bottoms)) < 2:
         return process
     common = Counter(bottoms).most_common(1)[0][0]
-    torn = {id(t) for t, bottom in zip(_mains_of(process), bottoms, strict=True) if bottom != common}
+    torn = {id(t) for t, bottom in zip(mains_of(process), bottoms, strict=True) if bottom != common}
     looks = (replace(x, threads=()) if id(x.main(process.pid)) in torn else x for x in process.looks)
     return replace(process, looks=tuple(looks))
 
 
-def _mains_of(process: Process) -> list[Thread]:
+def mains_of(process: Process) -> list[Thread]:
     """Return the stacks of the main thread that were read, one for each look."""
     return [thread for look in process.looks if (thread := look.main(process.pid)) and thread.frames]
 
@@ -71,8 +69,8 @@ def moved_counters(process: Process, sources: Mapping[str, str]) -> dict[str, tu
     looks = [look for look in recent(process).looks if any(frame.locals for t in look.threads for frame in t.frames)]
     if len(looks) < 2:
         return {}
-    first, last = (_counters(look, process, sources) for look in (looks[0], looks[-1]))
-    middle = [_counters(look, process, sources) for look in looks[1:-1]]
+    first, last = (counters_in(look, process, sources) for look in (looks[0], looks[-1]))
+    middle = [counters_in(look, process, sources) for look in looks[1:-1]]
     found: dict[str, tuple[int, int]] = {}
     for name in first.keys() & last.keys():
         values = [each[name] for each in [first, *middle, last] if name in each]
@@ -87,25 +85,25 @@ def moved_counters(process: Process, sources: Mapping[str, str]) -> dict[str, tu
 
 
 def _monitors(look: Look, process: Process, sources: Mapping[str, str]) -> set[str]:
-    """Return the names, as in `_counters`, of threads and tasks that only report and call nothing that others wait for.
+    """Return the names, as in `counters_in`, of threads and tasks that only report, and could end no wait of others.
 
     The set is empty if the main thread only joins threads or awaits results: it may wait for any of them.
     """
     every = [(t, activity_of(process, t, sources, None)) for t in look.threads]
     if any(t.os_id == process.pid and each.kind in ("thread", "future", "pool") for t, each in every):
         return set()
-    waits = (each for _, each in every if not (each.heartbeat or each.idle_loop or each.kind in ("tasks", "sleep")))
-    targets = {each.target for each in waits if each.target}
-    idle = set[str]()
+    waiting = (each for _, each in every if not (each.heartbeat or each.idle_loop or each.kind in ("tasks", "sleep")))
+    waits = {(each.kind, each.target) for each in waiting if each.target}
+    monitors = set[str]()
     for thread, each in every:
-        loop = source.loop_at(sources.get(each.file, ""), each.line) if each.heartbeat and targets else None
-        used = [name.rpartition(".")[0] for name in source.calls_of(loop)] if loop else []
-        if loop and not any(source.same_name(name, target) for name in used for target in targets):
-            idle.add(f"main{thread.at}" if thread.task else f"{thread.os_id}")
-    return idle
+        text = sources.get(each.file, "")
+        # A heartbeat is given what it reports to: nobody waits for that.
+        if each.heartbeat and waits and not source.ends_one_of(text, each.line, waits, by_argument=False):
+            monitors.add(f"main{thread.at}" if thread.task else f"{thread.os_id}")
+    return monitors
 
 
-def _counters(look: Look, process: Process, sources: Mapping[str, str]) -> dict[str, int]:
+def counters_in(look: Look, process: Process, sources: Mapping[str, str]) -> dict[str, int]:
     """Return the integers in the user's frames by names such as main~:0:train.step.
 
     A name has the thread ("main", "main" and its address for a task, or its number), the address of a list after @, the
@@ -118,7 +116,7 @@ def _counters(look: Look, process: Process, sources: Mapping[str, str]) -> dict[
         where = "main" if thread.os_id == process.pid else f"main{thread.at}" if thread.task else str(thread.os_id)
         around = ""
         for depth, frame in enumerate(reversed(thread.frames)):
-            if installed(frame.file) and frame.file != PROGRAM:
+            if not frame.of_user and frame.file != PROGRAM:
                 continue
             text = sources.get(frame.file, "")
             loop = source.outermost_loop(text, frame.line)
@@ -177,10 +175,9 @@ def polling_counters(text: str, line: int) -> set[str]:
 
 def in_polling_loop(process: Process, sources: Mapping[str, str]) -> bool:
     """Return whether the innermost loop around the main thread's place only waits and asks again."""
-    thread = process.last.main(process.pid)
-    for frame in thread.frames if thread else ():
+    for frame in process.main_frames:
         text = sources.get(frame.file, "")
-        if not installed(frame.file) and (loop := source.loop_at(text, frame.line)) is not None:
+        if frame.of_user and (loop := source.loop_at(text, frame.line)) is not None:
             return source.polls(loop, text) or _tries_for_ever(loop)
     return False
 
@@ -198,10 +195,7 @@ def seen(process: Process, sources: Mapping[str, str], world: int | None) -> lis
 
 def places(process: Process) -> list[tuple[tuple[str, str, int], ...]]:
     """Return where the user's frames of the main thread were in each look."""
-    return [
-        tuple((f.file, f.function, f.line) for f in thread.frames if not installed(f.file))
-        for thread in _mains_of(process)
-    ]
+    return [tuple((f.file, f.function, f.line) for f in thread.user_frames) for thread in mains_of(process)]
 
 
 LONG_WAIT_S = 10.0
@@ -305,11 +299,11 @@ def woken_in_vain(process: Process, every: Sequence[Activity], sources: Mapping[
 
     Had it held, a variable would have changed that only the main thread can change: a local one, or one that it counts.
     """
-    threads = _mains_of(process)
+    threads = mains_of(process)
     if {each.kind for each in every} != {"condition"} or wakeups(process) < IN_VAIN or len(threads) < STEADY_LOOKS:
         return False
     values: dict[tuple[str, str, str], set[str]] = {}
-    for frame in (frame for thread in threads for frame in thread.frames if not installed(frame.file)):
+    for frame in (frame for thread in threads for frame in thread.user_frames):
         text = sources.get(frame.file, "")
         loop, function = source.outermost_loop(text, frame.line), source.enclosing_function(text, frame.line)
         only_waits = loop is not None and all(name == "len" or ".wait" in name for name in source.calls_of(loop))
@@ -357,13 +351,13 @@ def _waits_in_loop(process: Process, every: Sequence[Activity], sources: Mapping
     if not every or every[-1].idle_loop or any(each.kind in ("compute", "unknown", "ray") for each in every):
         return False
     asks = has_limit(process) or in_polling_loop(process, sources) or every[-1].op in DATABASE
-    asks = asks or any("/filelock/" in frame.file for thread in _mains_of(process) for frame in thread.frames)
+    asks = asks or any("/filelock/" in frame.file for thread in mains_of(process) for frame in thread.frames)
     return not asks and in_loop(process, sources)
 
 
 def _signals_pile_up(process: Process, sources: Mapping[str, str], world: int | None) -> bool:
     """Return whether stacks only grow on top of a wait for a lock: signal handlers run there, and wait for it, too."""
-    stacks = [[(f.file, f.function, f.line) for f in reversed(thread.frames)] for thread in _mains_of(process)]
+    stacks = [[(f.file, f.function, f.line) for f in reversed(thread.frames)] for thread in mains_of(process)]
     every = seen(process, sources, world)
     for first, activity in zip(stacks[:3], every[:3], strict=True):  # one may have been read within a handler
         if activity.kind == "lock" and len(first) < len(stacks[-1]):
@@ -378,7 +372,7 @@ def _tasks_end(process: Process) -> bool:
     """
     counts: list[Counter[str]] = []
     for look in (each for each in process.looks if each.threads):
-        own = ([f.function for f in t.frames if not installed(f.file)] for t in look.threads if t.task and not t.ended)
+        own = ([f.function for f in t.user_frames] for t in look.threads if t.task and not t.ended)
         counts.append(Counter(functions[-1] for functions in own if functions))
     every = [[count[name] for count in counts] for name in (counts[0] if counts else ())]
     every = [numbers for numbers in every if numbers == sorted(numbers, reverse=True)]
@@ -407,7 +401,7 @@ def goes_round(process: Process, every: list[Activity], sources: Mapping[str, st
     It sleeps at one line in each look, or mostly in `except`: then each attempt has failed, however many were counted
     and logged.
     """
-    threads = _mains_of(process)
+    threads = mains_of(process)
     sleeping = [each for each in every if each.kind == "sleep"]
     if not threads or len({each.line for each in sleeping}) != 1:
         return False
@@ -419,8 +413,7 @@ def goes_round(process: Process, every: list[Activity], sources: Mapping[str, st
     values = [
         {
             (frame.function, name): value
-            for frame in thread.frames
-            if not installed(frame.file)
+            for frame in thread.user_frames
             for skipped in [polling_counters(sources.get(frame.file, ""), frame.line)]
             for name, value in frame.locals.items()
             if not WAITING_NAMES.search(name) and name not in skipped and not value.startswith("<") and value != "?"
@@ -434,8 +427,8 @@ def goes_round(process: Process, every: list[Activity], sources: Mapping[str, st
 def _goes_steadily(process: Process) -> bool:
     """Return whether a number in a user's frame only rises, or only falls, from each look to the next."""
     values: dict[tuple[str, str], list[float]] = {}
-    threads = _mains_of(process)
-    for frame in (frame for thread in threads for frame in thread.frames if not installed(frame.file)):
+    threads = mains_of(process)
+    for frame in (frame for thread in threads for frame in thread.user_frames):
         for name, text in frame.locals.items():
             with suppress(ValueError):
                 values.setdefault((frame.function, name), []).append(float(text))
@@ -448,22 +441,20 @@ def _goes_steadily(process: Process) -> bool:
 
 def fails_in_loop(thread: Thread, sources: Mapping[str, str]) -> bool:
     """Return whether a thread is in an `except` within a loop: it handles a failure, and will try again."""
-    places = ((sources.get(frame.file, ""), frame.line) for frame in thread.frames if not installed(frame.file))
+    places = ((sources.get(frame.file, ""), frame.line) for frame in thread.user_frames)
     return any(source.in_handler(*place) and source.loop_at(*place) is not None for place in places)
 
 
 def has_limit(process: Process) -> bool:
     """Return whether the main thread waits with a timeout: being woken up may only mean that it passed."""
-    thread = process.last.main(process.pid)
-    inside = takewhile(lambda frame: installed(frame.file), thread.frames if thread else ())
+    inside = takewhile(lambda frame: not frame.of_user, process.main_frames)
     return any(re.fullmatch(r"\d+(\.\d*)?", frame.locals.get("timeout", "")) for frame in inside)
 
 
 def in_loop(process: Process, sources: Mapping[str, str]) -> bool:
     """Return whether any of the user's frames of the main thread is within a loop."""
-    thread = process.last.main(process.pid)
-    frames = thread.frames if thread else ()
-    return any(source.loop_at(sources.get(frame.file, ""), frame.line) is not None for frame in frames)
+    places = ((sources.get(frame.file, ""), frame.line) for frame in process.main_frames)
+    return any(source.loop_at(*place) is not None for place in places)
 
 
 def _work_address(look: Look, pid: int) -> int:
@@ -476,15 +467,15 @@ def _works_in_library(process: Process, sources: Mapping[str, str]) -> bool:
 
     An import, for example, can take longer than the whole watch.
     """
-    threads = _mains_of(process)
-    stacks = {tuple(f.function for f in thread.frames if installed(f.file)) for thread in threads}
+    threads = mains_of(process)
+    stacks = {tuple(f.function for f in thread.frames if not f.of_user) for thread in threads}
     running = sum(look.state == "R" for look in process.looks) > len(process.looks) / 2
     if len(stacks) < 2 or not (running or busy(process)):
         return False
     if all(importing(thread) for thread in threads):
         return True
     for thread in threads:
-        user = next((frame for frame in thread.frames if not installed(frame.file)), None)
+        user = next(iter(thread.user_frames), None)
         if user and isinstance(source.outermost_loop(sources.get(user.file, ""), user.line), ast.While):
             return False
     return True
@@ -529,7 +520,7 @@ def _tests_new_text(process: Process, loop: source.Loop) -> bool:
     names = (
         {node.id for node in ast.walk(loop.test) if isinstance(node, ast.Name)} if isinstance(loop, ast.While) else ()
     )
-    frames = [f for t in _mains_of(process) for f in t.frames if not installed(f.file)]
+    frames = [f for t in mains_of(process) for f in t.user_frames]
     return any(len({f.locals[n] for f in frames if re.match("['\"]", f.locals.get(n, ""))}) > 1 for n in names)
 
 
@@ -556,11 +547,10 @@ def own_code_only(process: Process, name: str = "MainThread") -> bool:
     """Return whether no look found a thread in an installed package: it computes in the user's own Python."""
     if name != "MainThread":  # its outer frames belong to a library, so look at its innermost frame only
         others = [t for look in process.looks for t in look.threads if t.name == name and t.frames]
-        return len(others) > 2 and not any(installed(thread.frames[0].file) for thread in others)
-    stacks = [[installed(frame.file) for frame in thread.frames] for thread in _mains_of(process)]
+        return len(others) > 2 and all(thread.frames[0].of_user for thread in others)
     # What called the user's code, such as a data loader or multiprocessing, does not count.
-    inner = [stack[: len(stack) - stack[::-1].index(False)] if False in stack else stack for stack in stacks]
-    return len(inner) > 2 and not any(map(any, inner))
+    mains = mains_of(process)
+    return len(mains) > 2 and all(t.user_frames == t.frames[: len(t.user_frames)] != () for t in mains)
 
 
 def cpu_share(process: Process) -> float:
@@ -586,100 +576,6 @@ def pace(process: Process, sources: Mapping[str, str]) -> str:
 
 ACCEPTED = re.compile(r"accept|kept|keep|good|ready|done|put|sent|emitted|passed|step|version|update|iter|batch|len\(")
 """Names of counters that grow if not everything is rejected."""
-KEPT = re.compile(r"(^|[_\W])(accept(ed)?|kept|emitted|passed)([_\W]|$)")
-"""Names of counters that stand still if everything is rejected."""
-MANY = 10
-"""Number of rounds without anything kept from which a filter is taken to reject everything."""
-BARREN = 100
-"""Number of rounds without anything kept, or put into a queue, from which a loop seems endless."""
-
-
-def refusing(process: Process, sources: Mapping[str, str]) -> str:
-    """Return the counter that shows that everything is rejected: it grows and nothing is accepted; else ""."""
-    moved = moved_counters(process, sources)
-    if accepts(process, sources):
-        return ""
-    names = [name.partition(":")[2].rpartition(":")[2] for name in moved]
-    grown = [short for short in names if REFUSING_NAMES.search(short.rpartition(".")[2])]
-    grown = [short for short in grown if not _keeps_others(process, sources, short, names)]
-    return grown[0] if grown else _keeps_none(process, sources, moved)
-
-
-def _keeps_others(process: Process, sources: Mapping[str, str], refused: str, moved: Sequence[str]) -> bool:
-    """Return whether a counter moved that the loop raises only in rounds that do not raise `refused`."""
-    function, _, name = refused.partition(".")
-    for frame in (f for t in process.threads for f in t.frames if f.name == function and not installed(f.file)):
-        loop = source.outermost_loop(sources.get(frame.file, ""), frame.line)
-        kept = source.counted_otherwise(loop, name.rpartition(".")[2]) if loop is not None else set()
-        if any(each.partition(".")[2].removeprefix("self.") in kept for each in moved):
-            return True
-    return False
-
-
-def _keeps_none(process: Process, sources: Mapping[str, str], moved: Mapping[str, tuple[int, int]]) -> str:
-    """Return a counter that grew by at least `MANY` while one of kept items in the same frame stood still; else ""."""
-    every = [_counters(look, process, sources) for look in process.looks if look.threads]
-    for name in every[-1] if every else ():
-        frame, short = _frame_and_name(name)
-        if KEPT.search(short) and {each.get(name) for each in every} == {every[0].get(name)}:
-            for other in (each for each in moved if _frame_and_name(each)[0] == frame):
-                if every[-1].get(other, 0) - every[0].get(other, 0) >= MANY:
-                    return f"{frame.rpartition(':')[2]}.{_frame_and_name(other)[1]} (beside {short})"
-    return ""
-
-
-def keeps_nothing(process: Process, sources: Mapping[str, str]) -> str:
-    """Return the counter of rounds of a loop that ends only when it has kept enough, and has kept nothing; else ""."""
-    for frame in process.main.frames if process.main else ():
-        text = sources.get(frame.file, "")
-        loop, outer = source.loop_at(text, frame.line), source.outermost_loop(text, frame.line)
-        if loop is None or outer is None:
-            continue
-        every = [f.locals for t in _mains_of(process) for f in t.frames if f.function == frame.function]
-        tested = ast.unparse(loop.test) if isinstance(loop, ast.While) else ""
-        goals = source.collected(loop)  # if one of them grows, the loop may end
-        still = sorted(name for name in {*goals, *frame.locals} if {each.get(name) for each in every} == {"0"})
-        kept = next((name for name in still if KEPT.search(name) and name in tested), "")
-        kept = kept or (min(goals) if goals and goals <= {*still} else "")
-        for name in source.rounds(loop, outer) if kept else ():
-            values = [int(each[name]) for each in every if each.get(name, "").isdigit()]
-            if values and values[0] < values[-1] >= BARREN:
-                return f"{frame.name}.{name} (beside {kept})"
-    return ""
-
-
-def puts_nothing(process: Process, sources: Mapping[str, str]) -> tuple[Activity, Frame, str] | None:
-    """Return evidence that a thread loops without putting anything into the queue that the main thread reads.
-
-    Returns:
-        The wait of the main thread; the frame of the other thread, at the line of its loop; and the counter of the
-        loop's rounds, which alone has changed. None if there is no such thread.
-    """
-    every = seen(process, sources, None) if never_woken(process) else []
-    if {each.kind for each in every} != {"queue"}:
-        return None
-    for thread, frame in ((t, f) for t in process.threads for f in t.frames if not installed(f.file)):
-        loop = source.outermost_loop(sources.get(frame.file, ""), frame.line)
-        puts = [name[:-4] for name in source.calls_of(loop) if name.endswith(".put")] if loop is not None else []
-        if loop is None or not any(source.same_name(name, every[-1].target) for name in puts):
-            continue
-        same = [t for look in process.looks for t in look.threads if t.os_id == thread.os_id != process.pid]
-        values = [f.locals for t in same for f in t.frames if f.function == frame.function]
-        rounds = source.rounds(loop, loop)
-        counts = {*source.counted(loop), *rounds, "unfinished_tasks"}
-        moved = {n for each in values for n in each if n in values[0] and each[n] != values[0][n]}
-        moved = {n for n in moved if "len(" in n or n.rpartition(".")[2] in counts}
-        for name in moved if len(moved) == 1 else ():
-            numbers = [int(each[name]) for each in values if each.get(name, "").isdigit()]
-            if name.rpartition(".")[2] in rounds and numbers and numbers[-1] - numbers[0] >= BARREN:
-                return every[-1], replace(frame, line=loop.lineno), name
-    return None
-
-
-def _frame_and_name(counter: str) -> tuple[str, str]:
-    """Return the frame and the variable in a name from `_counters`, without the address of a list."""
-    frame, _, name = re.sub(r"@[0-9a-f]+", "", counter).partition(".")
-    return frame, name
 
 
 def accepts(process: Process, sources: Mapping[str, str]) -> bool:

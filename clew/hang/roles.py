@@ -9,11 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from clew.hang.activity import C10D, Activity, activities
-from clew.hang.inside import installed
 from clew.hang.observed import Group, Process, Snapshot
 from clew.hang.programs import awaited_work, with_python_parents
 from clew.hang.progress import moves, moves_inside, without_torn
-from clew.hang.source import ending, feeds, goes_on_for_ever, loop_variables, outermost_loop
+from clew.hang.source import ends_one_of, goes_on_for_ever, loop_variables, outermost_loop
 from clew.hang.verdict import Actor
 
 RANK_NAMES = ("rank", "global_rank", "world_rank", "my_rank", "local_rank", "rank_id", "RANK", "self.rank")
@@ -43,7 +42,7 @@ def local_integer(process: Process, wanted: Sequence[str], sources: Mapping[str,
 
     The variable of a `for` loop is left out: a program that goes over all ranks is not one of them.
     """
-    frames = process.main.frames if process.main else ()
+    frames = process.main_frames
     for name in wanted:
         for frame in reversed(frames):
             value, text = frame.locals.get(name, ""), sources.get(frame.file, "")
@@ -54,7 +53,7 @@ def local_integer(process: Process, wanted: Sequence[str], sources: Mapping[str,
 
 def _spawned_rank(process: Process) -> int | None:
     """Return the rank that torch.multiprocessing.spawn gave: it calls fn(i, ...), where i is the rank."""
-    for frame in process.main.frames if process.main else ():
+    for frame in process.main_frames:
         if frame.name == "_wrap" and "multiprocessing/spawn" in frame.file and frame.locals.get("i", "").isdigit():
             return int(frame.locals["i"])
     return None
@@ -62,7 +61,7 @@ def _spawned_rank(process: Process) -> int | None:
 
 def joins_as(process: Process) -> tuple[int, int, str] | None:
     """Return rank, world size and address if the main thread is in init_process_group; None if it is not."""
-    for frame in process.main.frames if process.main else ():
+    for frame in process.main_frames:
         rank, world = (frame.locals.get(name, "") for name in ("rank", "world_size"))
         if frame.name == "init_process_group" and frame.file.endswith(C10D) and rank.isdigit() and world.isdigit():
             return int(rank), int(world), frame.locals.get("init_method", "").strip("'\"")
@@ -76,14 +75,13 @@ def world_group(process: Process) -> Group | None:
 
 def waits_for_work(process: Process) -> bool:
     """Return whether a worker of a pool or data loader has nothing to do: then it is not at fault."""
-    main = process.main
-    frames = main.frames if main else ()
+    main, frames = process.main, process.main_frames
     if frames and frames[0].file.endswith("ray/_private/worker.py") and frames[0].name == "main_loop":
         # An actor's coroutines, and the methods of one with threads, run outside of the main thread.
-        return all(installed(frame.file) for thread in process.threads for frame in thread.frames)
+        return not any(thread.user_frames for thread in process.threads)
     for place, frame in enumerate(frames):
         if frame.name in WORKER_LOOPS and WORKERS.search(frame.file):
-            return place > 0 and all(installed(inner.file) for inner in frames[:place]) and not (main and main.active)
+            return place > 0 and not any(inner.of_user for inner in frames[:place]) and not (main and main.active)
     return False
 
 
@@ -210,7 +208,7 @@ def _without_idle_readers(every: list[Activity], process: Process, snapshot: Sna
     readers = {thread for thread, _, other in process.awaits if other in idle and process.listens}
     names = {thread.name for thread in process.threads if thread.os_id in readers}
     kept = [each for each in every[1:] if each.thread not in names or each.task]
-    return [*every[:1], *kept] if any(each.file and not installed(each.file) for each in kept) else every
+    return [*every[:1], *kept] if any(each.of_user for each in kept) else every
 
 
 def _is_bystander(one: Activity, every: Sequence[Activity], sources: Mapping[str, str]) -> bool:
@@ -221,8 +219,8 @@ def _is_bystander(one: Activity, every: Sequence[Activity], sources: Mapping[str
     if not serves and (one.kind not in ("sleep", "queue") or loop is None or not goes_on_for_ever(loop)):
         return False
     others = (each for each in every if each is not one and each.target and each.kind in ("queue", "condition"))
-    waits = {(each.target, ending(each.kind)) for each in others}
-    return bool(waits) and all(feeds(one.function, text, *wait) is False for wait in waits)
+    waits = {(each.kind, each.target) for each in others}
+    return bool(waits) and not ends_one_of(text, one.line, waits)
 
 
 def effective(every: Sequence[Activity], sources: Mapping[str, str]) -> Activity:
@@ -233,7 +231,7 @@ def effective(every: Sequence[Activity], sources: Mapping[str, str]) -> Activity
     blocks_its_loop = main.in_loop and not main.idle_loop
     if main.kind not in WAITS_INSIDE or main.cleanup == "destroy" or blocks_its_loop or main.op == "_shutdown":
         return main
-    others = [each for each in every[1:] if each.file and not installed(each.file)]
+    others = [each for each in every[1:] if each.of_user]
     kept = [each for each in others if not _is_bystander(each, every, sources)]
     if kept or main.kind in ("queue", "condition"):  # otherwise it only joins or awaits them: one of them decides
         others = kept

@@ -1,17 +1,16 @@
 """Reads users' source: which call a line makes, whether only some ranks run it, and which ranks form a group.
 
 Native calls have no Python frame. The line that makes the call is the innermost one a stack shows, so its source says
-what the process waits in. Nothing here runs the user's code: its expressions are read by a small evaluator of integers.
+what the process waits in. Nothing here runs the user's code.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
 
 RANK_WORDS = re.compile(
     r"^(?!lora_|low_|r_).*rank(?!ing|ed|er)|is_main|is_master|master_process|(global|process)_zero|is_chief|is_primary",
@@ -51,18 +50,16 @@ UNLIMITED = re.compile(r"\.(get|wait|acquire|read)$")
 """Calls that do not poll unless they have an argument, such as a timeout."""
 ENDING = {
     "queue": r"(.*)\.(put\w*|send\w*|write|append\w*|extend)",
+    "pipe": r"(.*)\.(put\w*|send\w*|write|append\w*|extend)",
     "queue_full": r"(.*)\.(get\w*|recv\w*|read\w*|task_done)",
     "barrier": r"(.*)\.wait",
     "": r"(.*)\.(set|notify\w*|release|set_result|set_exception)",
 }
-"""Calls that end each kind of wait; those at "" end any other kind."""
-GROWS = ("append", "extend", "add", "update", "appendleft")
-"""Methods by which a collection grows."""
-FAULTS = re.compile(r"bad|err|fail|nan|skip|drop|reject|miss|spike", re.I)
-"""Names of what a loop counts to give up, and does not collect."""
+"""Calls that end each kind of wait, with the object in group 1; those at "" end any other kind."""
+Wait = tuple[str, str]
+"""Kind of a wait, and the object that is waited for ("" if it has no name)."""
 Loop = ast.While | ast.For | ast.AsyncFor
-MOST_MEMBERS = 100_000
-"""Largest integer that is evaluated: a larger range would only cost memory."""
+Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @lru_cache(maxsize=256)
@@ -90,9 +87,9 @@ def enclosing(text: str, line: int) -> list[ast.AST]:
     return path
 
 
-def enclosing_function(text: str, line: int) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+def enclosing_function(text: str, line: int) -> Function | None:
     """Return the innermost function around a line; None at the top of a module."""
-    found = [node for node in enclosing(text, line) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    found = [node for node in enclosing(text, line) if isinstance(node, Function)]
     return found[-1] if found else None
 
 
@@ -197,7 +194,7 @@ def in_cleanup(text: str, line: int) -> str:
             return "finally"
         if isinstance(outer, ast.ExceptHandler) and (raises := _cleans_up(path[place:], text, line)) is not None:
             return "except" if raises else WITHOUT_RAISE
-    functions = [node.name for node in path if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    functions = [node.name for node in path if isinstance(node, Function)]
     return next((name for name in functions if CLEANUP_NAMES.search(name)), "")
 
 
@@ -249,9 +246,9 @@ def outermost_loop(text: str, line: int) -> Loop | None:
 def _loops_at(text: str, line: int) -> list[Loop]:
     found: list[Loop] = []
     for node in enclosing(text, line):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        if isinstance(node, Function):
             found = []
-        elif isinstance(node, (ast.While, ast.For, ast.AsyncFor)):
+        elif isinstance(node, Loop):
             found.append(node)
     return found
 
@@ -262,71 +259,12 @@ def counted(loop: ast.AST) -> set[str]:
     return {dotted(each).rpartition(".")[2] for each in targets if isinstance(each, (ast.Name, ast.Attribute))}
 
 
-def filled(loop: ast.AST) -> set[str]:
-    """Return the names and attributes of the collections to which a loop adds items."""
-    functions = (node.func for node in ast.walk(loop) if isinstance(node, ast.Call))
-    methods = (each for each in functions if isinstance(each, ast.Attribute) and each.attr in GROWS)
-    return {dotted(each.value).rpartition(".")[2] for each in methods}
-
-
-def counted_otherwise(loop: Loop, name: str) -> set[str]:
-    """Return the numbers, such as written or len(rows), that a loop raises only in rounds that do not count `name`."""
-    blocks = [getattr(node, part, []) for node in ast.walk(loop) for part in ("body", "orelse")]
-    for body in (each for each in blocks if isinstance(each, list)):  # a lambda's body is one expression
-        for place, node in enumerate(body):
-            if isinstance(node, ast.If) and any(name in counted(each) for each in node.body):
-                goes_on = isinstance(node.body[-1], ast.Continue)
-                others = [*node.orelse, *(body[place + 1 :] if goes_on else [])]
-                return {n for each in others for n in (*counted(each), *(f"len({c})" for c in filled(each)))}
-    return set()
-
-
-def collected(loop: Loop) -> set[str]:
-    """Return the numbers that a loop makes grow until it has enough, such as len(batch) or accepted.
-
-    The set is empty for a loop that sleeps or swallows an exception: its rounds may be failed attempts.
-    """
-    if isinstance(loop, ast.While):
-        tests = [] if isinstance(loop.test, ast.Constant) else [loop.test]
-    elif isinstance(loop.iter, ast.Call) and dotted(loop.iter.func).endswith("count"):
-        tests = list[ast.expr]()
-    else:  # it ends by itself
-        return set()
-    grown = counted(loop) | filled(loop)
-    for node in ast.walk(loop):
-        if isinstance(node, ast.If) and isinstance(node.body[-1], (ast.Break, ast.Return)):
-            tests.append(node.test)
-        elif isinstance(node, ast.ExceptHandler) and not isinstance(node.body[-1], ast.Raise):
-            return set()
-    if any(name.endswith("sleep") for name in calls_of(loop)):
-        return set()
-    grown = {name for name in grown if not FAULTS.search(name)}
-    goals = list[set[str]]()
-    for test in tests:
-        sides = (s for c in ast.walk(test) if isinstance(c, ast.Compare) for s in (c.left, *c.comparators))
-        texts = map(ast.unparse, sides)
-        goals.append({t for t in texts if t.removeprefix("len(").rstrip(")").rpartition(".")[2] in grown})
-    return set[str]().union(*goals) if all(goals) else set()  # otherwise something else can end it
-
-
 @lru_cache(maxsize=4096)
 def loop_variables(text: str, line: int) -> frozenset[str]:
     """Return the variables of all `for` loops in the function around a line, or in the module if there is none."""
     around = enclosing_function(text, line) or parse(text)
     loops = (each for each in (ast.walk(around) if around else ()) if isinstance(each, (ast.For, ast.AsyncFor)))
     return frozenset(name.id for each in loops for name in ast.walk(each.target) if isinstance(name, ast.Name))
-
-
-def rounds(loop: Loop, outer: Loop) -> set[str]:
-    """Return the names that count the rounds of a loop, and start again each time that `outer` enters the loop."""
-    if isinstance(loop, ast.While):
-        names = counted(loop)
-        before = [node for node in outer.body if isinstance(node, ast.Assign) and node.lineno < loop.lineno]
-        used = (each for node in before for each in ast.walk(node) if isinstance(each, ast.Name))
-        return names if loop is outer else names & {name.id for name in used if isinstance(name.ctx, ast.Store)}
-    counts = isinstance(loop.iter, ast.Call) and re.search(r"(range|enumerate|count)$", dotted(loop.iter.func))
-    target = loop.target.elts[0] if isinstance(loop.target, ast.Tuple) else loop.target
-    return {target.id} if counts and isinstance(target, ast.Name) else set()
 
 
 def goes_on_for_ever(loop: ast.AST) -> bool:
@@ -379,35 +317,39 @@ def follows(text: str, line: int, later: int) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def function_named(text: str, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+def function_named(text: str, name: str) -> Function | None:
     """Return the first function of a file with this name."""
     tree = parse(text)
-    functions = (
-        (node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))) if tree else ()
-    )
+    functions = (node for node in ast.walk(tree) if isinstance(node, Function)) if tree else ()
     return next((node for node in functions if node.name == name), None)
 
 
-def ending(kind: str) -> str:
-    """Return a pattern of the calls that end a kind of wait, with the object in group 1."""
-    return ENDING.get(kind.replace("pipe", "queue"), ENDING[""])
+def ends_one_of(text: str, line: int, waits: Collection[Wait], *, by_argument: bool = True) -> bool:
+    """Return whether the function around a line, or the loop if there is none, may end one of these waits.
+
+    Args:
+        text: Source of the file.
+        line: A line of the function or loop.
+        waits: Waits of other threads.
+        by_argument: Count calls on any argument of the function, too: it may be the object under another name.
+    """
+    around = enclosing_function(text, line) or outermost_loop(text, line)
+    return around is not None and any(ends_wait(around, text, wait, by_argument) for wait in waits)
 
 
 @lru_cache(maxsize=4096)
-def feeds(name: str, text: str, target: str, by: str, depth: int = 2) -> bool | None:
-    """Return whether a function may end a wait for the object `target` ("" for any) with a call that matches `by`.
-
-    An object that was passed to it can have any name. The result is None if the file has no such function.
-    """
-    if (function := function_named(text, name)) is None:
-        return None
-    given = {each.arg for each in function.args.args} - {"self"}
-    for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
+def ends_wait(around: Function | Loop, text: str, wait: Wait, by_argument: bool = True, depth: int = 2) -> bool:
+    """Return whether a function or loop, or one that it calls, may end a wait; see `ends_one_of`."""
+    kind, target = wait
+    arguments = around.args.args if by_argument and isinstance(around, Function) else ()
+    given = {each.arg for each in arguments} - {"self"}
+    for call in (node for node in ast.walk(around) if isinstance(node, ast.Call)):
         for called in map(dotted, (call.func, *call.args)):  # a call can be handed on: call_soon(future.set_result, 1)
-            found = re.fullmatch(by, called)
+            found = re.fullmatch(ENDING.get(kind, ENDING[""]), called)
             if found and (not target or found[1] in given or same_name(found[1], target)):
                 return True
-        if depth and feeds(dotted(call.func).rpartition(".")[2], text, target, by, depth - 1):
+        inner = function_named(text, dotted(call.func).rpartition(".")[2]) if depth else None
+        if inner is not None and ends_wait(inner, text, wait, by_argument, depth - 1):
             return True
     return False
 
@@ -521,101 +463,3 @@ def origin(text: str, call: ast.Call) -> str:
                 if root == (name.asname or name.name.partition(".")[0]):
                     return (getattr(node, "module", None) or name.name).partition(".")[0]
     return ""
-
-
-def constants(text: str) -> dict[str, int]:
-    """Return the integers that a module assigns at its top level, such as WORLD = 4."""
-    tree, found = parse(text), dict[str, int]()
-    for node in tree.body if tree else ():
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and type(node.value.value) is int:
-            found |= {target.id: node.value.value for target in node.targets if isinstance(target, ast.Name)}
-    return found
-
-
-class Unknown(Exception):
-    """Raised when the evaluator does not support an expression."""
-
-
-def evaluate(node: ast.AST, names: Mapping[str, Any]) -> Any:
-    """Return the value of an expression of integers, lists and ranges.
-
-    Raises:
-        Unknown: It is anything else, or uses a name that is not in `names`.
-    """
-    if isinstance(node, ast.Constant) and type(node.value) in (int, bool):
-        return node.value
-    if isinstance(node, (ast.Name, ast.Attribute)) and dotted(node) in names:
-        return names[dotted(node)]
-    if isinstance(node, (ast.List, ast.Tuple, ast.Set)):
-        return [evaluate(each, names) for each in node.elts]
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_integer(evaluate(node.operand, names))
-    if isinstance(node, ast.BinOp):
-        return _arithmetic(node.op, evaluate(node.left, names), evaluate(node.right, names))
-    if isinstance(node, ast.IfExp):
-        return evaluate(node.body if evaluate(node.test, names) else node.orelse, names)
-    if isinstance(node, ast.Compare) and len(node.ops) == 1:
-        return _compare(node.ops[0], evaluate(node.left, names), evaluate(node.comparators[0], names))
-    if isinstance(node, ast.Call):
-        return _call(node, names)
-    if isinstance(node, (ast.ListComp, ast.GeneratorExp, ast.SetComp)) and len(node.generators) == 1:
-        loop = node.generators[0]
-        if isinstance(loop.target, ast.Name):
-            rows = ({**names, loop.target.id: value} for value in evaluate(loop.iter, names))
-            return [evaluate(node.elt, row) for row in rows if all(evaluate(test, row) for test in loop.ifs)]
-    raise Unknown(ast.dump(node)[:80])
-
-
-def _integer(value: Any) -> int:
-    if not isinstance(value, int) or abs(value) > MOST_MEMBERS:
-        raise Unknown("no small integer")
-    return value
-
-
-def _arithmetic(op: ast.operator, left: Any, right: Any) -> Any:
-    if isinstance(op, ast.Add) and isinstance(left, list) and isinstance(right, list):
-        return left + right
-    a, b = _integer(left), _integer(right)
-    match op:
-        case ast.Add():
-            return a + b
-        case ast.Sub():
-            return a - b
-        case ast.Mult():
-            return a * b
-        case ast.FloorDiv() if b:
-            return a // b
-        case ast.Mod() if b:
-            return a % b
-    raise Unknown("operator")
-
-
-def _compare(op: ast.cmpop, left: Any, right: Any) -> bool:
-    match op:
-        case ast.Eq():
-            return left == right
-        case ast.NotEq():
-            return left != right
-        case ast.Lt():
-            return _integer(left) < _integer(right)
-        case ast.LtE():
-            return _integer(left) <= _integer(right)
-        case ast.Gt():
-            return _integer(left) > _integer(right)
-        case ast.GtE():
-            return _integer(left) >= _integer(right)
-    raise Unknown("comparison")
-
-
-def _call(node: ast.Call, names: Mapping[str, Any]) -> Any:
-    called = dotted(node.func).rpartition(".")[2]
-    if called in ("get_rank", "get_world_size"):
-        name = "rank" if called == "get_rank" else "world_size"
-        if name in names and not node.args:
-            return names[name]
-    if called == "range":
-        bounds = [_integer(evaluate(each, names)) for each in node.args]
-        return list(range(*bounds))
-    if called in ("list", "sorted", "tuple", "set") and len(node.args) == 1:
-        return sorted(evaluate(node.args[0], names)) if called == "sorted" else list(evaluate(node.args[0], names))
-    raise Unknown(called)

@@ -120,7 +120,7 @@ class Actor:
     @property
     def hidden_exception(self) -> str:
         """Return the class of the exception given to the `__exit__` that the main thread is in; "" if there is none."""
-        for frame in self.process.main.frames if self.process.main else ():
+        for frame in self.process.main_frames:
             text = " ".join(frame.locals.values()) if frame.name in ("__exit__", "_exit_wrapper") else ""
             if found := re.search(r"\b[A-Z]\w*(Error|Exception|Interrupt|Exit)\b", text):
                 return found[0]

@@ -1,0 +1,168 @@
+"""Judges waits for a process, thread or coroutine that has ended, or that cannot end before this wait does."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from clew.hang.roles import waits_for_work
+from clew.hang.sink import Sink
+from clew.hang.source import ends_one_of, ends_wait, function_named, loop_at, polls
+from clew.hang.verdict import Actor, Verdict
+from clew.hang.waits_for import TO_OTHERS
+
+
+def dead(sink: Sink) -> Verdict | None:
+    """Find a process, thread or coroutine that has ended, so that nobody can end the wait."""
+    if sink.one.dead:
+        blamed = sink.culprits
+        if sink.one.process.exit.endswith("code 0"):  # a sibling that has failed explains more
+            beside = [a for a in sink.live if a.process.parent == sink.one.process.parent and a.process.exit]
+            blamed = [a for a in beside if not a.process.exit.endswith("code 0")] or blamed
+        others = ", and others still wait for it" if any(not a.dead for a in sink.live) else ""
+        why = f"{', '.join(a.says for a in blamed[:4])}{others}."
+        return sink.blame("dead", blamed, why, cause="dead", structural=not all(map(done, blamed)))
+    kinds = (*TO_OTHERS, "sleep") if sink.one.rank is not None else (*TO_OTHERS, "sleep", "store")
+    if sink.act.kind not in kinds or sink.one.moving:
+        return None
+    gone = [a for a in sink.live if a.dead and a.role != "idle"]
+    asks = sink.act.kind in ("http", "network") and not sink.act.op.endswith("accept")  # these await a server
+    if gone and not asks:
+        why = f"{'. '.join(a.says for a in gone[:4])}. So nothing can end this wait: {sink.one.says}."
+        return sink.blame("dead", gone, why, cause="dead", structural=not all(map(done, gone)))
+    sure, said = (
+        ended_inside(sink.one, counts) or next((text for a in sink.live if (text := ended_children(a, counts))), "")
+        for counts in (lambda _: False, lambda name: explains(name, sink.one, sink.live, sink.sources))
+    )
+    if said and not sink.one.process.waits and sink.act.kind not in ("http", "network", "process"):
+        why = f"What has ended: {sure or said}. So nothing can end this wait: {sink.one.says}."
+        return sink.blame("dead", sink.culprits, why, cause="dead", structural=bool(sure))
+    by = next((a for a in sink.waiters if a.process.inside.ended_threads and not a.moving), None)
+    # The culprit asks for something that a thread of another process may make. Ranks in a collective, however, wait
+    # only for the culprit.
+    asks = sink.act.kind == "sleep" and explains("", sink.one, sink.live, sink.sources)
+    if by is not None and asks and not sink.blocked_ranks:
+        threads = ", ".join(by.process.inside.ended_threads[:4])
+        why = f"A thread of {by.process.label} has ended: {threads}. It may have made what is awaited here: "
+        why += f"{sink.one.says}."
+        return sink.blame("dead", [by], why, cause="dead", confidence="medium")
+    return None
+
+
+def outlived(sink: Sink) -> Verdict | None:
+    """Find a process whose main program has ended, and which Python keeps alive for its other threads."""
+    if sink.act.op != "_shutdown" or sink.one.moving:
+        return None
+    kept = [each for each in sink.one.threads if each.of_user and each is not sink.act]
+    at = f": {kept[0].thread} is at {kept[0].place}" if kept else ""
+    why = (
+        f"The main program of {sink.one.process.label} has ended, by its end or by an exception. Python waits for its "
+        f"threads that are no daemons{at}.{sink.who_waits}"
+    )
+    pattern = "missing rank" if sink.blocked_ranks else "dead"  # a rank that lives on and will not come
+    found = sink.blame(pattern, sink.culprits, why, cause="dead")
+    return replace(found, sites=tuple(sorted({each.site for each in kept})) or found.sites)
+
+
+def lost_task(sink: Sink) -> Verdict | None:
+    """Judge a wait for a pool of processes that all wait for work: the worker that had the task is gone."""
+    if sink.act.kind != "pool":
+        return None
+    workers = [p for p in sink.snapshot.processes if p.parent == sink.one.pid and p.last.state not in "ZX"]
+    if not workers or not all(waits_for_work(each) for each in workers):
+        return None
+    why = (
+        f"{sink.one.says}. All {len(workers)} workers of the pool have nothing to do, so the result will never come: "
+        f"the worker that had the task was killed (by a limit, or for memory), and the pool has put another one in its "
+        f"place. A pool of concurrent.futures raises BrokenProcessPool then."
+    )
+    return sink.blame("rollout blocked", [sink.one], why, cause="pool", confidence="medium")
+
+
+def pipe_kept_open(sink: Sink) -> Verdict | None:
+    """Find a process that an ended program started, and that may keep open the pipe that the program's parent reads."""
+    reading = [
+        a
+        for a in (sink.waiters if sink.one.dead else [sink.one])
+        if a.activity.kind in ("process", "pipe") and a.process.outside and not a.moving
+    ]
+    if not reading:
+        return None
+    one = reading[0]
+    ended = sink.one.says if sink.one.dead else f"{ended_children(one) or 'A program that it started'} has ended"
+    why = (
+        f"{one.says}. {ended}, but {', '.join(one.process.outside[:4])}, which it started, lives and has the pipe "
+        f"still open: reading it ends when that one ends."
+    )
+    return sink.blame("external wait", [one], why, cause="pipe")
+
+
+def joined_too_early(sink: Sink) -> Verdict | None:
+    """Find a process that joins a child before it has read the child's queue. Until then, the child cannot end."""
+    for child in (a for a in sink.live if not a.moving):
+        frames = (frame for thread in child.process.threads for frame in thread.frames)
+        by = next((a for a in sink.live if a.pid == child.process.parent and a.activity.kind == "process"), None)
+        if by is not None and any(f.name == "_finalize_join" and f.file.endswith("queues.py") for f in frames):
+            why = (
+                f"{by.says}. {child.process.label} has done its work, but ends only when the items that it has put "
+                f"into a queue are read. Read the queue before you join the process."
+            )
+            return sink.blame("rollout blocked", [by], why, cause="process")
+    return None
+
+
+def ended_children(actor: Actor, counts: Callable[[str], bool] = bool) -> str:
+    """Return words about reaped children that failed, or whose names `counts` takes; "" if there are none."""
+    ended = [each for each in actor.process.inside.children if each[2] or counts(each[1])]
+    every = [f"its child {name} (pid {pid}, exit code {code})" for pid, name, code in ended]
+    return f"{actor.process.label}: {', '.join(every[:4])}" if every else ""
+
+
+def ended_inside(actor: Actor, counts: Callable[[str], bool] = bool) -> str:
+    """Return words about children, tasks and threads that failed, or ended with a name that `counts` takes; else ""."""
+    children = ended_children(actor, counts)
+    handled = any(each.kind == "tasks" for each in actor.threads)
+    failed = [
+        f"{thread.name} (with {thread.ended})"
+        for thread in actor.process.threads
+        if thread.ended and (not handled or counts(thread.frames[-1].name if thread.frames else thread.name))
+    ]
+    failed = [text for text in failed if "CancelledError" not in text]
+    threads = [f"its thread {name}" for name in actor.process.inside.ended_threads if counts(name)]
+    return children or ", ".join((failed or threads)[:4])
+
+
+def done(actor: Actor) -> bool:
+    """Return whether a process that is no rank has ended with exit code 0: it has probably done its part."""
+    return actor.dead and actor.rank is None and actor.process.exit.endswith("code 0")
+
+
+def explains(name: str, waiting: Actor, live: Sequence[Actor], sources: Mapping[str, str]) -> bool:
+    """Return whether a thread or process that ended normally could have ended this wait, and nothing that lives can.
+
+    The name "Thread-1 (collect)" says that it ran `collect`. A thread or process of another name may have run any
+    target that does not run now.
+    """
+    act = waiting.activity
+    if act.kind == "sleep":  # only a loop that asks again and again waits, and not while somebody else works
+        loop = loop_at(sources.get(act.file, ""), act.line)
+        return loop is not None and polls(loop, sources[act.file]) and not any(a.moving for a in live)
+    wait = (act.kind, act.target)
+
+    def could(name: str) -> list[bool]:
+        found = [(function_named(text, name), text) for text in sources.values()]
+        return [ends_wait(function, text, wait) for function, text in found if function is not None]
+
+    stacks = [t for a in live for t in a.process.threads if not t.ended and (a is not waiting or t.name != act.thread)]
+    frames = [frame for thread in stacks for frame in thread.user_frames]
+    if any(ends_one_of(sources.get(frame.file, ""), frame.line, {wait}) for frame in frames):
+        return False
+    running = {frame.name for frame in frames}
+    ran = could(name.partition("(")[2].rstrip(")") or name)
+    text = "\n".join(sources.values())
+    targets = [could(each) for each in {*re.findall(r"target=(?:\w+\.)*(\w+)", text)} - {*running, act.function}]
+    if ran or (targets and all(targets)):
+        return any(map(any, [ran] if ran else targets))
+    # A function that was not seen can only end it if it was given the object, or one that has it.
+    return not act.target or "." in act.target or bool(re.search(rf"[(,]\s*{re.escape(act.target)}\s*[,)]", text))

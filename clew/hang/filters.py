@@ -1,0 +1,234 @@
+"""Finds waits that never end, because a loop rejects everything, or does not make what is waited for."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import PurePath
+
+from clew.hang.activity import DISTRIBUTED, Activity
+from clew.hang.observed import Frame, Process, Snapshot
+from clew.hang.progress import (
+    accepts,
+    counters_in,
+    mains_of,
+    moved_counters,
+    never_woken,
+    seen,
+    wakeups,
+    woken_in_vain,
+)
+from clew.hang.sink import Sink
+from clew.hang.source import Loop, calls_of, counted, dotted, loop_at, outermost_loop, same_name
+from clew.hang.verdict import Actor, Verdict, words_of
+from clew.hang.waits_for import TO_OTHERS
+
+REJECTED = re.compile(r"reject|drop|skip|filter|discard|stale|refus|invalid|bad", re.I)
+KEPT = re.compile(r"(^|[_\W])(accept(ed)?|kept|emitted|passed)([_\W]|$)")
+"""Names of counters that stand still if everything is rejected."""
+MANY = 10
+"""Number of rounds without anything kept from which a filter is taken to reject everything."""
+BARREN = 100
+"""Number of rounds without anything kept, or put into a queue, from which a loop seems endless."""
+GROWS = ("append", "extend", "add", "update", "appendleft")
+"""Methods by which a collection grows."""
+FAILED = re.compile(r"bad|err|fail|nan|skip|drop|reject|miss|spike", re.I)
+"""Names of what a loop counts to give up, and does not collect."""
+
+
+def refuses(live: list[Actor], snapshot: Snapshot) -> tuple[Actor, str] | None:
+    """Return the process that rejects everything, and its counter; None if nobody waits, or a process accepts work."""
+    if found := next(((a, name) for a in live if (name := _keeps_nothing(a.process, snapshot.sources))), None):
+        return found
+    # Rejecting everything is a fault only if somebody waits for what is accepted.
+    asks = len(live) == 1 or any(not a.moving and a.activity.kind in (*TO_OTHERS, "sleep", *DISTRIBUTED) for a in live)
+    if not asks or any(accepts(a.process, snapshot.sources) for a in live):
+        return None
+    return next(((a, name) for a in live if (name := _rejecting(a.process, snapshot.sources))), None)
+
+
+def rejecting(sink: Sink) -> Verdict | None:
+    """Find a filter that rejects everything, so that a batch never fills."""
+    found = refuses(sink.live, sink.snapshot)
+    if found is None:
+        return None
+    by, name = found
+    why = f"{by.process.label} rejects everything: {name} grows and nothing is accepted, so no wait can end."
+    return sink.blame("rollout blocked", [by], why, cause="refusing", confidence="medium")
+
+
+def starved(sink: Sink) -> Verdict | None:
+    """Find a thread that loops without putting anything into the queue that the main thread of its process reads."""
+    for by in (a for a in [*sink.culprits, *sink.waiters] if not a.moving and not a.dead):
+        if barren := _puts_nothing(by.process, sink.sources):
+            get, frame, counter = barren
+            site = f"{PurePath(frame.file).name}:{frame.line}"
+            why = (
+                f"{by.process.label} {words_of(get)} at {get.place}. The thread that should fill this queue loops "
+                f"at {site} and puts nothing: {frame.name}.{counter} grows, and nothing that it collects does."
+            )
+            found = sink.blame("rollout blocked", [by], why, cause="queue", confidence="medium")
+            return replace(found, sites=tuple(sorted({get.site, site})))
+    return None
+
+
+def never_holds(sink: Sink) -> Verdict | None:
+    """Find a main thread that is woken up again and again for a condition that never holds."""
+    for one in (a for a in [*sink.culprits, *sink.waiters] if a.threads and not a.moving):
+        if woken_in_vain(one.process, seen(one.process, sink.sources, None), sink.sources):
+            wait = one.threads[0]
+            why = (
+                f"{one.process.label} waits for a condition at {wait.place}. It was woken up "
+                f"{wakeups(one.process):,} times meanwhile, and the condition did not hold once: what it compares "
+                f"may never get there."
+            )
+            found = sink.blame("rollout blocked", [one], why, cause="condition", confidence="medium")
+            return replace(found, sites=(wait.site,))
+    return None
+
+
+def _rejecting(process: Process, sources: Mapping[str, str]) -> str:
+    """Return the counter of what a process rejects, if it grows and no counter of what it keeps does; else ""."""
+    moved = moved_counters(process, sources)
+    names = [name.partition(":")[2].rpartition(":")[2] for name in moved]
+    grown = [short for short in names if REJECTED.search(short.rpartition(".")[2])]
+    grown = [short for short in grown if not _keeps_others(process, sources, short, names)]
+    return grown[0] if grown else _keeps_none(process, sources, moved)
+
+
+def _keeps_others(process: Process, sources: Mapping[str, str], refused: str, moved: Sequence[str]) -> bool:
+    """Return whether a counter moved that the loop raises only in rounds that do not raise `refused`."""
+    function, _, name = refused.partition(".")
+    for frame in (f for t in process.threads for f in t.user_frames if f.name == function):
+        loop = outermost_loop(sources.get(frame.file, ""), frame.line)
+        kept = _counted_otherwise(loop, name.rpartition(".")[2]) if loop is not None else set()
+        if any(each.partition(".")[2].removeprefix("self.") in kept for each in moved):
+            return True
+    return False
+
+
+def _keeps_none(process: Process, sources: Mapping[str, str], moved: Mapping[str, tuple[int, int]]) -> str:
+    """Return a counter that grew by at least `MANY` while one of kept items in the same frame stood still; else ""."""
+    every = [counters_in(look, process, sources) for look in process.looks if look.threads]
+    for name in every[-1] if every else ():
+        frame, short = _frame_and_name(name)
+        if KEPT.search(short) and {each.get(name) for each in every} == {every[0].get(name)}:
+            for other in (each for each in moved if _frame_and_name(each)[0] == frame):
+                if every[-1].get(other, 0) - every[0].get(other, 0) >= MANY:
+                    return f"{frame.rpartition(':')[2]}.{_frame_and_name(other)[1]} (beside {short})"
+    return ""
+
+
+def _keeps_nothing(process: Process, sources: Mapping[str, str]) -> str:
+    """Return the counter of rounds of a loop that ends only when it has kept enough, and has kept nothing; else ""."""
+    for frame in process.main_frames:
+        text = sources.get(frame.file, "")
+        loop, outer = loop_at(text, frame.line), outermost_loop(text, frame.line)
+        if loop is None or outer is None:
+            continue
+        every = [f.locals for t in mains_of(process) for f in t.frames if f.function == frame.function]
+        tested = ast.unparse(loop.test) if isinstance(loop, ast.While) else ""
+        goals = _collected(loop)  # if one of them grows, the loop may end
+        still = sorted(name for name in {*goals, *frame.locals} if {each.get(name) for each in every} == {"0"})
+        kept = next((name for name in still if KEPT.search(name) and name in tested), "")
+        kept = kept or (min(goals) if goals and goals <= {*still} else "")
+        for name in _rounds(loop, outer) if kept else ():
+            values = [int(each[name]) for each in every if each.get(name, "").isdigit()]
+            if values and values[0] < values[-1] >= BARREN:
+                return f"{frame.name}.{name} (beside {kept})"
+    return ""
+
+
+def _puts_nothing(process: Process, sources: Mapping[str, str]) -> tuple[Activity, Frame, str] | None:
+    """Return evidence that a thread loops without putting anything into the queue that the main thread reads.
+
+    Returns:
+        The wait of the main thread; the frame of the other thread, at the line of its loop; and the counter of the
+        loop's rounds, which alone has changed. None if there is no such thread.
+    """
+    every = seen(process, sources, None) if never_woken(process) else []
+    if {each.kind for each in every} != {"queue"}:
+        return None
+    for thread, frame in ((t, f) for t in process.threads for f in t.user_frames):
+        loop = outermost_loop(sources.get(frame.file, ""), frame.line)
+        puts = [name[:-4] for name in calls_of(loop) if name.endswith(".put")] if loop is not None else []
+        if loop is None or not any(same_name(name, every[-1].target) for name in puts):
+            continue
+        same = [t for look in process.looks for t in look.threads if t.os_id == thread.os_id != process.pid]
+        values = [f.locals for t in same for f in t.frames if f.function == frame.function]
+        rounds = _rounds(loop, loop)
+        counts = {*counted(loop), *rounds, "unfinished_tasks"}
+        moved = {n for each in values for n in each if n in values[0] and each[n] != values[0][n]}
+        moved = {n for n in moved if "len(" in n or n.rpartition(".")[2] in counts}
+        for name in moved if len(moved) == 1 else ():
+            numbers = [int(each[name]) for each in values if each.get(name, "").isdigit()]
+            if name.rpartition(".")[2] in rounds and numbers and numbers[-1] - numbers[0] >= BARREN:
+                return every[-1], replace(frame, line=loop.lineno), name
+    return None
+
+
+def _frame_and_name(counter: str) -> tuple[str, str]:
+    """Return the frame and the variable in a name from `counters_in`, without the address of a list."""
+    frame, _, name = re.sub(r"@[0-9a-f]+", "", counter).partition(".")
+    return frame, name
+
+
+def _filled(loop: ast.AST) -> set[str]:
+    """Return the names and attributes of the collections to which a loop adds items."""
+    functions = (node.func for node in ast.walk(loop) if isinstance(node, ast.Call))
+    methods = (each for each in functions if isinstance(each, ast.Attribute) and each.attr in GROWS)
+    return {dotted(each.value).rpartition(".")[2] for each in methods}
+
+
+def _counted_otherwise(loop: Loop, name: str) -> set[str]:
+    """Return the numbers, such as written or len(rows), that a loop raises only in rounds that do not count `name`."""
+    blocks = [getattr(node, part, []) for node in ast.walk(loop) for part in ("body", "orelse")]
+    for body in (each for each in blocks if isinstance(each, list)):  # a lambda's body is one expression
+        for place, node in enumerate(body):
+            if isinstance(node, ast.If) and any(name in counted(each) for each in node.body):
+                goes_on = isinstance(node.body[-1], ast.Continue)
+                others = [*node.orelse, *(body[place + 1 :] if goes_on else [])]
+                return {n for each in others for n in (*counted(each), *(f"len({c})" for c in _filled(each)))}
+    return set()
+
+
+def _collected(loop: Loop) -> set[str]:
+    """Return the numbers that a loop makes grow until it has enough, such as len(batch) or accepted.
+
+    The set is empty for a loop that sleeps or swallows an exception: its rounds may be failed attempts.
+    """
+    if isinstance(loop, ast.While):
+        tests = [] if isinstance(loop.test, ast.Constant) else [loop.test]
+    elif isinstance(loop.iter, ast.Call) and dotted(loop.iter.func).endswith("count"):
+        tests = list[ast.expr]()
+    else:  # it ends by itself
+        return set()
+    grown = counted(loop) | _filled(loop)
+    for node in ast.walk(loop):
+        if isinstance(node, ast.If) and isinstance(node.body[-1], (ast.Break, ast.Return)):
+            tests.append(node.test)
+        elif isinstance(node, ast.ExceptHandler) and not isinstance(node.body[-1], ast.Raise):
+            return set()
+    if any(name.endswith("sleep") for name in calls_of(loop)):
+        return set()
+    grown = {name for name in grown if not FAILED.search(name)}
+    goals = list[set[str]]()
+    for test in tests:
+        sides = (s for c in ast.walk(test) if isinstance(c, ast.Compare) for s in (c.left, *c.comparators))
+        texts = map(ast.unparse, sides)
+        goals.append({t for t in texts if t.removeprefix("len(").rstrip(")").rpartition(".")[2] in grown})
+    return set[str]().union(*goals) if all(goals) else set()  # otherwise something else can end it
+
+
+def _rounds(loop: Loop, outer: Loop) -> set[str]:
+    """Return the names that count the rounds of a loop, and start again each time that `outer` enters the loop."""
+    if isinstance(loop, ast.While):
+        names = counted(loop)
+        before = [node for node in outer.body if isinstance(node, ast.Assign) and node.lineno < loop.lineno]
+        used = (each for node in before for each in ast.walk(node) if isinstance(each, ast.Name))
+        return names if loop is outer else names & {name.id for name in used if isinstance(name.ctx, ast.Store)}
+    counts = isinstance(loop.iter, ast.Call) and re.search(r"(range|enumerate|count)$", dotted(loop.iter.func))
+    target = loop.target.elts[0] if isinstance(loop.target, ast.Tuple) else loop.target
+    return {target.id} if counts and isinstance(target, ast.Name) else set()
