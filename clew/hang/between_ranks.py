@@ -393,6 +393,26 @@ def _roots_differ(ranks: Cycle) -> Verdict | None:
     return None
 
 
+def _wrong_group(ranks: Cycle) -> Verdict | None:
+    """Judge the one rank that calls a collective in another group than the others of its group, at one place."""
+    inside = [a for a in ranks.everyone if a.rank is not None and a.activity.kind == "collective"]
+    places = {a.pid: [(frame.file, frame.line) for frame in a.process.user_frames] for a in inside}
+    found = []
+    for one in (a for a in ranks.culprits if a in inside):
+        here = [a for a in inside if a.activity.op == one.activity.op and places[a.pid] == places[one.pid]]
+        others = [a for a in here if key_of(a.activity) != key_of(one.activity)]
+        groups = {a.activity.members for a in others}
+        members = set(groups.pop() or ()) if len(groups) == 1 else set[int]()
+        if one.rank in members and len(others) == len(here) - 1 and {a.rank for a in others} == members - {one.rank}:
+            found.append((one, others[0].activity.group))
+    if len(found) != 1:
+        return None
+    [(one, group)] = found
+    calls = f"Rank {one.rank} calls {one.activity.op} in group {one.activity.group}"
+    why = f"{calls}, and the other ranks of group {group} wait for it in that group at the same line. {ranks.says}"
+    return verdict_about("collective mismatch", [one], why, ranks.everyone, structural=True)
+
+
 def _crossed_groups(ranks: Cycle) -> Verdict | None:
     """Judge ranks that use two groups in opposite order."""
     culprits = ranks.culprits
@@ -423,7 +443,8 @@ def _different_collectives(ranks: Cycle) -> Verdict:
 
 
 CYCLES: tuple[Callable[[Cycle], Verdict | None], ...] = (
-    _cleaning_up, _elsewhere, _only_messages, _gone_on, _roots_differ, _crossed_groups, _different_collectives,
+    _cleaning_up, _elsewhere, _only_messages, _gone_on, _roots_differ, _wrong_group, _crossed_groups,
+    _different_collectives,
 )  # fmt: skip
 """Rules in the order in which they are tried. Those after `_elsewhere` know that all ranks are in an operation."""
 

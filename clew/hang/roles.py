@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from clew.hang.activity import C10D, Activity, activities
+from clew.hang.activity import C10D, DISTRIBUTED, Activity, activities
 from clew.hang.observed import Group, Process, Snapshot
 from clew.hang.programs import awaited_work, with_python_parents
 from clew.hang.progress import moves, moves_inside, without_torn
@@ -194,7 +194,24 @@ def actors_of(snapshot: Snapshot) -> list[Actor]:
         found.append(
             Actor(process=process, activity=activity, threads=tuple(every), moving=moving, role=role, work=work)
         )
-    return found
+    return [_without_shared_thread(actor, found) for actor in found]
+
+
+def _without_shared_thread(actor: Actor, actors: Sequence[Actor]) -> Actor:
+    """Return a rank that a sleeping thread decides about with its main thread's wait, if other ranks have that thread.
+
+    A rank that is in a collective has come further with the same thread at the same place.
+    """
+
+    def places(one: Actor) -> set[tuple[str, str, int]]:
+        return {(each.thread, each.file, each.line) for each in one.threads[1:]}
+
+    act = actor.activity
+    if actor.rank is None or act.kind != "sleep" or act.task or not actor.threads or act is actor.threads[0]:
+        return actor
+    inside = [a for a in actors if a.rank is not None and a.threads and a.threads[0].kind in DISTRIBUTED]
+    shared = any((act.thread, act.file, act.line) in places(a) for a in inside)
+    return replace(actor, activity=actor.threads[0]) if shared else actor
 
 
 def _without_idle_readers(every: list[Activity], process: Process, snapshot: Snapshot) -> list[Activity]:
@@ -229,7 +246,9 @@ def effective(every: Sequence[Activity], sources: Mapping[str, str]) -> Activity
         return Activity(kind="unknown")
     main = every[0]
     blocks_its_loop = main.in_loop and not main.idle_loop
-    if main.kind not in WAITS_INSIDE or main.cleanup == "destroy" or blocks_its_loop or main.op == "_shutdown":
+    accepts = main.op.endswith("accept")  # then the connections that it has accepted have threads of their own
+    waits_inside = main.kind in WAITS_INSIDE or accepts
+    if not waits_inside or main.cleanup == "destroy" or blocks_its_loop or main.op == "_shutdown":
         return main
     others = [each for each in every[1:] if each.of_user]
     kept = [each for each in others if not _is_bystander(each, every, sources)]
@@ -250,4 +269,4 @@ def effective(every: Sequence[Activity], sources: Mapping[str, str]) -> Activity
     # A thread in the same kind of wait explains nothing, unless it runs the job whose result is awaited, or is a task.
     if blocked[0].kind == main.kind in ("future", "pool"):
         return next((each for each in blocked if each.kind == main.kind and each.is_job), main)
-    return main if blocked[0].kind == main.kind and not blocked[0].task else blocked[0]
+    return main if blocked[0].kind == main.kind and not blocked[0].task and not accepts else blocked[0]

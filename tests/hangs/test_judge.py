@@ -216,6 +216,39 @@ def test_a_pair_that_names_other_sources_is_at_fault_and_not_those_who_wait_for_
     assert (alike.pattern, alike.ranks) == ("same collective everywhere", ())
 
 
+def test_a_rank_that_calls_in_world_what_its_group_calls_in_that_group_is_at_fault() -> None:
+    def of_pair(number: int) -> Process:
+        made = rank(number, 6, "all_gather", world=4)
+        inner, user = made.threads[0].frames
+        frames = (replace(inner, addresses={"group": 64}), user)
+        looks = tuple(replace(look, threads=(replace(look.threads[0], frames=frames),)) for look in made.looks)
+        return replace(made, looks=looks, inside=Inside(groups=(Group(at=64, name="5", members=(2, 3), rank=0),)))
+
+    beside = [rank(0, 5, "all_reduce", world=4), rank(1, 5, "all_reduce", world=4)]
+    verdict = judged(*beside, of_pair(2), rank(3, 6, "all_gather", world=4))
+    assert (verdict.pattern, verdict.ranks) == ("collective mismatch", (3,))
+    elsewhere = judged(*beside, of_pair(2), rank(3, 9, "all_gather", world=4))
+    assert elsewhere.pattern == "crossed groups"
+
+
+@pytest.mark.parametrize("shared, line", [(True, 2), (False, 5)])
+def test_a_sleeping_thread_that_ranks_in_a_collective_have_too_explains_no_wait(shared: bool, line: int) -> None:
+    text = (
+        "def serve():\n    requests.get()\ndef control():\n    while True:\n        sleep()\n        requests.put(1)\n"
+    )
+    polls = Thread(name="control", os_id=7, frames=(at(5, "control"),))
+    gets = (within("Condition.wait", "threading.py"), within("Queue.get", "queue.py"), at(2, "serve"))
+
+    def with_threads(one: Process, main: Thread, *others: Thread) -> Process:
+        return replace(one, looks=tuple(replace(look, threads=(main, *others)) for look in one.looks))
+
+    inside = rank(0, 9, "broadcast")
+    inside = with_threads(inside, inside.threads[0], *([polls] if shared else []))
+    waits = with_threads(rank(1, 2), Thread(name="MainThread", os_id=101, frames=gets), polls)
+    verdict = judge(Snapshot(processes=(inside, waits), seconds=3.0, sources={"train.py": text}))
+    assert (verdict.ranks, verdict.sites) == ((1,), (f"train.py:{line}",))
+
+
 def in_library(one: Process, *inner: tuple[str, str]) -> Process:
     """Return the process with frames of a library, such as ("/selectors.py", "select"), within its user's frame."""
     library = tuple(Frame(function=name, file=f"/usr/lib/python3.11{file}", line=1) for file, name in inner)
