@@ -15,7 +15,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from clew.gateway.constraints import constrain
-from clew.gateway.dialect import Ask, Refusal, Reply, Stream
+from clew.gateway.dialect import ModelRequest, Refusal, Reply, Stream
 from clew.gateway.episode_engine import EpisodeEngine
 from clew.gateway.generation import Generation
 from clew.gateway.streaming import Speech
@@ -115,7 +115,7 @@ class AgentSession:
     def warnings(self) -> list[str]:
         return list(self.engine.warnings)
 
-    async def submit(self, ask: Ask, fingerprint: bytes, *, retry: bool, size: int = 0) -> Submission:
+    async def submit(self, request: ModelRequest, fingerprint: bytes, *, retry: bool, size: int = 0) -> Submission:
         """Begin to answer a request of `size` bytes, or return the earlier request that it is a retry of.
 
         `fingerprint` is equal for a request and its retries; `retry` is True if the client says that this is a retry.
@@ -125,10 +125,10 @@ class AgentSession:
         """
         self.last_used = time.monotonic()
         async with self._arriving.setdefault(fingerprint, asyncio.Lock()):
-            return self._earlier(fingerprint, retry) or await self._begin(ask, fingerprint, size)
+            return self._earlier(fingerprint, retry) or await self._begin(request, fingerprint, size)
 
-    async def count_tokens(self, ask: Ask) -> int:
-        return len((await self._prompt(ask)).input_ids)
+    async def count_tokens(self, request: ModelRequest) -> int:
+        return len((await self._prompt(request)).input_ids)
 
     def set_reward(self, reward: float, id: str | None = None) -> None:
         """Reward the interaction of that ID; None: the last one.
@@ -165,14 +165,14 @@ class AgentSession:
                 return earlier
         return None
 
-    async def _begin(self, ask: Ask, fingerprint: bytes, size: int) -> Submission:
+    async def _begin(self, request: ModelRequest, fingerprint: bytes, size: int) -> Submission:
         self._refuse_beyond_limits()
-        ask, begin = constrain(ask, self.engine, self.turns.variables)
-        prompt = await self._prompt(ask, begin)
-        self._advise(ask)
-        indices, speech = [self.engine.reserve() for _ in range(ask.n)], Speech()
+        request, begin = constrain(request, self.engine, self.turns.variables)
+        prompt = await self._prompt(request, begin)
+        self._advise(request)
+        indices, speech = [self.engine.reserve() for _ in range(request.n)], Speech()
         generation = Generation(
-            engine=self.engine, turns=self.turns, ask=ask, prompt=prompt, indices=indices, speech=speech
+            engine=self.engine, turns=self.turns, request=request, prompt=prompt, indices=indices, speech=speech
         )
         submission = Submission(
             ids=[self.engine.interaction_id(index) for index in indices],
@@ -198,34 +198,34 @@ class AgentSession:
             message = f"Cannot answer: session {self.id} has ended, because {self.ended}."
             raise Refusal(400, message, code="session_ended")
 
-    async def _prompt(self, ask: Ask, begin: str = "") -> Prompt:
+    async def _prompt(self, request: ModelRequest, begin: str = "") -> Prompt:
         """Return the prompt of a request; see `Turns.prompt`.
 
         A long one, or one with images, is made in a thread, so that other sessions do not have to wait for it.
         """
-        if ask.characters > (limit := max_text(self.engine.resources.context)):
+        if request.characters > (limit := max_text(self.engine.resources.context)):
             message = (
-                f"Cannot read the messages: they have {ask.characters} characters, and only {limit} are read for this "
-                f"model's context. Shorten them."
+                f"Cannot read the messages: they have {request.characters} characters, and only {limit} are read for "
+                f"this model's context. Shorten them."
             )
             raise Refusal(400, message, param="messages", code="context_length_exceeded")
-        if ask.characters < LARGE_TEXT and not ask.images:
-            return self.turns.prompt(ask, begin)
-        prompt = await asyncio.to_thread(self.turns.prompt, ask, begin)
+        if request.characters < LARGE_TEXT and not request.images:
+            return self.turns.prompt(request, begin)
+        prompt = await asyncio.to_thread(self.turns.prompt, request, begin)
         self._refuse_beyond_limits()  # the session may have ended meanwhile
         return prompt
 
-    def _advise(self, ask: Ask) -> None:
-        for note in ask.notes:
+    def _advise(self, request: ModelRequest) -> None:
+        for note in request.notes:
             self.engine.warn(note, kind=note)
-        if ask.form is not None:
+        if request.response_format is not None:
             self.engine.warn(
                 "replies follow a JSON schema: their logprobs are relative to the tokens that the schema allows, not "
                 "the policy's own. Do not train on them"
             )
-        if "seed" in ask.sampling:
+        if "seed" in request.sampling:
             self.engine.warn(
-                f"the client sets seed={ask.sampling['seed']}: episodes of a group get the same random numbers"
+                f"the client sets seed={request.sampling['seed']}: episodes of a group get the same random numbers"
             )
 
     def _settle(self, submission: Submission, size: int, done: asyncio.Task[list[Reply]]) -> None:

@@ -6,12 +6,12 @@ import json
 from collections.abc import Container
 from dataclasses import replace
 
-from clew.gateway.dialect import Ask, Refusal
+from clew.gateway.dialect import ModelRequest, Refusal
 from clew.gateway.episode_engine import EpisodeEngine
 from clew.gateway.output_parser import CALL_CLOSES, CALL_OPENS
 
 
-def constrain(ask: Ask, engine: EpisodeEngine, variables: Container[str]) -> tuple[Ask, str]:
+def constrain(request: ModelRequest, engine: EpisodeEngine, variables: Container[str]) -> tuple[ModelRequest, str]:
     """Return the request as the engine can honour it, and the text that the reply begins with to force a tool call.
 
     `variables` are those that the chat template knows.
@@ -19,25 +19,25 @@ def constrain(ask: Ask, engine: EpisodeEngine, variables: Container[str]) -> tup
     Raises:
         Refusal: The engine or the chat template cannot meet a demand.
     """
-    if ask.logprobs:
-        field = "top_logprobs" if ask.text is None else "logprobs"
+    if request.logprobs:
+        field = "top_logprobs" if request.text is None else "logprobs"
         message = (
-            f"Cannot honour {field}={ask.logprobs}: the engine gives the logprob of the sampled token alone. "
+            f"Cannot honour {field}={request.logprobs}: the engine gives the logprob of the sampled token alone. "
             f"Set {field}=0."
         )
         raise Refusal(400, message, param=field)
-    forced = ask.tool_choice not in ("auto", "none")
+    forced = request.tool_choice not in ("auto", "none")
     if forced:
-        ask = replace(ask, form=None)  # a form applies to text, and a forced call leaves no text
-    if ask.form is not None and ask.shown_tools:
+        request = replace(request, response_format=None)  # a format applies to text, and a forced call leaves no text
+    if request.response_format is not None and request.shown_tools:
         message = (
-            f"Cannot honour {ask.form.param} together with tools: the schema would apply to the whole output, so "
-            f'the model could not call a tool. Send no tools, or set tool_choice to "none".'
+            f"Cannot honour {request.response_format.param} together with tools: the schema would apply to the whole "
+            f'output, so the model could not call a tool. Send no tools, or set tool_choice to "none".'
         )
-        raise Refusal(400, message, param=ask.form.param)
-    ask = _with_known_variables(ask, engine, variables)
-    if not ask.shown_tools or (ask.parallel_tool_calls and not forced):
-        return ask, ""
+        raise Refusal(400, message, param=request.response_format.param)
+    request = _with_known_variables(request, engine, variables)
+    if not request.shown_tools or (request.parallel_tool_calls and not forced):
+        return request, ""
     if CALL_OPENS not in str(engine.tokenizer.chat_template):
         param = "tool_choice" if forced else "parallel_tool_calls"
         message = (
@@ -45,15 +45,15 @@ def constrain(ask: Ask, engine: EpisodeEngine, variables: Container[str]) -> tup
             f"forced. Leave it out."
         )
         raise Refusal(400, message, param=param)
-    if not ask.parallel_tool_calls:
-        stops = ask.sampling.get("stop", engine.resources.sampling.stop)
-        ask = replace(ask, sampling={**ask.sampling, "stop": (*stops, CALL_CLOSES)})
-    if ask.tool_choice == "required":
-        return ask, f'{CALL_OPENS}\n{{"name": "'
-    return ask, f'{CALL_OPENS}\n{{"name": {json.dumps(ask.tool_choice)}, "arguments": ' if forced else ""
+    if not request.parallel_tool_calls:
+        stops = request.sampling.get("stop", engine.resources.sampling.stop)
+        request = replace(request, sampling={**request.sampling, "stop": (*stops, CALL_CLOSES)})
+    if request.tool_choice == "required":
+        return request, f'{CALL_OPENS}\n{{"name": "'
+    return request, f'{CALL_OPENS}\n{{"name": {json.dumps(request.tool_choice)}, "arguments": ' if forced else ""
 
 
-def _with_known_variables(ask: Ask, engine: EpisodeEngine, variables: Container[str]) -> Ask:
+def _with_known_variables(request: ModelRequest, engine: EpisodeEngine, variables: Container[str]) -> ModelRequest:
     """Return the request without variables that the chat template does not know, if that does no harm.
 
     A variable that is False, such as enable_thinking, is dropped silently: there is nothing to turn off. Thinking
@@ -62,9 +62,9 @@ def _with_known_variables(ask: Ask, engine: EpisodeEngine, variables: Container[
     Raises:
         Refusal: The template does not know any other variable.
     """
-    unknown = [name for name in ask.template if name not in variables]
+    unknown = [name for name in request.template if name not in variables]
     for name in unknown:
-        value = ask.template[name]
+        value = request.template[name]
         if value is False:
             continue
         if name == "reasoning_effort":
@@ -74,4 +74,4 @@ def _with_known_variables(ask: Ask, engine: EpisodeEngine, variables: Container[
         else:
             message = f"Cannot honour {name}: the model's chat template knows no such variable. Leave it out."
             raise Refusal(400, message, param=name)
-    return replace(ask, template={name: value for name, value in ask.template.items() if name not in unknown})
+    return replace(request, template={name: value for name, value in request.template.items() if name not in unknown})

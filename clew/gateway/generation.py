@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from clew.errors import EngineError, EpisodeError
-from clew.gateway.dialect import Ask, Refusal, Reply, Token, ToolCall, message_of
+from clew.gateway.dialect import ModelRequest, Refusal, Reply, Token, ToolCall, message_of
 from clew.gateway.episode_engine import EpisodeEngine
 from clew.gateway.images import image_names
 from clew.gateway.interactions import Interaction
@@ -34,10 +34,10 @@ class Generation:
     engine: EpisodeEngine
     turns: Turns
     """Conversations of the session, to which the replies are added."""
-    ask: Ask
+    request: ModelRequest
     prompt: Prompt
     indices: Sequence[int]
-    """Indices of the interactions, one for each of the ask.n replies."""
+    """Indices of the interactions, one for each of the request.n replies."""
     speech: Speech
     """Parts of the replies as they come, if the client wants a stream."""
 
@@ -53,8 +53,8 @@ class Generation:
         except RequestTooLong as error:
             raise Refusal(400, str(error), param="messages", code="context_length_exceeded") from None
         except SchemaUnsupported as error:
-            assert self.ask.form is not None
-            raise Refusal(400, str(error), param=self.ask.form.param) from None
+            assert self.request.response_format is not None
+            raise Refusal(400, str(error), param=self.request.response_format.param) from None
         except EpisodeError as error:
             raise Refusal(400, str(error)) from None
         except EngineError as error:
@@ -65,7 +65,7 @@ class Generation:
             await asyncio.gather(*generating, return_exceptions=True)
         turns = [
             Turn(
-                ask=self.ask,
+                request=self.request,
                 rendered=self.prompt.rendered,
                 reply=reply,
                 raw=self._decode(reply.interaction.output_ids),
@@ -80,20 +80,20 @@ class Generation:
 
     async def _generate(self, number: int) -> Reply:
         """Generate the request's reply `number`, and send its parts if the client wants a stream."""
-        ask, prompt, index = self.ask, self.prompt, self.indices[number]
-        draft = self._draft(number) if ask.stream else None
-        sampling = dict(ask.sampling)
+        request, prompt, index = self.request, self.prompt, self.indices[number]
+        draft = self._draft(number) if request.stream else None
+        sampling = dict(request.sampling)
         if "seed" in sampling:
             sampling["seed"] += index  # otherwise the n replies, or those to equal requests, would be equal
-        if ask.form is not None:
-            sampling["json_schema"] = json.dumps(ask.form.schema)
+        if request.response_format is not None:
+            sampling["json_schema"] = json.dumps(request.response_format.schema)
         interaction = await self.engine.generate(
             prompt.input_ids,
-            prompt=ask.text if ask.text is not None else ask.messages,
-            images=[ask.images[name] for name in image_names(ask.messages)],
+            prompt=request.text if request.text is not None else request.messages,
+            images=[request.images[name] for name in image_names(request.messages)],
             index=index,
             on_token=draft.add if draft is not None else None,
-            details={"model": ask.model, "tools": ask.shown_tools},
+            details={"model": request.model, "tools": request.shown_tools},
             **sampling,
         )
         if prompt.follows is not None:
@@ -109,39 +109,40 @@ class Generation:
 
     def _draft(self, number: int) -> Draft:
         """Return the draft of the request's reply `number`, which sends its parts as they come."""
-        ask, prompt = self.ask, self.prompt
-        before = None if ask.text is not None else prompt.before
+        request, prompt = self.request, self.prompt
+        before = None if request.text is not None else prompt.before
         # Not streamed before the end: a response template needs the whole output, and a schema may leave no room for
         # the thought that the prompt has begun.
         at_the_end = before is not None and (
-            has_template(self.engine.tokenizer) or (ask.form is not None and opens_thought(before))
+            has_template(self.engine.tokenizer) or (request.response_format is not None and opens_thought(before))
         )
-        stops = ask.sampling.get("stop", self.engine.resources.sampling.stop)
+        stops = request.sampling.get("stop", self.engine.resources.sampling.stop)
         return Draft(
             number,
             self.speech.tell,
             id=self.engine.interaction_id(self.indices[number]),
-            transcript=Transcript(self.engine.tokenizer, prompt.begin, logprobs=ask.logprobs is not None),
-            reader=None if at_the_end else Reader(before, ask.shown_tools),
+            transcript=Transcript(self.engine.tokenizer, prompt.begin, logprobs=request.logprobs is not None),
+            reader=None if at_the_end else Reader(before, request.shown_tools),
             begin=prompt.begin,
             stops=[stop for stop in stops if stop != CALL_CLOSES],  # CALL_CLOSES belongs to the call that it ends
         )
 
     def _parse(self, interaction: Interaction) -> Reply:
         """Split the output into content, reasoning and tool calls."""
-        ask, prompt = self.ask, self.prompt
+        request, prompt = self.request, self.prompt
         text = prompt.begin + interaction.text
         stop_string = None
         if isinstance(interaction.matched, str) and interaction.matched != CALL_CLOSES:
             stop_string = interaction.matched
             text = text[: text.rindex(stop_string)] if stop_string in text else text
-        if ask.text is not None:
+        if request.text is not None:
             parsed = Parsed(content=text, begins=0)
         else:
             raw = prompt.begin + self._decode(interaction.output_ids)
-            no_thought = ask.form is not None and THINK_CLOSES not in text  # the schema left no room for one
+            # The schema of a response format may leave no room for a thought.
+            no_thought = request.response_format is not None and THINK_CLOSES not in text
             before = "" if no_thought else prompt.before
-            parsed = parse_output(self.engine.tokenizer, text, raw, before, ask.shown_tools)
+            parsed = parse_output(self.engine.tokenizer, text, raw, before, request.shown_tools)
         if parsed.unparsed is not None:
             what = "has a tool call that cannot be read, which stays text"
             self.engine.warn(f"{interaction.id} {what}: {parsed.unparsed!r}", kind=what)
@@ -162,7 +163,7 @@ class Generation:
             finish_reason="tool_calls" if calls else "length" if interaction.finish_reason == "length" else "stop",
             reasoning_tokens=self.turns.count(parsed.reasoning) if parsed.reasoning else 0,
             stop_string=stop_string,
-            tokens=self._tokens(interaction, parsed) if ask.logprobs is not None else (),
+            tokens=self._tokens(interaction, parsed) if request.logprobs is not None else (),
         )
         interaction.details["reply"] = message_of(reply)
         return reply
@@ -181,7 +182,7 @@ class Generation:
 
     async def _mark_branch(self, turns: Sequence[Turn]) -> None:
         """Warn, and note in the record, if a request does not continue the conversation that it should have."""
-        if turns[0].ask.characters >= LARGE_TEXT:
+        if turns[0].request.characters >= LARGE_TEXT:
             branch = await asyncio.to_thread(self.turns.branch, turns[0])
         else:
             branch = self.turns.branch(turns[0])
