@@ -20,7 +20,7 @@ from clew.errors import ConfigError, RecordError
 from clew.loop import differences
 from clew.loop.differences import EXACT, Difference
 from clew.printing import few, print
-from clew.reading import read_json, read_yaml
+from clew.reading import read_yaml
 from clew.record.bundle import opened
 from clew.record.run import RunDirectory
 
@@ -225,10 +225,8 @@ def _still_different(runs: Pair, steps: range) -> list[str]:
             break
     both = set.intersection(*({*run.checkpointed()} for run in runs))
     for version in sorted(both & {*steps, steps.stop}):
-        name = f"step-{version:06d}"
-        manifests = [read_json(run.checkpoints / name / "checkpoint.json", dict[str, Any]) for run in runs]
-        if keys := _other_keys(*manifests):
-            lines.append(f"checkpoints/{name}: {', '.join(keys)}")
+        if keys := _other_keys(*(causes.manifest_of(run, version) for run in runs)):
+            lines.append(f"checkpoints/{runs[0].checkpoint(version).name}: {', '.join(keys)}")
     return [*lines, *_other_evaluations(runs, {*steps, steps.stop})]
 
 
