@@ -75,12 +75,12 @@ def train_as_configured(config: Config, arguments: Sequence[str], *, live: bool)
         if config.debug.replay_rollout_data:
             from clew.loop.trainer_process import learn_from_record
 
-            with drawn(run):
+            with drawing_curve(run):
                 learn_from_record(config, progress.refresh)
         elif config.launch.mode == "inline":
             from clew.loop.trainer_process import learn_inline
 
-            with drawn(run):
+            with drawing_curve(run):
                 learn_inline(config, progress.refresh)
         else:
             from clew.launch.supervisor import supervise
@@ -89,7 +89,7 @@ def train_as_configured(config: Config, arguments: Sequence[str], *, live: bool)
 
 
 @contextmanager
-def drawn(run: RunDirectory) -> Iterator[None]:
+def drawing_curve(run: RunDirectory) -> Iterator[None]:
     """Draw the learning curve at the end of the block, on rank 0; after an error, only if a new step was committed."""
     from clew.training.ranks import rank_here
     from clew.view.learning_curve import draw_learning_curve

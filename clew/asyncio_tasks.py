@@ -34,7 +34,7 @@ MAX_STACKS = 200
 """Maximum number of different stacks written."""
 
 
-def arm(path: Path, waits: Callable[[], list[dict[str, Any]]]) -> None:
+def write_tasks_on_signal(path: Path, waits: Callable[[], list[dict[str, Any]]]) -> None:
     """Install a signal handler that writes tasks and waits to `path`. Does nothing outside the main thread.
 
     `waits` returns this process's waits. It runs in the signal handler, so it must not take a lock.

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from clew.asyncio_tasks import arm
+from clew.asyncio_tasks import write_tasks_on_signal
 
 log = logging.getLogger("clew.waits")
 
@@ -129,7 +129,7 @@ class Reporter:
 
     def __enter__(self) -> Reporter:
         self.write()
-        arm(self.path.with_suffix(".tasks"), _waits_in_short)
+        write_tasks_on_signal(self.path.with_suffix(".tasks"), _waits_in_short)
         self._thread.start()
         return self
 

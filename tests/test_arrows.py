@@ -67,12 +67,12 @@ LINES = {
     "top": 3080,  # weights.via; devices.py: launch.devices; asyncio_tasks.py: asyncio tasks; names of fields elsewhere
     "algorithms": 770,  # rejection.py: the corrections that other systems have for lag and mismatch
     "cli": 1040,  # clew hang, on several nodes; clew sft and clew learn watch themselves; refused options
-    "diagnose": 2750,
-    "gateway": 4740,
+    "diagnose": 2830,  # 2750 before the search of clew diff had a file of its own
+    "gateway": 4830,  # 4740 before the generation of replies, and what they can honour, had files of their own
     "hang": 7020,  # reading memory; pipes, programs; flight recorder, RAS, Ray; engines; file locks; 100,000 ranks
     "inference": 5800,  # 3700 before vLLM and SGLang in training: clients, checks of updates, adapters, broadcasts
     "launch": 660,  # no_progress.py, also without clew train; several servers, and their devices
-    "loop": 2650,  # weight_sender.py: broadcast weights; servers that froze or refused are taken out in mid-update
+    "loop": 2660,  # weight_sender.py: broadcast weights; servers that froze or refused are taken out in mid-update
     "models": 710,  # a hub name that no hub knows; prompts with placeholders of images, for engines that expand them
     "record": 3000,
     "rollout": 2020,

@@ -49,10 +49,10 @@ def _train(config: Config, run: RunDirectory, arguments: Sequence[str]) -> None:
 
 
 def _learn(config: Config, run: RunDirectory) -> None:
-    from clew.api import drawn
+    from clew.api import drawing_curve
     from clew.loop.trainer_process import learn
 
-    with drawn(run):
+    with drawing_curve(run):
         learn(config)
 
 

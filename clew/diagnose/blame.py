@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from clew.console import EscapingConsole, numbers_table
-from clew.diagnose.parts import Part, Parts, parts_of
+from clew.diagnose.attribution import SequenceAttribution, StepAttribution, attribute_step
 from clew.errors import ConfigError, RecordError
 from clew.printing import print
 from clew.record.bundle import opened
@@ -60,46 +60,47 @@ def blame(target: Path, step: int, *, top: int, tokens: int, by: str | None, tru
                 f"learning has. `clew show {run.path} {step}` shows its rows; the stage `loss` in "
                 f"{run.steps.stage_path(step, 0)} has the loss of each token."
             )
-        found = parts_of(run, step)
-        by = by or ("pull" if found.only_recorded else "gradient")
-        if not any(by in part.measures for part in found.parts):
-            raise ConfigError(f"--by {by}: {found.without[by]}{found.only_recorded and f'; {found.only_recorded}'}.")
-        _show(found, step, top=top, tokens=tokens, by=by)
+        attribution = attribute_step(run, step)
+        by = by or ("pull" if attribution.only_recorded else "gradient")
+        if not any(by in entry.measures for entry in attribution.sequences):
+            why = attribution.only_recorded
+            raise ConfigError(f"--by {by}: {attribution.why_unknown[by]}{why and f'; {why}'}.")
+        _show(attribution, step, top=top, tokens=tokens, by=by)
 
 
-def _badness(part: Part, by: str) -> float:
+def _badness(entry: SequenceAttribution, by: str) -> float:
     """Return the absolute value of a sequence's measure; inf if it, or another number of the sequence, is not finite.
 
     When sequences are ranked by the critic, only the measure itself counts.
     """
-    value = abs(part.measures[by])
-    return value if math.isfinite(value) and (part.finite or by == "critic") else math.inf
+    value = abs(entry.measures[by])
+    return value if math.isfinite(value) and (entry.finite or by == "critic") else math.inf
 
 
-def _show(found: Parts, step: int, *, top: int, tokens: int, by: str) -> None:
+def _show(attribution: StepAttribution, step: int, *, top: int, tokens: int, by: str) -> None:
     console = EscapingConsole(wide=160)
-    parts = sorted(found.parts, key=lambda part: (-_badness(part, by), part.sequence.id))
-    median = statistics.median_low(_badness(part, by) for part in parts)
+    sequences = sorted(attribution.sequences, key=lambda entry: (-_badness(entry, by), entry.sequence.id))
+    median = statistics.median_low(_badness(entry, by) for entry in sequences)
     # Each sequence's kl is divided by the number of tokens of the step, so that the sum is the mean over all tokens.
-    mean = f"{sum(part.measures[by] for part in parts):.3g} in all, " if by in ("kl", "behaviour_k3") else ""
-    count = f"{len(parts)} sequences" if len(parts) == found.count else f"{len(parts)} of {found.count} sequences"
-    print(f"step {step}: {count}, worst first by {by} ({mean}median {median:.3g})")
-    if found.only_recorded:
-        print(f"from the record alone: {found.only_recorded}")
-    console.print(_sequences(parts[:top], step, by))
-    for part in parts[: max(1, min(top, 2))]:
-        console.print(_tokens(part, found, tokens, by))
-        console.print(_conversation(part.sequence))
-    if (where := _not_finite(found)) is not None:
+    mean = f"{sum(entry.measures[by] for entry in sequences):.3g} in all, " if by in ("kl", "behaviour_k3") else ""
+    of_all = f" of {attribution.count}" if len(sequences) < attribution.count else ""
+    print(f"step {step}: {len(sequences)}{of_all} sequences, worst first by {by} ({mean}median {median:.3g})")
+    if attribution.only_recorded:
+        print(f"from the record alone: {attribution.only_recorded}")
+    console.print(_sequences(sequences[:top], step, by))
+    for entry in sequences[: max(1, min(top, 2))]:
+        console.print(_tokens(entry, attribution, tokens, by))
+        console.print(_conversation(entry.sequence))
+    if (where := _not_finite(attribution)) is not None:
         print(f"FIRST NOT FINITE  {where}")
 
 
-def _sequences(parts: list[Part], step: int, by: str) -> Table:
-    names = list(dict.fromkeys(name for part in parts for name in part.shown))
+def _sequences(sequences: list[SequenceAttribution], step: int, by: str) -> Table:
+    names = list(dict.fromkeys(name for entry in sequences for name in entry.shown))
     names += [by] * (by not in ("critic", *names))
     table = numbers_table("sequence", *names, "reward", "advantage", "tokens", "lag", left=("sequence",))
-    for part in parts:
-        row, numbers = part.sequence, {**part.measures, **part.shown}
+    for entry in sequences:
+        row, numbers = entry.sequence, {**entry.measures, **entry.shown}
         generated = row.versions[row.loss_mask]
         table.add_row(
             Text(row.id),
@@ -108,24 +109,24 @@ def _sequences(parts: list[Part], step: int, by: str) -> Table:
                 for name in names
             ),
             f"{row.reward:.4g}",
-            f"{part.tokens['advantage'].mean() if len(generated) else 0:.4g}",
+            f"{entry.tokens['advantage'].mean() if len(generated) else 0:.4g}",
             str(len(generated)),
             f"{step - int(generated.min())}" if len(generated) else "",
         )
     return table
 
 
-def _tokens(part: Part, found: Parts, count: int, by: str) -> Table:
+def _tokens(entry: SequenceAttribution, attribution: StepAttribution, count: int, by: str) -> Table:
     """Return a table of the tokens with the largest pull, or with the largest value of `by` if tokens have one."""
-    row, worst = part.sequence, by if by in TOKEN else "pull"
+    row, worst = entry.sequence, by if by in TOKEN else "pull"
     title = f"{row.id}: the tokens that pull most" if worst == "pull" else f"{row.id}: the tokens with the most {worst}"
-    names = [name for name in TOKEN if name in part.tokens and (name == by or name not in ("kl", "behaviour_k3"))]
+    names = [name for name in TOKEN if name in entry.tokens and (name == by or name not in ("kl", "behaviour_k3"))]
     table = numbers_table("token", "text", *names, left=("text",), title=Text(title))
-    for n in np.argsort(-np.nan_to_num(np.abs(part.tokens[worst]), nan=np.inf), kind="stable")[:count]:
-        position = int(part.tokens["position"][n])
+    for n in np.argsort(-np.nan_to_num(np.abs(entry.tokens[worst]), nan=np.inf), kind="stable")[:count]:
+        position = int(entry.tokens["position"][n])
         token = int(row.input_ids[position])
-        text = found.decode(token)
-        numbers = (f"{part.tokens[name][n]:{TOKEN[name]}}" for name in names)
+        text = attribution.decode(token)
+        numbers = (f"{entry.tokens[name][n]:{TOKEN[name]}}" for name in names)
         table.add_row(str(position), Text(repr(text) if text else f"⟨{token}⟩"), *numbers)
     return table
 
@@ -144,13 +145,14 @@ def _conversation(row: Sequence) -> Text:
     return shown
 
 
-def _not_finite(found: Parts) -> str | None:
+def _not_finite(attribution: StepAttribution) -> str | None:
     """Return where the first NaN or infinity appears, as far as that is known; None if all numbers are finite."""
-    if found.not_finite is not None:
-        return found.not_finite
-    if bad := sorted((part for part in found.parts if not part.finite), key=lambda part: part.sequence.id):
+    sequences = sorted(attribution.sequences, key=lambda entry: entry.sequence.id)
+    if attribution.not_finite is not None:
+        return attribution.not_finite
+    if bad := [entry for entry in sequences if not entry.finite]:
         return bad[0].not_finite or "everything is finite when this sequence is computed alone"
-    critics = sorted(part.sequence.id for part in found.parts if not math.isfinite(part.measures.get("critic", 0.0)))
+    critics = [entry.sequence.id for entry in sequences if not math.isfinite(entry.measures.get("critic", 0.0))]
     if critics:
         return f"the critic's loss or gradient of {critics[0]} (of {len(critics)} sequences; see --by critic)"
     return None

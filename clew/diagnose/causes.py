@@ -179,7 +179,12 @@ def _checkpoint_before(run: RunDirectory, step: int) -> dict[str, Any]:
     version = max((each for each in run.checkpointed() if each <= step), default=None)
     if version is None:
         return {}
-    return read_json(run.checkpoints / f"step-{version:06d}" / "checkpoint.json", dict[str, Any])
+    return manifest_of(run, version)
+
+
+def manifest_of(run: RunDirectory, version: int) -> dict[str, Any]:
+    """Return checkpoint.json of a version that has a checkpoint."""
+    return read_json(run.checkpoint(version) / "checkpoint.json", dict[str, Any])
 
 
 def _files(checkpoint: dict[str, Any]) -> dict[str, str]:

@@ -25,22 +25,24 @@ COMPARED = ("loss", "grad_norm", "reward", "entropy", "behaviour_k3", "clip_shar
 """Metrics that a counterfactual shows."""
 
 
-def counterfactual(run: RunDirectory, first: int, last: int, overrides: list[str], *, kept: bool) -> None:
-    """Train on the recorded data with other settings, from step `first` to `last`, and print a table of both runs.
+def counterfactual(run: RunDirectory, steps: range, overrides: list[str], *, from_bundle: bool) -> None:
+    """Train on the recorded data of some steps with other settings, and print a table of both runs.
 
     The result goes into a new run directory. If the new run is interrupted, the same command with the same trial
     continues it. If it fails before it commits a step of its own, its directory is removed, unless `clew blame` can say
     more about the batch.
 
     Args:
-        kept: True for a run directory; the new one goes beside it. False for an unpacked bundle: the new one goes to
-            the default `root`, because a stranger wrote the configuration.
+        from_bundle: False for a run directory; the new one goes beside it. True for an unpacked bundle: the new one
+            goes to the default `root`, because a stranger wrote the configuration.
 
     Raises:
         ClewError: The steps cannot be trained, or the new run directory is already in use.
     """
-    config = _configured(run, first, overrides, kept=kept)
-    for step in range(first, last + 1):
+    first, last = steps[0], steps[-1]
+    root = Path(Config.model_fields["root"].default) if from_bundle else run.path.parent.parent
+    config = _configured(run, first, overrides, root)
+    for step in steps:
         read_batch_with_warning(run, step)
     going_on = config.run_path.exists() and _left_unfinished(config, run, last)
     if config.run_path.exists() and not going_on:
@@ -49,11 +51,11 @@ def counterfactual(run: RunDirectory, first: int, last: int, overrides: list[str
             f"trial=NAME, or remove it."
         )
     new = RunDirectory(config.run_path)
-    if why := "it came as a bundle" if not kept else why_foreign(run):
+    if why := "it came as a bundle" if from_bundle else why_foreign(run):
         mark_foreign(new, why)  # it has the stranger's configuration
     print(f"into {new.path}, from step {first} on with {' '.join(overrides)}", flush=True)
     try:
-        learn_from_record(config, lambda step, summary: None, until=last + 1)
+        learn_from_record(config, lambda step, summary: None, until=steps.stop)
     except BaseException as error:
         blamed = isinstance(error, GradientError) and new.steps.has_data(first)
         left = going_on or blamed or new.steps.count() > first
@@ -64,7 +66,6 @@ def counterfactual(run: RunDirectory, first: int, last: int, overrides: list[str
             nothing = "interrupted before its first step: nothing is left of it. Start the same command again."
             raise Interrupted(going_on_with if left else nothing) from None
         raise
-    steps = range(first, last + 1)
     recorded = {step: run.steps.read(step)["metrics"] for step in steps if step < run.steps.count()}
     rows = [(step, recorded.get(step, {}), new.steps.read(step)["metrics"]) for step in steps]  # {}: a failed step
     changed = [name for name in COMPARED if any(then.get(name) != now.get(name) for _, then, now in rows)]
@@ -75,10 +76,9 @@ def counterfactual(run: RunDirectory, first: int, last: int, overrides: list[str
     print(f"→ clew show {shlex.quote(str(new.path))} {last}")
 
 
-def _configured(run: RunDirectory, first: int, overrides: list[str], *, kept: bool) -> Config:
-    """Return the configuration of the new run; see `counterfactual`."""
+def _configured(run: RunDirectory, first: int, overrides: list[str], root: Path) -> Config:
+    """Return the configuration of the new run, which begins with step `first` and has its directory below `root`."""
     recorded = configuration.load(run.config_path)
-    root = run.path.parent.parent if kept else Path(Config.model_fields["root"].default)
     ours = [
         f"root={root}",
         f"experiment={recorded.experiment}",

@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from bdb import BdbQuit
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from clew import config as configuration
-from clew import dotted
-from clew.config import Algorithm, Config
-from clew.console import progress, tracked
+from clew.config import Algorithm
+from clew.console import tracked
 from clew.diagnose.stages import WITHOUT_MODEL, chain_holds, check_stages, suggestions
 from clew.errors import ConfigError, Interrupted, RecordError
 from clew.loop.differences import TOLERANCES, Difference, DifferenceFound
 from clew.printing import print
 from clew.record.bundle import opened
 from clew.record.run import RunDirectory
-from clew.record.steps import parse_steps
+from clew.record.steps import parse_steps, steps_in_words
+
+if TYPE_CHECKING:
+    from clew.loop.replay import Replayed
+    from clew.training.engine import TrainEngine
 
 BREAKS = ("advantages", "loss", "backward", "update")
-
-REWARDS_SHOWN = 20
-"""Maximum number of episodes with a changed reward that are shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,15 +117,13 @@ def rerun(target: Path, options: Options) -> bool:
     """
     options.check()
     with opened(target, options.trust) as (run, bundle):
-        first, last = _range(run, options.steps, bundle)
-        if options.only is not None and options.steps is None:
-            first = last = _step_of(run, options.only, first, last)
-        options.check_against(run, first)
+        steps = _chosen_steps(run, options, bundle)
+        options.check_against(run, steps[0])
         if options.stages is not None:
-            algorithm = (
-                _algorithm_of_another(options.overrides, options.stages) if options.describes_other_trainer else None
-            )
-            return _stages(run, first, last, options.stages.split(","), options.only, algorithm)
+            stages, algorithm = options.stages.split(","), None
+            if options.describes_other_trainer:
+                algorithm = _algorithm_of_another(options.overrides, stages)
+            return _recompute_stages(run, steps, stages, options.only, algorithm)
         if bundle is not None and bundle["stages_only"]:
             if options.modes or options.device is not None:
                 raise RecordError(
@@ -134,48 +131,54 @@ def rerun(target: Path, options: Options) -> bool:
                     f"--stages-only, so it lacks the weights and the rest of the run."
                 )
             print("this bundle has no weights: the stages that need none are compared")
-            return _stages(
-                run, first, last, WITHOUT_MODEL if run.steps.by_clew and not run.supervised else ("data",), None
-            )
+            stages = WITHOUT_MODEL if run.steps.by_clew and not run.supervised else ("data",)
+            return _recompute_stages(run, steps, stages)
         if options.reward:
-            return _rewards(run, first, last, options.only)
+            from clew.diagnose.rewards import compare_rewards
+
+            return compare_rewards(run, steps, options.only)
         if options.overrides:
             from clew.diagnose.counterfactual import counterfactual
 
-            counterfactual(run, first, last, [*options.overrides], kept=bundle is None)
+            counterfactual(run, steps, [*options.overrides], from_bundle=bundle is not None)
             return True
-        return _train_again(run, first, last, options.stop, options.device, options.verify, named=target)
+        return _train_again(run, steps, options, named=target)
 
 
-def _range(run: RunDirectory, steps: str | None, bundle: dict[str, Any] | None) -> tuple[int, int]:
-    count = run.steps.count()
-    if steps == str(count) and run.steps.has_data(count):
-        return count, count  # it failed, or was interrupted
+def _chosen_steps(run: RunDirectory, options: Options, bundle: dict[str, Any] | None) -> range:
+    """Return the steps to replay. Raises RecordError if there are none, or if they are not on record."""
+    count, text = run.steps.count(), options.steps
+    if text == str(count) and run.steps.has_data(count):
+        return range(count, count + 1)  # it failed, or was interrupted
     if not count:
         begun = f" `--step {count}` trains on the batch of the one that was begun."
         raise RecordError(f"{run.path} has no committed step to replay.{begun if run.steps.has_data(count) else ''}")
-    lowest = bundle["first"] if bundle is not None else 0
-    if steps is None:
-        if bundle is not None:
-            return bundle["step"], bundle["step"]
+    if text is not None:
+        steps = parse_steps(text, count)
+        if bundle is not None and steps[0] < bundle["first"]:
+            held = f"the steps {bundle['first']} to {count - 1}"
+            raise RecordError(f"--steps {text}: the bundle {run.path} holds {held}.")
+        return steps
+    if bundle is not None:
+        steps = range(bundle["step"], bundle["step"] + 1)
+    else:
         first = next((step for step in range(count) if run.steps.has_data(step)), 0)
         if first:
             print(f"from step {first} on: the record no longer has the sequences of earlier steps")
-        return first, count - 1
-    meant = parse_steps(steps, count)
-    first, last = meant[0], meant[-1]
-    if first < lowest:
-        raise RecordError(f"--steps {steps}: the bundle {run.path} holds the steps {lowest} to {count - 1}.")
-    return first, last
+        steps = range(first, count)
+    return steps if options.only is None else _step_of(run, options.only, steps)
 
 
-def _step_of(run: RunDirectory, only: str, first: int, last: int) -> int:
+def _step_of(run: RunDirectory, only: str, steps: range) -> range:
     """Return the step that trained on the group, the episode or the sequence with this ID."""
-    for step in tracked(range(first, last + 1), f"searching for {only}", total=last + 1 - first, unit="steps"):
+    for step in tracked(steps, f"searching for {only}", total=len(steps), unit="steps"):
         table = run.steps.read_table(step)
         if any(only in table.column(name).to_pylist() for name in ("id", "episode_id", "group_id")):
-            return step
-    raise RecordError(f"Cannot find {only}: {_steps_text(first, last)} of {run.path} did not train on it.")
+            return range(step, step + 1)
+    raise RecordError(f"Cannot find {only}: {steps_in_words(steps)} of {run.path} did not train on it.")
+
+
+# Stages from recorded inputs ------------------------------------------------------------------------------------------
 
 
 NOT_RECOMPUTED = (
@@ -188,7 +191,7 @@ LIMIT = "sampling.max_new_tokens"
 """Field that algorithm.loss_constant and overlong_penalty are derived from if they are not set themselves."""
 
 
-def _algorithm_of_another(overrides: Sequence[str], stages: str) -> Algorithm:
+def _algorithm_of_another(overrides: Sequence[str], stages: Sequence[str]) -> Algorithm:
     """Return the algorithm, as the overrides describe it, with which another trainer computed advantages and loss.
 
     Raises:
@@ -207,7 +210,7 @@ def _algorithm_of_another(overrides: Sequence[str], stages: str) -> Algorithm:
         value = getattr(algorithm, name)
         if value is not None and not {f"algorithm.{name}", LIMIT} & {*names}:
             raise ConfigError(f"Cannot derive algorithm.{name}: {LIMIT} is not on record. Set one of the two.")
-    if algorithm.minibatches > 1 and algorithm.loss_mean != "token" and "loss" in stages.split(","):
+    if algorithm.minibatches > 1 and algorithm.loss_mean != "token" and "loss" in stages:
         raise ConfigError(
             f"algorithm.minibatches={algorithm.minibatches} with algorithm.loss_mean={algorithm.loss_mean}: the "
             f"loss depends on which sequences shared a mini-batch, and that is not on record. Use --stage advantages, "
@@ -216,17 +219,17 @@ def _algorithm_of_another(overrides: Sequence[str], stages: str) -> Algorithm:
     return algorithm
 
 
-def _stages(
+def _recompute_stages(
     run: RunDirectory,
-    first: int,
-    last: int,
+    steps: range,
     stages: Sequence[str],
-    only: str | None,
+    only: str | None = None,
     algorithm: Algorithm | None = None,
 ) -> bool:
+    """Compute stages again until a step differs from its record. The arguments are those of `check_stages`."""
     found: list[Difference] = []
-    unbroken = chain_holds(run, range(first, last + 1))
-    for step in tracked(range(first, last + 1), "comparing", total=last + 1 - first, unit="steps"):
+    unbroken = chain_holds(run, steps)
+    for step in tracked(steps, "comparing", total=len(steps), unit="steps"):
         found = check_stages(run, step, stages, only, algorithm)
         if found:
             break
@@ -234,96 +237,81 @@ def _stages(
     if not found:
         near = f", {TOLERANCES['another trainer']}" if algorithm is not None else ""
         of = f" ({only})" if only else ""
-        print(f"{_steps_text(first, last)}: {', '.join(stages)} follow from the recorded inputs{near}{of}.")
+        print(f"{steps_in_words(steps)}: {', '.join(stages)} follow from the recorded inputs{near}{of}.")
         print(NOT_RECOMPUTED)
     return unbroken and not found
 
 
-def _rewards(run: RunDirectory, first: int, last: int, only: str | None) -> bool:
-    from clew.diagnose.rewards import recompute_rewards
-
-    config = configuration.load(run.config_path, ["launch.mode=local"])
-    found = asyncio.run(recompute_rewards(run, config, range(first, last + 1), only))
-    for each in found[:REWARDS_SHOWN]:
-        print(each)
-    if more := found[REWARDS_SHOWN:]:
-        print(f"… and {len(more)} more")
-    if traces := [each.traceback.rstrip() for each in found if each.traceback]:
-        print(f"traceback of the first error:\n{traces[0]}")
-    count = "1 episode is" if len(found) == 1 else f"{len(found)} episodes are"
-    rewards = "the rewards of all episodes are" if not found else f"the rewards of {count} not"
-    print(f"{_steps_text(first, last)}: {rewards} what {config.rollout.reward or config.rollout.workflow} gives now.")
-    if found and not _changed_rewards(run, config, {each.step for each in found}):
-        print(
-            "The files of the reward and the workflow are those that the record names. So they may depend on the time, "
-            "on chance, on the environment, or on a module that they import."
-        )
-    return not found
+# Training again -------------------------------------------------------------------------------------------------------
 
 
-def _changed_rewards(run: RunDirectory, config: Config, steps: Iterable[int]) -> bool:
-    """Return whether the file of the workflow or of the reward function has changed since one of the steps was made."""
-    from clew.training.custom import digest_of_file
-
-    named = {"rollout.reward": config.rollout.reward, "rollout.workflow": config.rollout.workflow}
-    files = {field: dotted.file_of(path) for field, path in named.items() if path}
-    now = {field: digest_of_file(str(file)) for field, file in files.items() if file}
-    then = [run.steps.read(step).get("code", {}) for step in steps]
-    return any(each.get(field) != now.get(field) for each in then for field in named)
-
-
-def _train_again(
-    run: RunDirectory, first: int, last: int, stop: str | None, device: str | None, verify: bool, *, named: Path
-) -> bool:
+def _train_again(run: RunDirectory, steps: range, options: Options, *, named: Path) -> bool:
+    """Train the steps again, from the checkpoint before them on, and print how each compares with its record."""
     from clew.diagnose.debugger import stop_at
-    from clew.loop.replay import configure_as, engine_at, replay
+    from clew.loop.replay import engine_at, replay
     from clew.training.ranks import Ranks
 
-    with Ranks.joined() as ranks, ExitStack() as progress_stack:
+    committed = run.steps.count()
+    with Ranks.joined() as ranks:
         began = time.perf_counter()
-        engine = engine_at(run, first, device, ranks)
+        engine = engine_at(run, steps[0], options.device, ranks)
         print(f"from checkpoint {engine.version} of {named} ({time.perf_counter() - began:.1f} s)", flush=True)
-        if stop is not None:
-            stop_at(engine, range(first, last + 1), stop)
-        because, unbroken = None, True
-        if verify and ranks.leads:
-            unbroken = chain_holds(run, range(engine.version, min(last + 1, run.steps.count())))
-        advance = None
-        if engine.version < first and ranks.leads and stop is None:  # a debugger needs the terminal
-            doing = f"training again up to step {first - 1}"
-            advance = progress_stack.enter_context(progress(doing, total=first - engine.version, unit="steps"))
+        if options.stop is not None:
+            stop_at(engine, steps, options.stop)
+        unbroken = True
+        if options.verify and ranks.leads:
+            unbroken = chain_holds(run, range(engine.version, min(steps.stop, committed)))
         try:
-            for done in replay(run, engine, min(last, run.steps.count() - 1), verify=verify):
-                if done.step < first and not done.differences:
-                    if advance is not None:
-                        advance()
-                    continue
-                progress_stack.close()
-                if verify and done.because != because:
+            replayed = replay(run, engine, min(steps[-1], committed - 1), verify=options.verify)
+            before = range(engine.version, steps[0])
+            shown = ranks.leads and options.stop is None  # a debugger needs the terminal
+            differs_before = _first_differing(islice(replayed, len(before)), before, shown=shown)
+            because = None
+            for done in replayed if differs_before is None else [differs_before]:
+                if options.verify and done.because != because:
                     because = done.because
                     print(f"compared {done.tolerance}{f': {because}' if because else ''}", flush=True)
                 if done.differences:
                     _print_differences(run, done.differences)
                     return False
-                numbers, seconds = _loss_and_gradient(done.result.metrics), sum(done.result.timings.values())
-                weights = f"weights {done.result.digests['weights']} ({seconds:.2f} s)"
-                print(f"step {done.step}: {'agrees' if verify else 'trained'}. {numbers}, {weights}", flush=True)
-            progress_stack.close()
-            if last == run.steps.count():
-                nothing = "it is trained, and there is nothing to compare it with"
-                print(f"step {last} was not committed: {nothing}", flush=True)
-                configure_as(run, engine, None)
-                metrics = engine.train_step(run.steps.read_data(last)).metrics
-                print(f"step {last}: {_loss_and_gradient(metrics)}")
+                _print_trained(done, "agrees" if options.verify else "trained")
+            if steps[-1] == committed:
+                _train_uncommitted(run, engine, committed)
                 return unbroken
         except DifferenceFound as altered:
             _print_differences(run, [altered.difference])
             return False
         except BdbQuit:
             raise Interrupted("left the debugger; nothing was compared from there on, and nothing written.") from None
-        result = "every stage agrees with the record" if verify else "nothing was compared"
-        print(f"{_steps_text(first, last)}: {result}.")
+        result = "every stage agrees with the record" if options.verify else "nothing was compared"
+        print(f"{steps_in_words(steps)}: {result}.")
         return unbroken
+
+
+def _first_differing(replayed: Iterable[Replayed], steps: range, *, shown: bool) -> Replayed | None:
+    """Train the steps before those that were asked for; return the first that differs from the record, if one does.
+
+    `shown` is True to show the progress.
+    """
+    if shown and steps:
+        replayed = tracked(replayed, f"training again up to step {steps[-1]}", total=len(steps), unit="steps")
+    return next((done for done in replayed if done.differences), None)
+
+
+def _train_uncommitted(run: RunDirectory, engine: TrainEngine, step: int) -> None:
+    """Train the batch of a step that failed or was interrupted, which has no record to compare with."""
+    from clew.loop.replay import configure_as
+
+    print(f"step {step} was not committed: it is trained, and there is nothing to compare it with", flush=True)
+    configure_as(run, engine, None)
+    metrics = engine.train_step(run.steps.read_data(step)).metrics
+    print(f"step {step}: {_loss_and_gradient(metrics)}")
+
+
+def _print_trained(done: Replayed, what: str) -> None:
+    seconds = sum(done.result.timings.values())
+    weights = f"weights {done.result.digests['weights']} ({seconds:.2f} s)"
+    print(f"step {done.step}: {what}. {_loss_and_gradient(done.result.metrics)}, {weights}", flush=True)
 
 
 def _loss_and_gradient(metrics: Mapping[str, float]) -> str:
@@ -339,7 +327,3 @@ def _print_differences(run: RunDirectory, found: list[Difference]) -> None:
         print(line)
     if after := [stage for stage in dict.fromkeys(each.stage for each in found) if stage != found[0].stage]:
         print(f"after it, these stages of the step differ too: {', '.join(after)}")
-
-
-def _steps_text(first: int, last: int) -> str:
-    return f"step {first}" if first == last else f"steps {first} to {last}"

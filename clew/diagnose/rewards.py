@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass
 from traceback import format_exception
@@ -9,15 +10,24 @@ from typing import Any
 
 import numpy as np
 
+from clew import config as configuration
+from clew import dotted
 from clew.config import Config
+from clew.diagnose.causes import code_at
 from clew.diagnose.recorded_model import RecordedModel, interactions_of, resources_of
 from clew.diagnose.stages import select_rows
 from clew.errors import ConfigError, EpisodeError
+from clew.printing import print
 from clew.record.rows import by_episode
 from clew.record.run import RunDirectory
+from clew.record.steps import steps_in_words
 from clew.rollout.reward_pool import RewardPool
 from clew.rollout.rewards import by_name
 from clew.rollout.setup import load_reward, load_workflow
+from clew.training.custom import digest_of_file
+
+SHOWN = 20
+"""Maximum number of episodes with a changed reward that are shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +45,41 @@ class Disagreement:
     def __str__(self) -> str:
         now = self.now if isinstance(self.now, str) else _named(self.now)
         return f"step {self.step}, {self.episode_id}: recorded {_named(self.recorded)}, now {now}"
+
+
+def compare_rewards(run: RunDirectory, steps: range, only: str | None) -> bool:
+    """Print how the rewards of these steps differ from what the reward function returns now.
+
+    `only` is the ID of a group, an episode or a sequence to check alone.
+
+    Returns:
+        True if all rewards are as recorded.
+    """
+    config = configuration.load(run.config_path, ["launch.mode=local"])
+    found = asyncio.run(recompute_rewards(run, config, steps, only))
+    for each in found[:SHOWN]:
+        print(each)
+    if more := found[SHOWN:]:
+        print(f"… and {len(more)} more")
+    if traces := [each.traceback.rstrip() for each in found if each.traceback]:
+        print(f"traceback of the first error:\n{traces[0]}")
+    count = "1 episode is" if len(found) == 1 else f"{len(found)} episodes are"
+    rewards = "the rewards of all episodes are" if not found else f"the rewards of {count} not"
+    print(f"{steps_in_words(steps)}: {rewards} what {config.rollout.reward or config.rollout.workflow} gives now.")
+    if found and not _changed_code(run, config, {each.step for each in found}):
+        print(
+            "The files of the reward and the workflow are those that the record names. So they may depend on the time, "
+            "on chance, on the environment, or on a module that they import."
+        )
+    return not found
+
+
+def _changed_code(run: RunDirectory, config: Config, steps: Iterable[int]) -> bool:
+    """Return whether the file of the workflow or of the reward function has changed since one of the steps was made."""
+    named = {"rollout.reward": config.rollout.reward, "rollout.workflow": config.rollout.workflow}
+    files = {field: dotted.file_of(path) for field, path in named.items() if path}
+    now = {field: digest_of_file(str(file)) for field, file in files.items() if file}
+    return any(code_at(run, step).get(field) != now.get(field) for step in steps for field in named)
 
 
 def _named(rewards: dict[str, float]) -> str:

@@ -7,33 +7,20 @@ with its episode, by an explicit call, or at a limit; a request after that gets 
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections import Counter
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
 
-from clew.errors import EngineError, EpisodeError
-from clew.gateway.dialect import Ask, Refusal, Reply, Stream, Token, ToolCall, message_of
+from clew.gateway.constraints import constrain
+from clew.gateway.dialect import ModelRequest, Refusal, Reply, Stream
 from clew.gateway.episode_engine import EpisodeEngine
-from clew.gateway.images import image_names
-from clew.gateway.interactions import Interaction
-from clew.gateway.output_parser import (
-    CALL_CLOSES,
-    CALL_OPENS,
-    THINK_CLOSES,
-    Parsed,
-    Reader,
-    has_template,
-    opens_thought,
-    parse_output,
-)
-from clew.gateway.streaming import Draft, Speech, Transcript
-from clew.gateway.turns import Prompt, Turn, Turns
+from clew.gateway.generation import Generation
+from clew.gateway.streaming import Speech
+from clew.gateway.turns import Prompt, Turns
 from clew.http_server import LARGE_TEXT, max_text
-from clew.inference.protocol import RequestTooLong, SchemaUnsupported, ServerFault
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,9 +91,8 @@ class AgentSession:
         self.received_bytes = 0
         """Size in bytes of the requests that are kept: a measure of the memory that they take."""
         self._limits = limits
-        self._warn = engine.warn
         self.turns = Turns(engine.tokenizer, engine.resources.context, engine.resources.vision)
-        self._requests: list[Submission] = []
+        self._submissions: list[Submission] = []
         self._failed: Counter[bytes] = Counter()
         """Number of failed attempts by request fingerprint. For each of them, one retry counts as a new attempt."""
         self._arriving: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
@@ -118,7 +104,7 @@ class AgentSession:
 
     @property
     def busy(self) -> bool:
-        return any(not request.replies.done() for request in self._requests)
+        return any(not submission.replies.done() for submission in self._submissions)
 
     @property
     def rewards(self) -> dict[str, float]:
@@ -129,7 +115,7 @@ class AgentSession:
     def warnings(self) -> list[str]:
         return list(self.engine.warnings)
 
-    async def submit(self, ask: Ask, fingerprint: bytes, *, retry: bool, size: int = 0) -> Submission:
+    async def submit(self, request: ModelRequest, fingerprint: bytes, *, retry: bool, size: int = 0) -> Submission:
         """Begin to answer a request of `size` bytes, or return the earlier request that it is a retry of.
 
         `fingerprint` is equal for a request and its retries; `retry` is True if the client says that this is a retry.
@@ -139,38 +125,10 @@ class AgentSession:
         """
         self.last_used = time.monotonic()
         async with self._arriving.setdefault(fingerprint, asyncio.Lock()):
-            return await self._submit(ask, fingerprint, retry, size)
+            return self._earlier(fingerprint, retry) or await self._begin(request, fingerprint, size)
 
-    async def _submit(self, ask: Ask, fingerprint: bytes, retry: bool, size: int) -> Submission:
-        if retry and self._failed[fingerprint] > 0:
-            retry = False
-            self._failed[fingerprint] -= 1
-        for earlier in reversed(self._requests):  # equal requests side by side are no retries: neither was abandoned
-            if earlier.fingerprint == fingerprint and (retry or earlier.abandoned):
-                earlier.left = False
-                return earlier
-        self._refuse_beyond_limits()
-        ask, begin = self._constrained(ask)
-        prompt = await self._prompt(ask, begin)
-        self._advise(ask)
-        indices = [self.engine.reserve() for _ in range(ask.n)]
-        speech = Speech()
-        answer = asyncio.get_running_loop().create_task(self._answer(ask, prompt, indices, speech))
-        request = Submission(
-            ids=[self.engine.interaction_id(index) for index in indices],
-            fingerprint=fingerprint,
-            created_at=time.time(),
-            input_ids=prompt.input_ids,
-            speech=speech,
-            replies=answer,
-        )
-        self._requests.append(request)
-        self.received_bytes += size
-        answer.add_done_callback(lambda done: self._settle(request, size, done))
-        return request
-
-    async def count_tokens(self, ask: Ask) -> int:
-        return len((await self._prompt(ask)).input_ids)
+    async def count_tokens(self, request: ModelRequest) -> int:
+        return len((await self._prompt(request)).input_ids)
 
     def set_reward(self, reward: float, id: str | None = None) -> None:
         """Reward the interaction of that ID; None: the last one.
@@ -187,46 +145,50 @@ class AgentSession:
     def end(self, why: str) -> None:
         """Answer no further request, and drop replies that the client never saw and no later request continues."""
         self.ended = self.ended or why
-        for request in self._requests:
-            if not request.replies.done():
-                request.replies.cancel()
-                self._drop(request.ids)  # drops those of its n replies that are already complete
-            elif request.abandoned:
-                self._drop(set(request.ids) - self.turns.followed())
+        for submission in self._submissions:
+            if not submission.replies.done():
+                submission.replies.cancel()
+                self._drop(submission.ids)  # drops those of its n replies that are already complete
+            elif submission.abandoned:
+                self._drop(set(submission.ids) - self.turns.followed())
 
     # One request -----------------------------------------------------------------------------------------------------
 
-    def _drop(self, ids: Container[str]) -> None:
-        self.engine.interactions[:] = [each for each in self.engine.interactions if each.id not in ids]
+    def _earlier(self, fingerprint: bytes, retry: bool) -> Submission | None:
+        """Return the submission whose replies a request gets, too; None if it is a new attempt."""
+        if retry and self._failed[fingerprint] > 0:
+            retry = False
+            self._failed[fingerprint] -= 1
+        for earlier in reversed(self._submissions):  # equal requests side by side are no retries: none was abandoned
+            if earlier.fingerprint == fingerprint and (retry or earlier.abandoned):
+                earlier.left = False
+                return earlier
+        return None
 
-    def _settle(self, request: Submission, size: int, done: asyncio.Task[list[Reply]]) -> None:
-        self.last_used = time.monotonic()
-        request.speech.end()  # also when it was cancelled before it began
-        if done.cancelled() or done.exception() is not None:  # a retry is a new attempt
-            self._drop(request.ids)
-            self._requests.remove(request)
-            self.received_bytes -= size
-            self._failed[request.fingerprint] += 1
-
-    async def _prompt(self, ask: Ask, begin: str = "") -> Prompt:
-        """Return the prompt of a request; see `Turns.prompt`.
-
-        A long one, or one with images, is made in a thread, so that other sessions do not have to wait for it.
-        """
-        if ask.characters > (limit := max_text(self.engine.resources.context)):
-            message = (
-                f"Cannot read the messages: they have {ask.characters} characters, and only {limit} are read for this "
-                f"model's context. Shorten them."
-            )
-            raise Refusal(400, message, param="messages", code="context_length_exceeded")
-        if ask.characters < LARGE_TEXT and not ask.images:
-            return self.turns.prompt(ask, begin)
-        prompt = await asyncio.to_thread(self.turns.prompt, ask, begin)
-        self._refuse_beyond_limits()  # the session may have ended meanwhile
-        return prompt
+    async def _begin(self, request: ModelRequest, fingerprint: bytes, size: int) -> Submission:
+        self._refuse_beyond_limits()
+        request, begin = constrain(request, self.engine, self.turns.variables)
+        prompt = await self._prompt(request, begin)
+        self._advise(request)
+        indices, speech = [self.engine.reserve() for _ in range(request.n)], Speech()
+        generation = Generation(
+            engine=self.engine, turns=self.turns, request=request, prompt=prompt, indices=indices, speech=speech
+        )
+        submission = Submission(
+            ids=[self.engine.interaction_id(index) for index in indices],
+            fingerprint=fingerprint,
+            created_at=time.time(),
+            input_ids=prompt.input_ids,
+            speech=speech,
+            replies=asyncio.get_running_loop().create_task(generation.run()),
+        )
+        self._submissions.append(submission)
+        self.received_bytes += size
+        submission.replies.add_done_callback(lambda done: self._settle(submission, size, done))
+        return submission
 
     def _refuse_beyond_limits(self) -> None:
-        turns = len(self._requests)
+        turns = len(self._submissions)
         tokens = sum(len(interaction.output_ids) for interaction in self.engine.interactions)
         if self.ended is None and self._limits.turns is not None and turns >= self._limits.turns:
             self.ended = f"it has used its {self._limits.turns} requests (rollout.max_turns)"
@@ -236,219 +198,44 @@ class AgentSession:
             message = f"Cannot answer: session {self.id} has ended, because {self.ended}."
             raise Refusal(400, message, code="session_ended")
 
-    def _constrained(self, ask: Ask) -> tuple[Ask, str]:
-        """Return the request as the engine can honour it, and the text that the reply begins with to force a tool call.
+    async def _prompt(self, request: ModelRequest, begin: str = "") -> Prompt:
+        """Return the prompt of a request; see `Turns.prompt`.
 
-        Raises:
-            Refusal: The engine or the chat template cannot meet a demand.
+        A long one, or one with images, is made in a thread, so that other sessions do not have to wait for it.
         """
-        if ask.logprobs:
-            field = "top_logprobs" if ask.text is None else "logprobs"
+        if request.characters > (limit := max_text(self.engine.resources.context)):
             message = (
-                f"Cannot honour {field}={ask.logprobs}: the engine gives the logprob of the sampled token alone. "
-                f"Set {field}=0."
+                f"Cannot read the messages: they have {request.characters} characters, and only {limit} are read for "
+                f"this model's context. Shorten them."
             )
-            raise Refusal(400, message, param=field)
-        forced = ask.tool_choice not in ("auto", "none")
-        if forced:
-            ask = replace(ask, form=None)  # a form applies to text, and a forced call leaves no text
-        if ask.form is not None and ask.shown_tools:
-            message = (
-                f"Cannot honour {ask.form.param} together with tools: the schema would apply to the whole output, so "
-                f'the model could not call a tool. Send no tools, or set tool_choice to "none".'
-            )
-            raise Refusal(400, message, param=ask.form.param)
-        ask = self._with_known_variables(ask)
-        if not ask.shown_tools or (ask.parallel_tool_calls and not forced):
-            return ask, ""
-        if CALL_OPENS not in str(self.engine.tokenizer.chat_template):
-            param = "tool_choice" if forced else "parallel_tool_calls"
-            message = (
-                f"Cannot honour {param}: the model's chat template has no {CALL_OPENS}, so its tool calls cannot be "
-                f"forced. Leave it out."
-            )
-            raise Refusal(400, message, param=param)
-        if not ask.parallel_tool_calls:
-            stops = ask.sampling.get("stop", self.engine.resources.sampling.stop)
-            ask = replace(ask, sampling={**ask.sampling, "stop": (*stops, CALL_CLOSES)})
-        if ask.tool_choice == "required":
-            return ask, f'{CALL_OPENS}\n{{"name": "'
-        return ask, f'{CALL_OPENS}\n{{"name": {json.dumps(ask.tool_choice)}, "arguments": ' if forced else ""
+            raise Refusal(400, message, param="messages", code="context_length_exceeded")
+        if request.characters < LARGE_TEXT and not request.images:
+            return self.turns.prompt(request, begin)
+        prompt = await asyncio.to_thread(self.turns.prompt, request, begin)
+        self._refuse_beyond_limits()  # the session may have ended meanwhile
+        return prompt
 
-    def _with_known_variables(self, ask: Ask) -> Ask:
-        """Return the request without variables that the chat template does not know, if that does no harm.
-
-        A variable that is False, such as enable_thinking, is dropped silently: there is nothing to turn off. Thinking
-        or an effort is dropped with a warning, because frameworks ask for it by default for some model names.
-
-        Raises:
-            Refusal: The template does not know any other variable.
-        """
-        unknown = [name for name in ask.template if name not in self.turns.variables]
-        for name in unknown:
-            value = ask.template[name]
-            if value is False:
-                continue
-            if name == "reasoning_effort":
-                self._warn(f"the client asks for reasoning effort {value!r}, a setting that the model does not have")
-            elif name == "enable_thinking":
-                self._warn("the client asks for thinking, a setting that the model does not have")
-            else:
-                message = f"Cannot honour {name}: the model's chat template knows no such variable. Leave it out."
-                raise Refusal(400, message, param=name)
-        return replace(ask, template={name: value for name, value in ask.template.items() if name not in unknown})
-
-    def _advise(self, ask: Ask) -> None:
-        for note in ask.notes:
-            self._warn(note, kind=note)
-        if ask.form is not None:
-            self._warn(
+    def _advise(self, request: ModelRequest) -> None:
+        for note in request.notes:
+            self.engine.warn(note, kind=note)
+        if request.response_format is not None:
+            self.engine.warn(
                 "replies follow a JSON schema: their logprobs are relative to the tokens that the schema allows, not "
                 "the policy's own. Do not train on them"
             )
-        if "seed" in ask.sampling:
-            self._warn(f"the client sets seed={ask.sampling['seed']}: episodes of a group get the same random numbers")
+        if "seed" in request.sampling:
+            self.engine.warn(
+                f"the client sets seed={request.sampling['seed']}: episodes of a group get the same random numbers"
+            )
 
-    async def _answer(self, ask: Ask, prompt: Prompt, indices: list[int], speech: Speech) -> list[Reply]:
-        drafts = [self._draft(ask, prompt, number, index, speech) for number, index in enumerate(indices)]
-        pairs = zip(indices, drafts, strict=True)
-        generating = [asyncio.ensure_future(self._one(ask, prompt, *pair)) for pair in pairs]
-        try:
-            replies = await asyncio.gather(*generating)
-        except RequestTooLong as error:
-            raise Refusal(400, str(error), param="messages", code="context_length_exceeded") from None
-        except SchemaUnsupported as error:
-            assert ask.form is not None
-            raise Refusal(400, str(error), param=ask.form.param) from None
-        except EpisodeError as error:
-            raise Refusal(400, str(error)) from None
-        except EngineError as error:
-            raise Refusal(503 if isinstance(error, ServerFault) else 400, str(error)) from None
-        finally:  # if one reply failed, the request has failed: the others must not go on
-            for each in generating:
-                each.cancel()
-            await asyncio.gather(*generating, return_exceptions=True)
-        turns = []
-        for reply in replies:
-            raw = self._decode(reply.interaction.output_ids)
-            turns.append(Turn(ask=ask, rendered=prompt.rendered, reply=reply, raw=raw, follows=prompt.follows))
-            self.turns.add(turns[-1])
-        await self._mark_branch(turns)
-        return replies
+    def _settle(self, submission: Submission, size: int, done: asyncio.Task[list[Reply]]) -> None:
+        self.last_used = time.monotonic()
+        submission.speech.end()  # also when it was cancelled before it began
+        if done.cancelled() or done.exception() is not None:  # a retry is a new attempt
+            self._drop(submission.ids)
+            self._submissions.remove(submission)
+            self.received_bytes -= size
+            self._failed[submission.fingerprint] += 1
 
-    async def _mark_branch(self, turns: Sequence[Turn]) -> None:
-        """Warn, and note in the record, if a request does not continue the conversation that it should have."""
-        if turns[0].ask.characters >= LARGE_TEXT:
-            branch = await asyncio.to_thread(self.turns.branch, turns[0])
-        else:
-            branch = self.turns.branch(turns[0])
-        if branch is None:
-            return
-        noted = {"of": branch.of.reply.id, "message": branch.message, "why": branch.why, "tokens": branch.tokens}
-        for turn in turns:
-            turn.reply.interaction.details["branch"] = noted
-        ids = ", ".join(turn.reply.id for turn in turns)
-        self._warn(
-            f"{ids} does not continue {branch.of.reply.id}: {branch.why}. A new sequence starts, and {branch.tokens} "
-            f"tokens are processed again in training",
-            kind=f"a branch ({branch.kind})",
-        )
-
-    def _draft(self, ask: Ask, prompt: Prompt, number: int, index: int, speech: Speech) -> Draft | None:
-        """Return the draft of the request's reply `number`; None if the client wants no stream."""
-        if not ask.stream:
-            return None
-        before = None if ask.text is not None else prompt.before
-        # Not streamed before the end: a response template needs the whole output, and a schema may leave no room for
-        # the thought that the prompt has begun.
-        at_the_end = before is not None and (
-            has_template(self.engine.tokenizer) or (ask.form is not None and opens_thought(before))
-        )
-        stops = ask.sampling.get("stop", self.engine.resources.sampling.stop)
-        return Draft(
-            number,
-            speech.tell,
-            id=self.engine.interaction_id(index),
-            transcript=Transcript(self.engine.tokenizer, prompt.begin, logprobs=ask.logprobs is not None),
-            reader=None if at_the_end else Reader(before, ask.shown_tools),
-            begin=prompt.begin,
-            stops=[stop for stop in stops if stop != CALL_CLOSES],  # CALL_CLOSES belongs to the call that it ends
-        )
-
-    async def _one(self, ask: Ask, prompt: Prompt, index: int, draft: Draft | None) -> Reply:
-        sampling = dict(ask.sampling)
-        if "seed" in sampling:
-            sampling["seed"] += index  # otherwise the n replies, or those to equal requests, would be equal
-        if ask.form is not None:
-            sampling["json_schema"] = json.dumps(ask.form.schema)
-        interaction = await self.engine.generate(
-            prompt.input_ids,
-            prompt=ask.text if ask.text is not None else ask.messages,
-            images=[ask.images[name] for name in image_names(ask.messages)],
-            index=index,
-            on_token=draft.add if draft is not None else None,
-            details={"model": ask.model, "tools": ask.shown_tools},
-            **sampling,
-        )
-        if prompt.follows is not None:
-            interaction.details["follows"] = prompt.follows.reply.id
-        reply = self._reply(ask, prompt, interaction)
-        if draft is not None:
-            try:
-                draft.finish(reply)
-            except ValueError as error:
-                what = "differs from the recorded reply"
-                self._warn(f"the stream of {reply.id} {what}: {error}", kind=what)
-        return reply
-
-    def _reply(self, ask: Ask, prompt: Prompt, interaction: Interaction) -> Reply:
-        text = prompt.begin + interaction.text
-        stop_string = None
-        if isinstance(interaction.matched, str) and interaction.matched != CALL_CLOSES:
-            stop_string = interaction.matched
-            text = text[: text.rindex(stop_string)] if stop_string in text else text
-        if ask.text is not None:
-            parsed = Parsed(content=text, begins=0)
-        else:
-            raw = prompt.begin + self._decode(interaction.output_ids)
-            no_thought = ask.form is not None and THINK_CLOSES not in text  # the schema left no room for one
-            before = "" if no_thought else prompt.before
-            parsed = parse_output(self.engine.tokenizer, text, raw, before, ask.shown_tools)
-        if parsed.unparsed is not None:
-            what = "has a tool call that cannot be read, which stays text"
-            self._warn(f"{interaction.id} {what}: {parsed.unparsed!r}", kind=what)
-        if parsed.left_out.strip():
-            what = "has words after a tool call, which are left out"
-            self._warn(f"{interaction.id} {what}: {parsed.left_out.strip()!r}", kind=what)
-        if interaction.finish_reason == "length":
-            self._warn(f"{interaction.id} was cut short after {len(interaction.output_ids)} tokens")
-        calls = [
-            ToolCall.of(interaction.id, number, name, arguments)
-            for number, (name, arguments) in enumerate(parsed.calls)
-        ]
-        reply = Reply(
-            interaction=interaction,
-            content=parsed.content,
-            reasoning=parsed.reasoning,
-            tool_calls=calls,
-            finish_reason="tool_calls" if calls else "length" if interaction.finish_reason == "length" else "stop",
-            reasoning_tokens=self.turns.count(parsed.reasoning) if parsed.reasoning else 0,
-            stop_string=stop_string,
-            tokens=self._tokens(interaction, prompt.begin, parsed) if ask.logprobs is not None else (),
-        )
-        interaction.details["reply"] = message_of(reply)
-        return reply
-
-    def _tokens(self, interaction: Interaction, begin: str, parsed: Parsed) -> list[Token]:
-        """Return the tokens that make up the content."""
-        transcript = Transcript(self.engine.tokenizer, begin, logprobs=True)
-        for token, logprob in zip(interaction.output_ids, interaction.logprobs, strict=True):
-            transcript.add(token, logprob)
-        transcript.end()
-        place = parsed.begins
-        if place is None:
-            place = max(0, (begin + interaction.text).rfind(parsed.content))
-        return transcript.take(place, place + len(parsed.content))
-
-    def _decode(self, ids: list[int]) -> str:
-        return str(self.engine.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    def _drop(self, ids: Container[str]) -> None:
+        self.engine.interactions[:] = [each for each in self.engine.interactions if each.id not in ids]

@@ -8,7 +8,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from clew.gateway.dialect import Ask, Form, Message, Refusal, Reply, Stream, ToolCall, call_entry, pieces, typed_event
+from clew.gateway.dialect import (
+    Message,
+    ModelRequest,
+    Refusal,
+    Reply,
+    ResponseFormat,
+    Stream,
+    ToolCall,
+    call_entry,
+    pieces,
+    typed_event,
+)
 from clew.gateway.fields import LARGEST, Body, Fields, IgnoresUnknown, SampledBody, read, set_values, text_as
 from clew.gateway.images import Base64, Content, content_of
 from clew.gateway.tool_choice import Function, notes_on_strict, refuse_choice
@@ -171,7 +182,7 @@ class MessagesRequest(CountRequest, SampledBody):
     stop_sequences: list[Annotated[str, Field(min_length=1)]] = Field(default=[])
 
 
-def parse(body: dict[str, Any]) -> Ask:
+def parse(body: dict[str, Any]) -> ModelRequest:
     request, notes = read(MessagesRequest, body)
     sampling = set_values(
         max_new_tokens=request.max_tokens,
@@ -180,15 +191,15 @@ def parse(body: dict[str, Any]) -> Ask:
         top_k=request.top_k,
         stop=tuple(request.stop_sequences) or None,
     )
-    return _ask(request, notes, sampling=sampling, stream=request.stream)
+    return _model_request(request, notes, sampling=sampling, stream=request.stream)
 
 
-def parse_count(body: dict[str, Any]) -> Ask:
+def parse_count(body: dict[str, Any]) -> ModelRequest:
     """Parse the body of /v1/messages/count_tokens, whose answer is {"input_tokens": n}."""
-    return _ask(*read(CountRequest, body))
+    return _model_request(*read(CountRequest, body))
 
 
-def _ask(request: CountRequest, notes: list[str], **more: Any) -> Ask:
+def _model_request(request: CountRequest, notes: list[str], **more: Any) -> ModelRequest:
     choice, form, thread = request.tool_choice, request.output_config.format, request.thread
     follows = thread.previous_message_id if isinstance(thread, _ContinuedThread) else None
     tool_choice = {"any": "required", "tool": choice.name or ""}.get(choice.type, choice.type)
@@ -201,7 +212,7 @@ def _ask(request: CountRequest, notes: list[str], **more: Any) -> Ask:
         message = "Cannot continue the assistant's last message: prefilling is not supported. End with a user message."
         raise Refusal(400, message, param="messages")
     images: dict[str, bytes] = {}
-    return Ask(
+    return ModelRequest(
         model=request.model,
         messages=_messages(request, images),
         images=images,
@@ -209,7 +220,7 @@ def _ask(request: CountRequest, notes: list[str], **more: Any) -> Ask:
         tools=[tool.for_template() for tool in request.tools if not tool.defer_loading],
         tool_choice=tool_choice,
         parallel_tool_calls=not choice.disable_parallel_tool_use,
-        form=Form(schema=form.schema_, param="output_config.format") if form is not None else None,
+        response_format=ResponseFormat(schema=form.schema_, param="output_config.format") if form is not None else None,
         template=_variables(request),
         notes=[*notes_on_strict(request.tools), *_notes(request), *notes],
         extras={"thread": follows is not None, "edits": request.context_management is not None},
@@ -292,24 +303,24 @@ def _of_assistant(message: _Assistant) -> Message:
     return result
 
 
-def respond(ask: Ask, replies: Sequence[Reply]) -> dict[str, Any]:
+def respond(request: ModelRequest, replies: Sequence[Reply]) -> dict[str, Any]:
     [reply] = replies
     return {
-        **_begun(ask, reply.id, reply.input_tokens),
+        **_begun(request, reply.id, reply.input_tokens),
         "content": _blocks(reply),
         **_ending(reply),
-        **_edited(ask),
+        **_edited(request),
         "usage": {**_usage(reply.input_tokens, reply), **SERVING},
     }
 
 
-def _begun(ask: Ask, id: str, input_tokens: int) -> dict[str, Any]:
+def _begun(request: ModelRequest, id: str, input_tokens: int) -> dict[str, Any]:
     """Return a message as it begins: without content."""
     return {
         "id": id,
         "type": "message",
         "role": "assistant",
-        "model": ask.model,
+        "model": request.model,
         "content": [],
         "stop_reason": None,
         "stop_sequence": None,
@@ -327,9 +338,9 @@ def _ending(reply: Reply) -> dict[str, Any]:
     }
 
 
-def _edited(ask: Ask) -> dict[str, Any]:
+def _edited(request: ModelRequest) -> dict[str, Any]:
     """Return the edits made to the context (there are never any), for a client that asks for edits."""
-    return {"context_management": {"applied_edits": []}} if ask.extras["edits"] else {}
+    return {"context_management": {"applied_edits": []}} if request.extras["edits"] else {}
 
 
 def _usage(input_tokens: int, reply: Reply | None = None) -> dict[str, Any]:
@@ -373,10 +384,10 @@ EMPTY: dict[str, dict[str, Any]] = {
 """Content blocks as they begin, by type."""
 
 
-async def events(ask: Ask, stream: Stream) -> AsyncIterator[bytes]:
+async def events(request: ModelRequest, stream: Stream) -> AsyncIterator[bytes]:
     """Stream a block for the thinking, one for the text, and one for each call of a tool; see `Dialect.events`."""
     [id] = stream.ids
-    start = typed_event({"type": "message_start", "message": _begun(ask, id, len(stream.input_ids))})
+    start = typed_event({"type": "message_start", "message": _begun(request, id, len(stream.input_ids))})
     started, index, open = False, -1, ""
     async for part in stream.deltas:
         if not started:
@@ -401,7 +412,7 @@ async def events(ask: Ask, stream: Stream) -> AsyncIterator[bytes]:
     for event in _closing(index, open, id):
         yield event
     usage = _usage(reply.input_tokens, reply)
-    yield typed_event({"type": "message_delta", "delta": _ending(reply), "usage": usage, **_edited(ask)})
+    yield typed_event({"type": "message_delta", "delta": _ending(reply), "usage": usage, **_edited(request)})
     yield typed_event({"type": "message_stop"})
 
 

@@ -28,7 +28,7 @@ from starlette.responses import Response, StreamingResponse
 
 from clew.gateway import anthropic_messages, openai_chat, openai_completions, openai_responses
 from clew.gateway.agent_session import AgentSession, Submission
-from clew.gateway.dialect import Ask, Dialect, Refusal, encoded, message_of
+from clew.gateway.dialect import Dialect, ModelRequest, Refusal, encoded, message_of
 from clew.gateway.fields import Fields, read
 from clew.gateway.tool_choice import refuse_choice
 from clew.http_server import LARGE_BODY
@@ -194,35 +194,37 @@ def dialect_of(path: str) -> Dialect:
 
 
 async def _complete(sessions: Sessions, dialect: Dialect, http: HTTPRequest) -> Response:
-    session, ask, raw = await _receive(sessions, http, dialect.parse)
+    session, request, raw = await _receive(sessions, http, dialect.parse)
     fingerprint = hashlib.sha256(http.url.path.encode() + b"\n" + raw).digest()
-    request = await session.submit(ask, fingerprint, retry=_is_retry(http), size=len(raw))
-    if not await _has_begun(request, http, ask.stream):
-        request.left = True
+    submission = await session.submit(request, fingerprint, retry=_is_retry(http), size=len(raw))
+    if not await _has_begun(submission, http, request.stream):
+        submission.left = True
         return GONE
-    if request.replies.done():
-        await request.answered()
-    if ask.stream:
-        return StreamingResponse(_stream(dialect, ask, request), media_type="text/event-stream", headers=STREAMED)
-    request.delivered = True
-    return json_response(dialect.respond(ask, request.replies.result()))
+    if submission.replies.done():
+        await submission.answered()
+    if request.stream:
+        return StreamingResponse(
+            _stream(dialect, request, submission), media_type="text/event-stream", headers=STREAMED
+        )
+    submission.delivered = True
+    return json_response(dialect.respond(request, submission.replies.result()))
 
 
 async def _receive(
-    sessions: Sessions, http: HTTPRequest, parse: Callable[[dict[str, Any]], Ask]
-) -> tuple[AgentSession, Ask, bytes]:
+    sessions: Sessions, http: HTTPRequest, parse: Callable[[dict[str, Any]], ModelRequest]
+) -> tuple[AgentSession, ModelRequest, bytes]:
     """Return the session of a request, the request as `parse` reads it, and its body."""
     raw = await _read(http)
     session = sessions.find(key_of(http))
     body = _object(raw)
     if parse is openai_responses.parse:
         body = openai_responses.with_items(body, session.turns.find)
-    ask = parse(body) if len(raw) < LARGE_BODY else await asyncio.to_thread(parse, body)
-    _refuse_unless_served(sessions, ask.model)
-    return session, _with_earlier(session, ask), raw
+    request = parse(body) if len(raw) < LARGE_BODY else await asyncio.to_thread(parse, body)
+    _refuse_unless_served(sessions, request.model)
+    return session, _with_earlier(session, request), raw
 
 
-async def _has_begun(request: Submission, http: HTTPRequest, stream: bool) -> bool:
+async def _has_begun(submission: Submission, http: HTTPRequest, stream: bool) -> bool:
     """Wait for the answer. For a stream, wait only for its first words, and at most KEEP_ALIVE_S.
 
     Returns:
@@ -231,14 +233,14 @@ async def _has_begun(request: Submission, http: HTTPRequest, stream: bool) -> bo
     gone = asyncio.ensure_future(disconnected(http))
     watched: set[asyncio.Future[Any]] = {gone}
     if stream:
-        watched.add(asyncio.ensure_future(request.speech.begun()))
+        watched.add(asyncio.ensure_future(submission.speech.begun()))
     try:
         limit = KEEP_ALIVE_S if stream else None
-        await asyncio.wait({request.replies, *watched}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({submission.replies, *watched}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
     finally:
         for each in watched:
             each.cancel()
-    return request.replies.done() or not gone.done() or gone.cancelled()
+    return submission.replies.done() or not gone.done() or gone.cancelled()
 
 
 def _refuse_unless_served(sessions: Sessions, model: str) -> None:
@@ -250,33 +252,33 @@ def _refuse_unless_served(sessions: Sessions, model: str) -> None:
 STREAMED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
-def _with_earlier(session: AgentSession, ask: Ask) -> Ask:
+def _with_earlier(session: AgentSession, request: ModelRequest) -> ModelRequest:
     """Return the request with the earlier messages that its client names instead of sending them.
 
     These are the messages up to the named response, and that response. One of Anthropic's threads keeps its tools.
     Instructions apply to one response only, so those of earlier requests are left out.
     """
-    if ask.follows is None:
-        return ask
-    turn = session.turns.find(ask.follows)
-    earlier = turn.ask.messages[1 if turn.ask.extras.get("instructions") else 0 :]
-    instructions = ask.messages[: 1 if ask.extras.get("instructions") else 0]
+    if request.follows is None:
+        return request
+    turn = session.turns.find(request.follows)
+    earlier = turn.request.messages[1 if turn.request.extras.get("instructions") else 0 :]
+    instructions = request.messages[: 1 if request.extras.get("instructions") else 0]
     names = {call.id: call.name for call in turn.reply.tool_calls}
     new = [
         {**message, "name": names[id]} if (id := message.get("tool_call_id")) in names else message
-        for message in ask.messages[len(instructions) :]
+        for message in request.messages[len(instructions) :]
     ]
-    if ask.extras.get("thread"):
-        ask = replace(ask, tools=turn.ask.tools)
-        refuse_choice(ask.tool_choice, [tool["function"]["name"] for tool in ask.tools])
+    if request.extras.get("thread"):
+        request = replace(request, tools=turn.request.tools)
+        refuse_choice(request.tool_choice, [tool["function"]["name"] for tool in request.tools])
     messages = [*instructions, *earlier, message_of(turn.reply), *new]
-    return replace(ask, messages=messages, images={**turn.ask.images, **ask.images})
+    return replace(request, messages=messages, images={**turn.request.images, **request.images})
 
 
-async def _stream(dialect: Dialect, ask: Ask, request: Submission) -> AsyncIterator[bytes]:
+async def _stream(dialect: Dialect, request: ModelRequest, submission: Submission) -> AsyncIterator[bytes]:
     """Yield the dialect's events, and keep-alives between them."""
     place = 0
-    events = dialect.events(ask, request.stream())
+    events = dialect.events(request, submission.stream())
     upcoming: asyncio.Future[bytes | None] | None = None
     try:
         while True:
@@ -287,24 +289,24 @@ async def _stream(dialect: Dialect, ask: Ask, request: Submission) -> AsyncItera
                     yield dialect.KEEP_ALIVE
             if (event := upcoming.result()) is None:
                 break
-            answered = request.replies.done()
+            answered = submission.replies.done()
             yield event
             # Once an event that came after the complete reply has been sent, the reply counts as delivered.
-            request.delivered, place = request.delivered or answered, place + 1
+            submission.delivered, place = submission.delivered or answered, place + 1
     except Refusal as refusal:
         yield dialect.refuse_in_stream(refusal, place)
     except Exception as error:
         log.exception("a defect of the gateway, in a stream")
         yield dialect.refuse_in_stream(Refusal(500, f"{type(error).__name__}: {error}"), place)
     finally:
-        request.left = True
+        submission.left = True
         if upcoming is not None:
             upcoming.cancel()
 
 
 async def _count_tokens(sessions: Sessions, dialect: Dialect, http: HTTPRequest) -> Response:
-    session, ask, _ = await _receive(sessions, http, anthropic_messages.parse_count)
-    return json_response({"input_tokens": await session.count_tokens(ask)})
+    session, request, _ = await _receive(sessions, http, anthropic_messages.parse_count)
+    return json_response({"input_tokens": await session.count_tokens(request)})
 
 
 async def _start_session(sessions: Sessions, dialect: Dialect, http: HTTPRequest) -> Response:

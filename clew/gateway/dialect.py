@@ -5,7 +5,7 @@ of dialects.
 
 ::
 
-    body ──► dialect.parse ──► Ask ──► EpisodeEngine ──► Reply ───► dialect.respond ──► JSON
+    body ──► dialect.parse ──► ModelRequest ──► EpisodeEngine ──► Reply ───► dialect.respond ──► JSON
                                                └──► Stream ──► dialect.events ───► server-sent events
 """
 
@@ -46,7 +46,7 @@ class Refusal(ClewError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Form:
+class ResponseFormat:
     """JSON schema that the whole text of a reply has to match."""
 
     schema: dict[str, Any]
@@ -55,7 +55,7 @@ class Form:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ask:
+class ModelRequest:
     """One request, the same for all dialects."""
 
     model: str
@@ -75,7 +75,7 @@ class Ask:
     """True if a reply may have several tool calls; False: one at most."""
     sampling: dict[str, Any] = field(default_factory=dict)
     """Fields of SamplingParams that the client set; stop is a tuple of strings."""
-    form: Form | None = None
+    response_format: ResponseFormat | None = None
     n: int = 1
     logprobs: int | None = None
     """Number of alternatives to show beside each token's logprob; 0: the token's own only; None: no logprobs."""
@@ -131,7 +131,7 @@ class Reply:
     stop_string: str | None = None
     """Stop string that ended the reply."""
     tokens: Sequence[Token] = ()
-    """Tokens of the content, if Ask.logprobs asked for them."""
+    """Tokens of the content, if ModelRequest.logprobs asked for them."""
 
     @property
     def id(self) -> str:
@@ -182,11 +182,11 @@ class Delta:
     """A piece of a reply's text, or a tool call. Joined, a reply's deltas are its reasoning, content and calls."""
 
     index: int
-    """Index of the reply among the Ask.n replies."""
+    """Index of the reply among the ModelRequest.n replies."""
     reasoning: str = ""
     content: str = ""
     tokens: Sequence[Token] = ()
-    """Tokens of the content, if Ask.logprobs asked for them."""
+    """Tokens of the content, if ModelRequest.logprobs asked for them."""
     call: ToolCall | None = None
     """Tool call. A delta has either reasoning, content or a call."""
 
@@ -212,7 +212,7 @@ class Dialect(Protocol):
     KEEP_ALIVE: bytes
     """Bytes that a stream sends when there is nothing else to send."""
 
-    def parse(self, body: dict[str, Any]) -> Ask:
+    def parse(self, body: dict[str, Any]) -> ModelRequest:
         """Parse the body of a request.
 
         Raises:
@@ -220,11 +220,11 @@ class Dialect(Protocol):
         """
         ...
 
-    def respond(self, ask: Ask, replies: Sequence[Reply]) -> dict[str, Any]:
-        """Return the body of the response to a request. There are Ask.n replies."""
+    def respond(self, request: ModelRequest, replies: Sequence[Reply]) -> dict[str, Any]:
+        """Return the body of the response to a request. There are ModelRequest.n replies."""
         ...
 
-    def events(self, ask: Ask, stream: Stream) -> AsyncIterator[bytes]:
+    def events(self, request: ModelRequest, stream: Stream) -> AsyncIterator[bytes]:
         """Yield the stream as server-sent events. A Refusal that its replies raise is passed on."""
         ...
 

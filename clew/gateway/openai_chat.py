@@ -7,7 +7,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from clew.gateway.dialect import Ask, Form, Message, Refusal, Reply, Stream, Token, call_entry, encoded, pieces
+from clew.gateway.dialect import (
+    Message,
+    ModelRequest,
+    Refusal,
+    Reply,
+    ResponseFormat,
+    Stream,
+    Token,
+    call_entry,
+    encoded,
+    pieces,
+)
 from clew.gateway.fields import LARGEST, Fields, IgnoresUnknown, SampledBody, Texts, read, set_values, text_as
 from clew.gateway.images import DataURL, content_of
 from clew.gateway.output_parser import arguments_of
@@ -151,7 +162,7 @@ class SamplingBody(SampledBody):
         )
 
     def extras(self) -> dict[str, Any]:
-        """Return what the response depends on; see `Ask.extras`."""
+        """Return what the response depends on; see `ModelRequest.extras`."""
         return {"usage": self.stream_options.include_usage, "token_ids": self.return_token_ids}
 
 
@@ -177,7 +188,7 @@ class ChatRequest(SamplingBody):
     """Variables of the chat template, such as enable_thinking."""
 
 
-def parse(body: dict[str, Any]) -> Ask:
+def parse(body: dict[str, Any]) -> ModelRequest:
     request, notes = read(ChatRequest, body)
     if request.top_logprobs and not request.logprobs:
         message = "Cannot honour top_logprobs: it needs logprobs=true. Set it, or leave top_logprobs out."
@@ -194,7 +205,7 @@ def parse(body: dict[str, Any]) -> Ask:
         tool_choice = choice if isinstance(choice, str) else choice.function.name
     refuse_choice(tool_choice, [function.name for function in functions])
     images: dict[str, bytes] = {}
-    return Ask(
+    return ModelRequest(
         model=request.model,
         messages=[_message_of(message, images) for message in request.messages],
         images=images,
@@ -202,7 +213,9 @@ def parse(body: dict[str, Any]) -> Ask:
         tool_choice=tool_choice,
         parallel_tool_calls=request.parallel_tool_calls,
         sampling=request.sampling(request.max_completion_tokens or request.max_tokens),
-        form=form_of(format.json_schema if isinstance(format, _Schema) else format, "response_format"),
+        response_format=response_format_of(
+            format.json_schema if isinstance(format, _Schema) else format, "response_format"
+        ),
         n=request.n,
         logprobs=request.top_logprobs if request.logprobs else None,
         stream=request.stream,
@@ -212,11 +225,11 @@ def parse(body: dict[str, Any]) -> Ask:
     )
 
 
-def form_of(format: PlainFormat | NamedSchema | None, param: str) -> Form | None:
-    """Return the form that the field `param` asks for."""
+def response_format_of(format: PlainFormat | NamedSchema | None, param: str) -> ResponseFormat | None:
+    """Return the format that the field `param` asks for."""
     if isinstance(format, NamedSchema):
-        return Form(schema=format.schema_, param=param)
-    return Form(schema={"type": "object"}, param=param) if format and format.type == "json_object" else None
+        return ResponseFormat(schema=format.schema_, param=param)
+    return ResponseFormat(schema={"type": "object"}, param=param) if format and format.type == "json_object" else None
 
 
 def _message_of(message: _Given | _Said, images: dict[str, bytes]) -> Message:
@@ -241,42 +254,42 @@ def _message_of(message: _Given | _Said, images: dict[str, bytes]) -> Message:
     return result
 
 
-def respond(ask: Ask, replies: Sequence[Reply]) -> dict[str, Any]:
+def respond(request: ModelRequest, replies: Sequence[Reply]) -> dict[str, Any]:
     choices = [
         {
             "index": index,
             "message": _assistant_message(reply),
-            "logprobs": _logprobs(reply.tokens) if ask.logprobs is not None else None,
+            "logprobs": _logprobs(reply.tokens) if request.logprobs is not None else None,
             "finish_reason": reply.finish_reason,
             "interaction_id": reply.id,
-            **token_ids_of(ask, reply),
+            **token_ids_of(request, reply),
         }
         for index, reply in enumerate(replies)
     ]
     return {
-        **_head(ask, replies[0].id, replies[0].created_at, "chat.completion"),
-        **prompt_token_ids(ask, replies[0].interaction.input_ids),
+        **_head(request, replies[0].id, replies[0].created_at, "chat.completion"),
+        **prompt_token_ids(request, replies[0].interaction.input_ids),
         "choices": choices,
         "usage": usage_of(replies),
     }
 
 
-def token_ids_of(ask: Ask, reply: Reply) -> dict[str, Any]:
+def token_ids_of(request: ModelRequest, reply: Reply) -> dict[str, Any]:
     """Return the field token_ids, if the client asked for it: the exact tokens, special ones included."""
-    return {"token_ids": reply.interaction.output_ids} if ask.extras["token_ids"] else {}
+    return {"token_ids": reply.interaction.output_ids} if request.extras["token_ids"] else {}
 
 
-def prompt_token_ids(ask: Ask, input_ids: Sequence[int]) -> dict[str, Any]:
+def prompt_token_ids(request: ModelRequest, input_ids: Sequence[int]) -> dict[str, Any]:
     """Return the field prompt_token_ids, if the client asked for it."""
-    return {"prompt_token_ids": list(input_ids)} if ask.extras["token_ids"] else {}
+    return {"prompt_token_ids": list(input_ids)} if request.extras["token_ids"] else {}
 
 
-def _head(ask: Ask, id: str, created_at: float, object: str) -> dict[str, Any]:
+def _head(request: ModelRequest, id: str, created_at: float, object: str) -> dict[str, Any]:
     return {
         "id": id,
         "object": object,
         "created": int(created_at),
-        "model": ask.model,
+        "model": request.model,
         "service_tier": "default",
         "system_fingerprint": None,
     }
@@ -317,15 +330,15 @@ def usage_of(replies: Sequence[Reply]) -> dict[str, Any]:
     }
 
 
-async def events(ask: Ask, stream: Stream) -> AsyncIterator[bytes]:
+async def events(request: ModelRequest, stream: Stream) -> AsyncIterator[bytes]:
     """Stream the replies; see `Dialect.events`.
 
     For each reply there is a chunk with the role (and the first call, if no words come before it), chunks of some
     words, chunks of calls, and a chunk with the finish reason. The stream ends with [DONE].
     """
-    head = _head(ask, stream.ids[0], stream.created_at, "chat.completion.chunk")
-    usage: dict[str, Any] = {"usage": None} if ask.extras["usage"] else {}
-    first = prompt_token_ids(ask, stream.input_ids)  # in the first chunk only
+    head = _head(request, stream.ids[0], stream.created_at, "chat.completion.chunk")
+    usage: dict[str, Any] = {"usage": None} if request.extras["usage"] else {}
+    first = prompt_token_ids(request, stream.input_ids)  # in the first chunk only
 
     def chunk(index: int, delta: dict[str, Any], reason: str | None = None, **fields: Any) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason, **fields}
@@ -358,7 +371,7 @@ async def events(ask: Ask, stream: Stream) -> AsyncIterator[bytes]:
     for index, reply in enumerate(replies):
         if index not in calls:
             yield chunk(index, {"role": "assistant", "content": "", "refusal": None})
-        yield chunk(index, {}, reply.finish_reason, **token_ids_of(ask, reply))
+        yield chunk(index, {}, reply.finish_reason, **token_ids_of(request, reply))
     if usage:
         yield event({**head, "choices": [], "usage": usage_of(replies)})
     yield DONE

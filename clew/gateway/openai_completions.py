@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from clew.gateway.dialect import Ask, Refusal, Reply, Stream, Token
+from clew.gateway.dialect import ModelRequest, Refusal, Reply, Stream, Token
 from clew.gateway.fields import LARGEST, Texts, read
 from clew.gateway.openai_chat import (
     DONE,
@@ -40,12 +40,12 @@ class CompletionRequest(SamplingBody):
     suffix: Literal[""] = ""
 
 
-def parse(body: dict[str, Any]) -> Ask:
+def parse(body: dict[str, Any]) -> ModelRequest:
     request, notes = read(CompletionRequest, body)
     if request.best_of not in (None, 1, request.n):
         message = f"Cannot honour best_of={request.best_of}: choose the best of n replies yourself. Leave it out."
         raise Refusal(400, message, param="best_of")
-    return Ask(
+    return ModelRequest(
         model=request.model,
         text=request.prompt[0],
         sampling=request.sampling(request.max_tokens),
@@ -57,18 +57,18 @@ def parse(body: dict[str, Any]) -> Ask:
     )
 
 
-def respond(ask: Ask, replies: Sequence[Reply]) -> dict[str, Any]:
+def respond(request: ModelRequest, replies: Sequence[Reply]) -> dict[str, Any]:
     choices = [
-        _choice(ask, index, reply.id, reply.content, reply.tokens, finish_reason=_reason(reply))
-        | token_ids_of(ask, reply)
-        | prompt_token_ids(ask, reply.interaction.input_ids)
+        _choice(request, index, reply.id, reply.content, reply.tokens, finish_reason=_reason(reply))
+        | token_ids_of(request, reply)
+        | prompt_token_ids(request, reply.interaction.input_ids)
         for index, reply in enumerate(replies)
     ]
-    return {**_head(ask, replies[0].id, replies[0].created_at), "choices": choices, "usage": usage_of(replies)}
+    return {**_head(request, replies[0].id, replies[0].created_at), "choices": choices, "usage": usage_of(replies)}
 
 
-def _head(ask: Ask, id: str, created_at: float) -> dict[str, Any]:
-    return {"id": id, "object": "text_completion", "created": int(created_at), "model": ask.model}
+def _head(request: ModelRequest, id: str, created_at: float) -> dict[str, Any]:
+    return {"id": id, "object": "text_completion", "created": int(created_at), "model": request.model}
 
 
 def _reason(reply: Reply) -> str:
@@ -76,7 +76,7 @@ def _reason(reply: Reply) -> str:
 
 
 def _choice(
-    ask: Ask,
+    request: ModelRequest,
     index: int,
     id: str,
     text: str,
@@ -87,7 +87,7 @@ def _choice(
 ) -> dict[str, Any]:
     """Return a choice. `offset` is where the tokens begin in the reply, in characters."""
     logprobs = None
-    if ask.logprobs is not None:
+    if request.logprobs is not None:
         begins = list(itertools.accumulate((len(token.text) for token in tokens), initial=offset))
         logprobs = {
             "tokens": [token.text for token in tokens],
@@ -98,23 +98,25 @@ def _choice(
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason, "interaction_id": id}
 
 
-async def events(ask: Ask, stream: Stream) -> AsyncIterator[bytes]:
+async def events(request: ModelRequest, stream: Stream) -> AsyncIterator[bytes]:
     """Stream chunks of text, then for each reply a chunk with the finish reason; see `Dialect.events`."""
-    head = _head(ask, stream.ids[0], stream.created_at)
-    usage = {"usage": None} if ask.extras["usage"] else {}
+    head = _head(request, stream.ids[0], stream.created_at)
+    usage = {"usage": None} if request.extras["usage"] else {}
     offsets = [0] * len(stream.ids)
-    prompts = [prompt_token_ids(ask, stream.input_ids) for _ in stream.ids]
+    prompts = [prompt_token_ids(request, stream.input_ids) for _ in stream.ids]
     """Fields for the first chunk of each choice, and {} once it has been sent."""
     async for part in stream.deltas:
         index = part.index
         offset, offsets[index] = offsets[index], offsets[index] + sum(len(token.text) for token in part.tokens)
-        choice = _choice(ask, index, stream.ids[index], part.content, part.tokens, finish_reason=None, offset=offset)
+        choice = _choice(
+            request, index, stream.ids[index], part.content, part.tokens, finish_reason=None, offset=offset
+        )
         yield event({**head, "choices": [choice | prompts[index]], **usage})
         prompts[index] = {}
     done = await stream.replies()
     for index, reply in enumerate(done):
-        choice = _choice(ask, index, reply.id, "", finish_reason=_reason(reply))
-        yield event({**head, "choices": [choice | prompts[index] | token_ids_of(ask, reply)], **usage})
+        choice = _choice(request, index, reply.id, "", finish_reason=_reason(reply))
+        yield event({**head, "choices": [choice | prompts[index] | token_ids_of(request, reply)], **usage})
     if usage:
         yield event({**head, "choices": [], "usage": usage_of(done)})
     yield DONE

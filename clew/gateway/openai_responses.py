@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from clew.gateway.dialect import Ask, Delta, Refusal, Reply, Stream, Token, ToolCall, pieces, typed_event
+from clew.gateway.dialect import Delta, ModelRequest, Refusal, Reply, Stream, Token, ToolCall, pieces, typed_event
 from clew.gateway.fields import LARGEST, Fields, IgnoresUnknown, SampledBody, read, set_values
-from clew.gateway.openai_chat import KEEP_ALIVE, NamedSchema, PlainFormat, form_of, logprob_of, refuse
+from clew.gateway.openai_chat import KEEP_ALIVE, NamedSchema, PlainFormat, logprob_of, refuse, response_format_of
 from clew.gateway.responses_input import Items, messages_of
 from clew.gateway.tool_choice import Function, allowed_functions, effort_variables, notes_on_strict, refuse_choice
 from clew.gateway.turns import Turn
@@ -145,13 +145,13 @@ def _in_full(item: dict[str, Any], turn: Callable[[str], Turn]) -> dict[str, Any
     # IDs of items, as `_output` makes them: rs_RESPONSE, msg_RESPONSE, and fc_RESPONSE.NUMBER for calls.
     kind, _, id = item["id"].partition("_")
     named = turn(id.rpartition(".")[0] if kind == "fc" else id)
-    for output in _output(named.ask, named.reply):
+    for output in _output(named.request, named.reply):
         if output["id"] == item["id"]:
             return output
     raise Refusal(404, f"Cannot read input: there is no item {item['id']!r} in this session.", param="input")
 
 
-def parse(body: dict[str, Any]) -> Ask:
+def parse(body: dict[str, Any]) -> ModelRequest:
     """See `Dialect.parse`. Instructions, if any, are the first message, and replace those of earlier turns."""
     request, notes = read(ResponsesRequest, body)
     choice = request.tool_choice
@@ -171,7 +171,7 @@ def parse(body: dict[str, Any]) -> Ask:
     refuse_choice(tool_choice, [function.name for function in functions])
     images: dict[str, bytes] = {}
     instructions = [{"role": "system", "content": request.instructions}] if request.instructions else []
-    return Ask(
+    return ModelRequest(
         model=request.model,
         notes=notes,
         follows=request.previous_response_id or None,
@@ -183,7 +183,7 @@ def parse(body: dict[str, Any]) -> Ask:
         sampling=set_values(
             max_new_tokens=request.max_output_tokens, temperature=request.temperature, top_p=request.top_p
         ),
-        form=form_of(request.text.format, "text.format"),
+        response_format=response_format_of(request.text.format, "text.format"),
         logprobs=request.top_logprobs if request.top_logprobs or LOGPROBS in request.include else None,
         stream=request.stream,
         template={**request.chat_template_kwargs, **effort_variables(request.reasoning.effort)},
@@ -234,12 +234,12 @@ def _shown(tool: _Tool | _Namespace | _WebSearch) -> dict[str, Any]:
     return {**tool.model_dump(), "strict": False} if isinstance(tool, _Tool) else tool.model_dump()
 
 
-def respond(ask: Ask, replies: Sequence[Reply]) -> dict[str, Any]:
+def respond(request: ModelRequest, replies: Sequence[Reply]) -> dict[str, Any]:
     [reply] = replies
-    return _finished(ask, _begun(ask, reply.id, int(reply.created_at)), reply)
+    return _finished(request, _begun(request, reply.id, int(reply.created_at)), reply)
 
 
-def _begun(ask: Ask, id: str, created_at: int) -> dict[str, Any]:
+def _begun(request: ModelRequest, id: str, created_at: int) -> dict[str, Any]:
     return {
         "id": id,
         "object": "response",
@@ -250,18 +250,18 @@ def _begun(ask: Ask, id: str, created_at: int) -> dict[str, Any]:
         "incomplete_details": None,
         "output": [],
         "usage": None,
-        **ask.extras["echo"],
+        **request.extras["echo"],
     }
 
 
-def _finished(ask: Ask, begun: dict[str, Any], reply: Reply) -> dict[str, Any]:
+def _finished(request: ModelRequest, begun: dict[str, Any], reply: Reply) -> dict[str, Any]:
     cut = reply.finish_reason == "length"
     return {
         **begun,
         "status": "incomplete" if cut else "completed",
         "completed_at": None if cut else max(begun["created_at"], int(reply.interaction.finished_at)),
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-        "output": _output(ask, reply),
+        "output": _output(request, reply),
         "usage": {
             "input_tokens": reply.input_tokens,
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
@@ -272,22 +272,22 @@ def _finished(ask: Ask, begun: dict[str, Any], reply: Reply) -> dict[str, Any]:
     }
 
 
-def _output(ask: Ask, reply: Reply) -> list[dict[str, Any]]:
+def _output(request: ModelRequest, reply: Reply) -> list[dict[str, Any]]:
     """Return the output items. Their IDs are made of the response's ID."""
     items: list[dict[str, Any]] = []
     if reply.reasoning:
-        items.append(_reasoning(ask, reply.id, reply.reasoning))
+        items.append(_reasoning(request, reply.id, reply.reasoning))
     if reply.content or not (reply.reasoning or reply.tool_calls):
         items.append(_message(reply.id, reply.content, reply.tokens))
     if reply.finish_reason == "length" and not reply.tool_calls:
         items[-1]["status"] = "incomplete"
-    return items + [_function_call(ask, reply.id, number, call) for number, call in enumerate(reply.tool_calls)]
+    return items + [_function_call(request, reply.id, number, call) for number, call in enumerate(reply.tool_calls)]
 
 
-def _reasoning(ask: Ask, id: str, text: str) -> dict[str, Any]:
+def _reasoning(request: ModelRequest, id: str, text: str) -> dict[str, Any]:
     content = [{"type": "reasoning_text", "text": text}]
     item: dict[str, Any] = {"id": f"rs_{id}", "type": "reasoning", "summary": [], "content": content}
-    if ask.extras.get("encrypted"):  # base64, not encrypted: some clients send back only this field
+    if request.extras.get("encrypted"):  # base64, not encrypted: some clients send back only this field
         item["encrypted_content"] = base64.b64encode(text.encode()).decode()
     return {**item, "status": "completed"}
 
@@ -298,9 +298,9 @@ def _message(id: str, text: str, tokens: Sequence[Token]) -> dict[str, Any]:
     return {"id": f"msg_{id}", "type": "message", "role": "assistant", "content": content, "status": "completed"}
 
 
-def _function_call(ask: Ask, id: str, number: int, call: ToolCall) -> dict[str, Any]:
+def _function_call(request: ModelRequest, id: str, number: int, call: ToolCall) -> dict[str, Any]:
     space, _, name = call.name.partition(".")
-    named = {"namespace": space, "name": name} if space in ask.extras.get("namespaces", ()) else {"name": call.name}
+    named = {"namespace": space, "name": name} if space in request.extras.get("namespaces", ()) else {"name": call.name}
     return {
         "id": f"fc_{id}.{number}",
         "type": "function_call",
@@ -311,7 +311,7 @@ def _function_call(ask: Ask, id: str, number: int, call: ToolCall) -> dict[str, 
     }
 
 
-async def events(ask: Ask, stream: Stream) -> AsyncIterator[bytes]:
+async def events(request: ModelRequest, stream: Stream) -> AsyncIterator[bytes]:
     """Stream created and in_progress, then each item in small parts; see `Dialect.events`."""
     numbers = itertools.count()
     [id] = stream.ids
@@ -319,15 +319,15 @@ async def events(ask: Ask, stream: Stream) -> AsyncIterator[bytes]:
     def event(kind: str, **fields: Any) -> bytes:
         return typed_event({"type": kind, "sequence_number": next(numbers), **fields})
 
-    begun = _begun(ask, id, int(stream.created_at))
+    begun = _begun(request, id, int(stream.created_at))
     yield event("response.created", response=begun)
     yield event("response.in_progress", response=begun)
-    items = _StreamedItems(ask, id)
+    items = _StreamedItems(request, id)
     async for delta in stream.deltas:
         for kind, fields in items.add(delta):
             yield event(kind, **fields)
     [reply] = await stream.replies()
-    response = _finished(ask, begun, reply)
+    response = _finished(request, begun, reply)
     for kind, fields in items.end(response["output"]):
         yield event(kind, **fields)
     yield event(f"response.{response['status']}", response=response)
@@ -336,8 +336,8 @@ async def events(ask: Ask, stream: Stream) -> AsyncIterator[bytes]:
 class _StreamedItems:
     """The items of a response while it is streamed. Only the newest one is open: it still grows."""
 
-    def __init__(self, ask: Ask, id: str) -> None:
-        self._ask, self._id = ask, id
+    def __init__(self, request: ModelRequest, id: str) -> None:
+        self._request, self._id = request, id
         self._index, self._calls = -1, 0
         self._open: list[Delta] = []
         self._item = dict[str, Any]()
@@ -368,9 +368,9 @@ class _StreamedItems:
         """Return the item that the open deltas make."""
         first = self._open[0]
         if first.call is not None:
-            return _function_call(self._ask, self._id, self._calls - 1, first.call)
+            return _function_call(self._request, self._id, self._calls - 1, first.call)
         if first.reasoning:
-            return _reasoning(self._ask, self._id, "".join(delta.reasoning for delta in self._open))
+            return _reasoning(self._request, self._id, "".join(delta.reasoning for delta in self._open))
         tokens = [token for delta in self._open for token in delta.tokens]
         return _message(self._id, "".join(delta.content for delta in self._open), tokens)
 

@@ -27,7 +27,7 @@ from jinja2 import Environment, TemplateError, meta
 
 from clew.errors import ImageError
 from clew.gateway.conversation_difference import Difference, excerpt, first_difference, key_of
-from clew.gateway.dialect import Ask, Message, Refusal, Reply, message_of
+from clew.gateway.dialect import Message, ModelRequest, Refusal, Reply, message_of
 from clew.gateway.images import image_names
 from clew.models.vision import ImageExpander
 
@@ -52,7 +52,7 @@ that it is too long."""
 class Turn:
     """A request that was answered."""
 
-    ask: Ask
+    request: ModelRequest
     rendered: str
     """Text that the template made of the request, up to where the model began."""
     reply: Reply
@@ -74,7 +74,7 @@ class Turn:
     @cached_property
     def conversation(self) -> list[Message]:
         """Return the messages of the request, and the reply."""
-        return [*self.ask.messages, message_of(self.reply)]
+        return [*self.request.messages, message_of(self.reply)]
 
     @cached_property
     def keys(self) -> list[str]:
@@ -150,34 +150,34 @@ class Turns:
         """Return the IDs of the replies that a later turn continues."""
         return {turn.follows.reply.id for turn in self._turns if turn.follows is not None}
 
-    def prompt(self, ask: Ask, begin: str = "") -> Prompt:
+    def prompt(self, request: ModelRequest, begin: str = "") -> Prompt:
         """Return the prompt of a request, which ends with `begin`, a prefilled beginning of the reply.
 
         Raises:
             Refusal: The template does not take the messages, the model takes no images, or the prompt is far too long.
         """
-        if ask.text is not None:
-            self._refuse_what_never_fits(ask.text, "prompt")
-            return Prompt(input_ids=self._encode(ask.text, special=True), rendered=ask.text)
-        if ask.images and self._vision is None:
+        if request.text is not None:
+            self._refuse_what_never_fits(request.text, "prompt")
+            return Prompt(input_ids=self._encode(request.text, special=True), rendered=request.text)
+        if request.images and self._vision is None:
             message = "Cannot read the images: this model takes text only. Send no images."
             raise Refusal(400, message, param="messages")
-        images = image_names(ask.messages) if ask.images else []
-        rendered = self._render(ask, ask.messages) + begin
+        images = image_names(request.messages) if request.images else []
+        rendered = self._render(request, request.messages) + begin
         self._refuse_what_never_fits(rendered, "messages")
         rewritten: Turn | None = None
-        for turn in sorted(self._turns, key=lambda turn: -len(turn.ask.messages)):  # longest conversation first
-            place = len(turn.ask.messages)
-            if turn.ask.text is not None or place >= len(ask.messages):
+        for turn in sorted(self._turns, key=lambda turn: -len(turn.request.messages)):  # longest conversation first
+            place = len(turn.request.messages)
+            if turn.request.text is not None or place >= len(request.messages):
                 continue
-            message = ask.messages[place]
+            message = request.messages[place]
             stands = stands_for(message, turn.reply)
-            tail_ids = self._tail_ids(ask, rendered, turn) if stands or goes_on_in(message, turn.reply) else None
+            tail_ids = self._tail_ids(request, rendered, turn) if stands or goes_on_in(message, turn.reply) else None
             if tail_ids is not None:
                 input_ids = turn.all_ids + tail_ids
                 if turn.reply.interaction.is_extended_by(input_ids, images):
                     return Prompt(input_ids=input_ids, rendered=rendered, follows=turn, begin=begin)
-            if stands and rewritten is None and ask.messages[:place] == turn.ask.messages:
+            if stands and rewritten is None and request.messages[:place] == turn.request.messages:
                 rewritten = turn
         return Prompt(input_ids=self._encode(rendered), rendered=rendered, follows=rewritten, begin=begin)
 
@@ -192,18 +192,20 @@ class Turns:
         begin = 0
         if extended is not None:  # only turns added after it can continue it
             begin = next(place for place, other in enumerate(self._turns) if other is extended) + 1
-        others = [other for other in self._turns[begin:] if other.ask is not turn.ask and other.ask.text is None]
+        others = [
+            other for other in self._turns[begin:] if other.request is not turn.request and other.request.text is None
+        ]
         again = any(other.rendered == turn.rendered for other in others)
-        if turn.ask.text is not None or again or not others:
+        if turn.request.text is not None or again or not others:
             return None
-        sent = [key_of(message) for message in turn.ask.messages]
+        sent = [key_of(message) for message in turn.request.messages]
         if extended is not None:
             tail = set(sent[len(extended.keys) :])
             others = [other for other in others if other.comes_after(extended) or other.keys[-1] in tail]
         else:
             known = {key for other in others for key in other.keys}
             new = (place for place, key in enumerate(sent) if key not in known)
-            reworded = next((place for place in new if turn.ask.messages[place]["role"] == "assistant"), 0)
+            reworded = next((place for place in new if turn.request.messages[place]["role"] == "assistant"), 0)
             others = [other for other in others if _goes_on_from(sent, reworded, other)]
         if not others:
             return None
@@ -214,7 +216,7 @@ class Turns:
             return sum((counts & Counter(other.keys)).values()), sent[: len(other.keys)] == other.keys
 
         best = max(reversed(others), key=alike)
-        difference = first_difference(best.conversation, turn.ask.messages)
+        difference = first_difference(best.conversation, turn.request.messages)
         kind, why = (difference.kind, difference.what) if difference is not None else _why_rewritten(turn, best)
         tokens = self._processed_again(turn, best, sent, difference)
         message = difference.index + 1 if difference is not None else None
@@ -227,19 +229,19 @@ class Turns:
         same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], both)) if turn.extends else 0
         recorded = set(best.keys)
         last = max((place for place, key in enumerate(sent) if key in recorded), default=0)
-        if difference is not None and turn.ask.messages[difference.index]["role"] == "assistant":
+        if difference is not None and turn.request.messages[difference.index]["role"] == "assistant":
             last = max(last, difference.index)
-        if turn.ask.messages[last]["role"] == "assistant":
-            tail = self._after_words(turn.ask, last)
+        if turn.request.messages[last]["role"] == "assistant":
+            tail = self._after_words(turn.request, last)
         else:
-            until = self._render_or_none(turn.ask, turn.ask.messages[: last + 1])
+            until = self._render_or_none(turn.request, turn.request.messages[: last + 1])
             tail = turn.rendered.removeprefix(until) if until and turn.rendered.startswith(until) else None
         new = len(self._encode(tail)) if tail and turn.rendered.endswith(tail) else 0
         return max(same, len(input_ids) - new)
 
-    def _render_or_none(self, ask: Ask, messages: Sequence[Message]) -> str | None:
+    def _render_or_none(self, request: ModelRequest, messages: Sequence[Message]) -> str | None:
         try:
-            return self._render(ask, messages, generation=False)
+            return self._render(request, messages, generation=False)
         except Refusal:
             return None
 
@@ -257,17 +259,17 @@ class Turns:
                 code="context_length_exceeded",
             )
 
-    def _tail_ids(self, ask: Ask, rendered: str, turn: Turn) -> list[int] | None:
+    def _tail_ids(self, request: ModelRequest, rendered: str, turn: Turn) -> list[int] | None:
         """Return the tokens that follow the turn's own; None if the rendered text does not contain that turn."""
         if not rendered.startswith(turn.rendered):
             return None
         last_id = turn.all_ids[-1]
         if rendered.startswith(turn.rendered + turn.raw):
             return self._encode_after(last_id, rendered[len(turn.rendered) + len(turn.raw) :])
-        if not stands_for(ask.messages[len(turn.ask.messages)], turn.reply):
+        if not stands_for(request.messages[len(turn.request.messages)], turn.reply):
             return None
         # The template writes the output differently: trimmed, or with other spaces in the JSON of a tool's arguments.
-        tail = self._after_words(ask, len(turn.ask.messages))
+        tail = self._after_words(request, len(turn.request.messages))
         if tail is None or not rendered.endswith(tail):
             return None
         kept = rendered[len(turn.rendered) : len(rendered) - len(tail)]
@@ -278,11 +280,11 @@ class Turns:
             tail = tail.removeprefix(self._end_of_turn)
         return self._encode_after(last_id, tail)
 
-    def _after_words(self, ask: Ask, place: int) -> str | None:
+    def _after_words(self, request: ModelRequest, place: int) -> str | None:
         """Return what the template writes after the words of the assistant's message at `place`; None if it refuses."""
-        before, after = ask.messages[:place], ask.messages[place + 1 :]
+        before, after = request.messages[:place], request.messages[place + 1 :]
         try:
-            texts = [self._render(ask, [*before, message, *after]) for message in _WORDS]
+            texts = [self._render(request, [*before, message, *after]) for message in _WORDS]
         except Refusal:  # a tool's result may not follow a message without a call
             return None
         return common_suffix(texts)
@@ -295,8 +297,8 @@ class Turns:
     def _end_of_turn(self) -> str:
         """Return the special token that the template writes after an assistant's words; "" if it writes none there."""
         user = {"role": "user", "content": "clew"}
-        asks = [Ask(model="", messages=[user, message]) for message in _WORDS]
-        ids = self._encode(common_suffix([self._render(ask, ask.messages, generation=False) for ask in asks]))
+        requests = [ModelRequest(model="", messages=[user, message]) for message in _WORDS]
+        ids = self._encode(common_suffix([self._render(each, each.messages, generation=False) for each in requests]))
         special = ids and ids[0] in self._special_ids
         return str(self._tokenizer.decode(ids[:1], skip_special_tokens=False)) if special else ""
 
@@ -320,7 +322,7 @@ class Turns:
         return len(self._encode(text))
 
     def _render(
-        self, ask: Ask, messages: Sequence[Message], *, generation: bool = True, parts: bool | None = None
+        self, request: ModelRequest, messages: Sequence[Message], *, generation: bool = True, parts: bool | None = None
     ) -> str:
         if self._tokenizer.chat_template is None:
             raise Refusal(400, "the model's tokenizer has no chat template; /v1/completions takes plain text.")
@@ -329,20 +331,20 @@ class Turns:
         try:
             text = self._tokenizer.apply_chat_template(
                 given,
-                tools=ask.shown_tools or None,  # pyright: ignore[reportArgumentType]
+                tools=request.shown_tools or None,  # pyright: ignore[reportArgumentType]
                 add_generation_prompt=generation,
                 tokenize=False,
-                **ask.template,
+                **request.template,
             )
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
             if len(one := with_one_system(messages)) < len(messages):
-                return self._render(ask, one, generation=generation, parts=parts)
+                return self._render(request, one, generation=generation, parts=parts)
             why = f"Cannot render the messages: the model's chat template refuses them: {error}"
             raise Refusal(400, why, param="messages") from None
         if self._vision is None:
             return str(text)
         try:
-            return self._vision.expanded(str(text), [ask.images[name] for name in image_names(messages)])
+            return self._vision.expanded(str(text), [request.images[name] for name in image_names(messages)])
         except ImageError as error:
             raise Refusal(400, str(error), param="messages") from None
 
@@ -352,7 +354,9 @@ class Turns:
         if self._vision is None or self._tokenizer.chat_template is None:
             return False
         try:
-            return "clew" not in self._render(Ask(model=""), [{"role": "user", "content": "clew"}], parts=False)
+            return "clew" not in self._render(
+                ModelRequest(model=""), [{"role": "user", "content": "clew"}], parts=False
+            )
         except Refusal:
             return True
 
@@ -411,24 +415,24 @@ def _goes_on_from(sent: Sequence[str], reworded: int, turn: Turn) -> bool:
         return True
     # A reworded reply replaces this turn's if any message before it is also in this turn's request. System messages do
     # not count, because all turns share them.
-    words = {key for key, message in zip(asked, turn.ask.messages, strict=True) if message["role"] != "system"}
+    words = {key for key, message in zip(asked, turn.request.messages, strict=True) if message["role"] != "system"}
     return not words.isdisjoint(sent[:reworded])
 
 
 def _why_rewritten(turn: Turn, before: Turn) -> tuple[str, str]:
     """Return why the rendered text does not keep an earlier turn that the messages continue: a kind and a clause."""
-    ask, earlier, id = turn.ask, before.ask, before.reply.id
-    if ask.shown_tools != earlier.shown_tools:
-        both = (earlier.shown_tools, ask.shown_tools)
+    request, earlier, id = turn.request, before.request, before.reply.id
+    if request.shown_tools != earlier.shown_tools:
+        both = (earlier.shown_tools, request.shown_tools)
         earlier_names, names = (", ".join(tool["function"]["name"] for tool in tools) or "none" for tools in both)
         texts = [json.dumps(tools, ensure_ascii=False) for tools in both]
         differ = f"({earlier_names} before, {names} now)" if earlier_names != names else excerpt(*texts)
         return "other tools", f"the client offers other tools {differ}"
-    if ask.template != earlier.template:
-        texts = [json.dumps(variables, sort_keys=True) for variables in (earlier.template, ask.template)]
+    if request.template != earlier.template:
+        texts = [json.dumps(variables, sort_keys=True) for variables in (earlier.template, request.template)]
         return "chat template arguments", f"the arguments of the chat template differ {excerpt(*texts)}"
     what = f"the chat template does not keep {id} as the model wrote it"
-    if before.reply.reasoning and not ask.messages[len(earlier.messages)].get("reasoning_content"):
+    if before.reply.reasoning and not request.messages[len(earlier.messages)].get("reasoning_content"):
         what += " (the client sends no reasoning back)"
     return "chat template", f"{what}; its text differs {excerpt(before.rendered + before.raw, turn.rendered)}"
 

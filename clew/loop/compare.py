@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from clew.loop import differences
-from clew.loop.differences import EXACT, TOLERANCES, Difference, Tolerance
+from clew.loop.differences import EXACT, TOLERANCES, Computed, Difference, Tolerance
 from clew.loop.recompute import COMPUTED, suspect_user_code
 from clew.loop.step_summary import environment, facts_of
 from clew.record.rows import Sequence
@@ -86,10 +86,9 @@ def compare(then: RecordedStep, result: StepResult, engine: TrainEngine, toleran
         differences.in_stages(
             step,
             ids,
-            then.stages.arrays,
-            here,
+            Computed(stages=then.stages.arrays, tensors=summary["tensors"]),
+            Computed(stages=here, tensors=result.tensor_digests),
             plan=result.plan,
-            tensors=(summary["tensors"], result.tensor_digests),
             parameters=engine.parameter_names,
             tolerance=tolerance,
             exact=() if from_logprobs else ("advantages",),
@@ -119,7 +118,8 @@ def _in_summary(then: RecordedStep, result: StepResult) -> Iterator[Difference]:
     for name, (recorded, now) in pairs.items():
         if recorded != now:
             yield Difference(step=step, stage=name, where="of all", recorded=recorded, found=now)
-    yield from differences.in_metrics(step, summary["metrics"], result.metrics)
+    if (metric := differences.in_metrics(step, summary["metrics"], result.metrics)) is not None:
+        yield metric
 
 
 def _in_checkpoint(run: RunDirectory, step: int, engine: TrainEngine, tolerance: Tolerance) -> Iterator[Difference]:

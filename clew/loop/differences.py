@@ -130,6 +130,16 @@ class DifferenceFound(RecordError):
         self.difference = difference
 
 
+@dataclass(frozen=True, kw_only=True)
+class Computed:
+    """Values that one side computed in a step."""
+
+    stages: Mapping[str, Mapping[str, np.ndarray]]
+    """[T] float32 by stage and sequence ID."""
+    tensors: Mapping[str, Any]
+    """Digests of each parameter: `weights`, and `gradients` of each update."""
+
+
 def _shown(value: Any) -> str:
     return f"{value:.9g}" if isinstance(value, (float, np.floating)) else str(value)
 
@@ -137,42 +147,40 @@ def _shown(value: Any) -> str:
 def in_stages(
     step: int,
     ids: Sequence[str],
-    recorded: Mapping[str, Mapping[str, np.ndarray]],
-    found: Mapping[str, Mapping[str, np.ndarray]],
+    recorded: Computed,
+    found: Computed,
     *,
     plan: Sequence[Sequence[Sequence[int]]],
-    tensors: tuple[Mapping[str, Any], Mapping[str, Any]],
     parameters: Sequence[str],
     tolerance: Tolerance,
     exact: Sequence[str] = (),
 ) -> Iterator[Difference]:
     """Yield the first difference in each stage that a step computes, in the order of computation.
 
+    Digests of gradients and weights are compared if both sides have them and the tolerance is exact.
+
     Args:
         ids: IDs of the batch's sequences, in their order.
-        recorded: [T] float32 by stage and sequence ID.
-        found: The other side, in the same form.
         plan: Rows of each micro-batch, by update.
-        tensors: Digests `gradients` (of each update) and `weights` of both sides. They are compared where both sides
-            have them and equality bit for bit is promised.
         parameters: Names of the parameters, in the order of the digests.
         exact: Stages that must agree bit for bit, whatever the tolerance.
     """
+    stages, tensors = (recorded.stages, found.stages), (recorded.tensors, found.tensors)
     digests: dict[str, list[Any]] = {kind: [side.get(kind) for side in tensors] for kind in ("gradients", "weights")}
     compared = {kind for kind, sides in digests.items() if tolerance.exact and None not in sides}
 
     def in_values(name: str, rows: Iterable[int], update: int = 0) -> Iterator[Difference | None]:
-        if name in recorded and name in found:
+        if all(name in side for side in stages):
             of_rows = [ids[row] for row in rows]
-            then, now = ([side[name][id] for id in of_rows] for side in (recorded, found))
+            then, now = ([side[name][id] for id in of_rows] for side in stages)
             near = EXACT if name in exact else tolerance
             after_update = update > 0 and tolerance.exact  # else the gradients before it were not compared
             yield in_stage(step, name, of_rows, then, now, near, after_update=after_update)
-        elif name in recorded or name in found:
-            yield on_one_side(step, name, "the stage", recorded=recorded, found=found, name=name)
+        elif any(name in side for side in stages):
+            yield on_one_side(step, name, "the stage", recorded=stages[0], found=stages[1], name=name)
 
     def in_order() -> Iterator[Difference | None]:
-        others = sorted({*recorded, *found} - {*STAGES})  # of another trainer
+        others = sorted({*stages[0], *stages[1]} - {*STAGES})  # of another trainer
         for name in [*STAGES, *others]:
             if name not in OF_UPDATES:
                 yield from in_values(name, range(len(ids)))
@@ -358,12 +366,12 @@ def in_batch(
     return Difference(step=step, stage="data", where=where, recorded=then, found=here, more=more)
 
 
-def in_metrics(step: int, recorded: Mapping[str, Any], found: Mapping[str, float]) -> Iterator[Difference]:
-    """Yield the first metric that is not exactly as recorded. One in `LATER` may be missing on one side."""
+def in_metrics(step: int, recorded: Mapping[str, Any], found: Mapping[str, float]) -> Difference | None:
+    """Return the first metric that is not exactly as recorded. One in `LATER` may be missing on one side."""
     for name in {**found, **recorded}:
         if name in LATER and not (name in found and name in recorded):
             continue
         then, now = recorded.get(name, "absent"), found.get(name, "absent")
         if then != now and not (then != then and now != now):  # two NaNs agree
-            yield Difference(step=step, stage="metrics", where=name, recorded=then, found=now)
-            return
+            return Difference(step=step, stage="metrics", where=name, recorded=then, found=now)
+    return None

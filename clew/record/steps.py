@@ -64,6 +64,10 @@ def parse_steps(text: str, count: int) -> range:
     return meant
 
 
+def steps_in_words(steps: range) -> str:
+    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+
+
 class Steps:
     """The committed steps of a run, and the step that is being made."""
 

@@ -14,8 +14,8 @@ from clew import config as configuration
 from clew.algorithms import PRESETS
 from clew.cli.record import bundle
 from clew.config import Config
+from clew.diagnose.attribution import attribute_step
 from clew.diagnose.blame import blame
-from clew.diagnose.parts import parts_of
 from clew.diagnose.rerun import Options, rerun
 from clew.loop.replay import engine_at
 from clew.loop.trainer_process import learn_inline
@@ -216,10 +216,10 @@ def test_what_was_rejected_is_replayed_and_blamed(
     assert 0 < metrics["rejected_share"] < 1 and metrics["lag_max"] == 1
     bundled = write_bundle(run, 3, stages_only=True, to=tmp_path / "x.stages.clew.zip")
     with opened(bundled) as (recorded, _):
-        both = [(parts_of(run, 3), False), (parts_of(recorded, 3), True)]
+        both = [(attribute_step(run, 3), False), (attribute_step(recorded, 3), True)]
     for found, only_recorded in both:
         assert bool(found.only_recorded) == only_recorded
-        for part in found.parts:
+        for part in found.sequences:
             why = stages[part.sequence.id][part.sequence.loss_mask]
             assert np.array_equal(part.tokens["rejected"], why) and part.shown["rejected"] == (why > 0).mean()
             assert not part.tokens["pull"][why > 0].any() and not part.tokens["loss"][why > 0].any()

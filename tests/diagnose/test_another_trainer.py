@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from clew.diagnose.attribution import attribute_step
 from clew.diagnose.blame import blame
 from clew.diagnose.diff import diff
-from clew.diagnose.parts import parts_of
 from clew.diagnose.rerun import Options, rerun
 from clew.errors import ClewError, ConfigError, RecordError
 from clew.record import Writer, rows
@@ -67,7 +67,7 @@ def test_another_trainers_step_is_blamed_by_what_it_recorded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = anothers(tmp_path / "run", current={1: math.log(0.75)})
-    found = {part.sequence.id: part for part in parts_of(run, 0).parts}
+    found = {part.sequence.id: part for part in attribute_step(run, 0).sequences}
     assert found["g000000.e0.s0"].measures["pull"] == pytest.approx(2 * (2 * 1 * 0.5) / 6)
     assert found["g000000.e1.s0"].measures["pull"] == pytest.approx(2 * (1 * 1.5 * 0.25) / 6)
     assert found["g000000.e1.s0"].measures["behaviour_k3"] == pytest.approx(2 * (1.5 - math.log(1.5) - 1) / 6)

@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from clew.diagnose.attribution import attribute_step
 from clew.diagnose.blame import blame
-from clew.diagnose.parts import parts_of
 from clew.errors import ConfigError, RecordError, TrainingError
 from clew.loop.replay import configure_as, engine_at, replay
 from clew.loop.trainer_process import learn_inline
@@ -251,7 +251,7 @@ def test_a_step_that_failed_is_blamed_too(run: RunDirectory, capsys: pytest.Capt
 def test_divergences_add_up_to_the_metrics_and_the_worst_comes_first(
     run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    parts, metrics = parts_of(run, 2).parts, run.steps.read(2)["metrics"]
+    parts, metrics = attribute_step(run, 2).sequences, run.steps.read(2)["metrics"]
     for name in ("kl", "behaviour_k3"):
         assert math.isclose(sum(part.measures[name] for part in parts), metrics[name], rel_tol=1e-3, abs_tol=1e-9)
     batch = run.steps.read_data(2)
@@ -274,12 +274,12 @@ def test_divergences_add_up_to_the_metrics_and_the_worst_comes_first(
 def test_without_a_checkpoint_the_record_says_what_it_can(
     run: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trained = {part.sequence.id: part for part in parts_of(run, 2).parts}
+    trained = {part.sequence.id: part for part in attribute_step(run, 2).sequences}
     path = write_bundle(run, 2, stages_only=True, to=tmp_path / "of-a-bug-report.stages.clew.zip")
     with opened(path) as (bundled, _):
-        found = parts_of(bundled, 2)
+        found = attribute_step(bundled, 2)
         assert found.only_recorded == "there is no checkpoint at or before step 2 (there: none)"
-        for part in found.parts:
+        for part in found.sequences:
             again = trained[part.sequence.id]
             for name in ("kl", "behaviour_k3"):
                 assert math.isclose(part.measures[name], again.measures[name], rel_tol=1e-3, abs_tol=1e-8)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import httpx2
 
-from clew.gateway.dialect import Ask, Dialect, Refusal, Reply, Stream, ToolCall
+from clew.gateway.dialect import Dialect, ModelRequest, Refusal, Reply, Stream, ToolCall
 from clew.gateway.interactions import Interaction
 from clew.gateway.streaming import deltas_of
 from clew.inference.protocol import SamplingParams
@@ -38,7 +38,7 @@ class Served:
     """An ASGI application. It answers the n-th request with the n-th reply, or refuses it."""
 
     def __init__(self, dialect: Dialect, *answers: Reply | Refusal) -> None:
-        self.asks: list[Ask] = []
+        self.requests: list[ModelRequest] = []
         self.responses: list[dict] = []
         self.events: list[tuple[str, dict]] = []
         """Events of all streams: the name and the data of each."""
@@ -56,12 +56,12 @@ class Served:
                 break
         status, chunks = 200, []
         try:
-            ask = self._dialect.parse(json.loads(body))
-            self.asks.append(ask)
-            if ask.stream:
-                chunks = [chunk async for chunk in self._stream(ask)]
+            request = self._dialect.parse(json.loads(body))
+            self.requests.append(request)
+            if request.stream:
+                chunks = [chunk async for chunk in self._stream(request)]
             else:
-                self.responses.append(self._dialect.respond(ask, await self._reply()))
+                self.responses.append(self._dialect.respond(request, await self._reply()))
                 chunks = [json.dumps(self.responses[-1]).encode()]
         except Refusal as refusal:
             status, chunks = refusal.status, [json.dumps(self._dialect.refuse(refusal)).encode()]
@@ -75,7 +75,7 @@ class Served:
             raise answer
         return [answer]
 
-    async def _stream(self, ask: Ask):
+    async def _stream(self, request: ModelRequest):
         async def deltas():
             if isinstance(self._answers[0], Reply):
                 for delta in deltas_of(self._answers[0]):
@@ -84,7 +84,7 @@ class Served:
         stream = Stream(ids=[ID], created_at=1e9, input_ids=[1, 2, 3], deltas=deltas(), replies=self._reply)
         place = len(self.events)
         try:
-            async for chunk in self._dialect.events(ask, stream):
+            async for chunk in self._dialect.events(request, stream):
                 yield self._noted(chunk)
         except Refusal as refusal:
             yield self._noted(self._dialect.refuse_in_stream(refusal, len(self.events) - place))

@@ -60,7 +60,7 @@ def test_a_message():
     assert [block.to_dict() for block in message.content] == [{"type": "text", "text": "Hello you."}]
     assert (message.stop_reason, message.stop_sequence) == ("end_turn", None)
     assert (message.usage.input_tokens, message.usage.output_tokens) == (3, 2)
-    [asked] = served.asks
+    [asked] = served.requests
     assert asked.messages == [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
     assert asked.sampling == {"max_new_tokens": 50, **sampling}
     assert not asked.stream and asked.template == {}
@@ -78,7 +78,7 @@ def test_a_message():
 def test_stop_reasons_are_the_same_in_a_stream(reply, reason, sequence):
     for message, served in (ask(reply, stop_sequences=["END"]), stream(reply, stop_sequences=["END"])):
         assert (message.stop_reason, message.stop_sequence) == (reason, sequence)
-        assert served.asks[0].sampling["stop"] == ("END",)
+        assert served.requests[0].sampling["stop"] == ("END",)
 
 
 def test_a_stream_event_by_event():
@@ -121,7 +121,7 @@ def test_what_the_client_sends_back_is_what_the_template_takes(get):
     ]
     history = [*HELLO["messages"], {"role": "assistant", "content": said.content}, {"role": "user", "content": results}]
     _, served = ask(made("Sunny."), tools=[WEATHER, TIME], messages=history)
-    assert served.asks[0].messages == [
+    assert served.requests[0].messages == [
         {"role": "user", "content": "Hi"},
         {
             "role": "assistant",
@@ -137,7 +137,7 @@ def test_what_the_client_sends_back_is_what_the_template_takes(get):
         {"role": "user", "content": "And?"},
     ]
     function = {"name": "weather", "description": "Now.", "parameters": WEATHER["input_schema"]}
-    assert served.asks[0].tools[0] == {"type": "function", "function": function}
+    assert served.requests[0].tools[0] == {"type": "function", "function": function}
 
 
 @pytest.mark.parametrize(

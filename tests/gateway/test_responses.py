@@ -10,7 +10,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from clew.gateway import openai_responses
-from clew.gateway.dialect import Form, Refusal, Token
+from clew.gateway.dialect import Refusal, ResponseFormat, Token
 from tests.gateway.dialects import ID, Served, made
 
 STREAM_EVENT = TypeAdapter(ResponseStreamEvent)
@@ -65,7 +65,7 @@ def test_a_response():
     assert response.usage and (response.usage.input_tokens, response.usage.output_tokens) == (3, 2)
     assert {name: getattr(response, name) for name in asked_for} == asked_for
     assert (response.instructions, response.tool_choice, response.tools) == ("Be kind.", "auto", [])
-    [asked] = served.asks
+    [asked] = served.requests
     assert asked.messages == [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
     assert asked.sampling == {"max_new_tokens": 9, "temperature": 0.5, "top_p": 0.9}
     assert (asked.template, asked.logprobs, asked.stream) == ({}, None, False)
@@ -136,7 +136,7 @@ def test_what_the_client_sends_back_is_what_the_template_takes(get, dump):
         {"role": "developer", "content": "Hurry."},
     ]
     _, served = ask(made("Sunny."), tools=[WEATHER, TIME], input=history)
-    assert served.asks[0].messages == [
+    assert served.requests[0].messages == [
         {"role": "user", "content": "Hi"},
         said(),
         {"role": "tool", "tool_call_id": first.call_id, "name": "weather", "content": "sunny"},
@@ -144,7 +144,7 @@ def test_what_the_client_sends_back_is_what_the_template_takes(get, dump):
         {"role": "system", "content": "Hurry."},
     ]
     function = {"name": "weather", "description": "Now.", "parameters": {"type": "object"}}
-    assert served.asks[0].tools[0] == {"type": "function", "function": function}
+    assert served.requests[0].tools[0] == {"type": "function", "function": function}
 
 
 def test_reasoning_comes_back_from_a_client_that_keeps_only_its_encrypted_content():
@@ -175,7 +175,7 @@ def test_logprobs(tokens):
     response, served = ask(reply, include=include)
     shown = response.output[0].content[0].logprobs
     assert [(each.token, each.logprob, each.top_logprobs) for each in shown] == [(text, -0.5, []) for text in tokens]
-    assert served.asks[0].logprobs == 0
+    assert served.requests[0].logprobs == 0
     _, served = stream(reply, include=include)
     deltas = [data for name, data in served.events if name == "response.output_text.delta"]
     assert "".join(data["delta"] for data in deltas) == "Hello you"
@@ -194,12 +194,15 @@ def test_logprobs(tokens):
         ({"store": False, "service_tier": "flex", "prompt_cache_key": "k", "safety_identifier": "s"}, {}),
         (
             {"text": {"format": {"type": "text"}, "verbosity": "low"}, "truncation": "disabled", "conversation": None},
-            {"form": None},
+            {"response_format": None},
         ),
-        ({"text": {"format": {"type": "json_object"}}}, {"form": Form(schema={"type": "object"}, param="text.format")}),
+        (
+            {"text": {"format": {"type": "json_object"}}},
+            {"response_format": ResponseFormat(schema={"type": "object"}, param="text.format")},
+        ),
         (
             {"text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "array"}, "strict": True}}},
-            {"form": Form(schema={"type": "array"}, param="text.format")},
+            {"response_format": ResponseFormat(schema={"type": "array"}, param="text.format")},
         ),
     ],
 )

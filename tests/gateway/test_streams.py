@@ -286,7 +286,7 @@ def test_a_client_that_leaves_in_mid_stream_gets_the_same_reply_when_it_retries(
                 if chunk.choices[0].delta.content:
                     break
             await stream.close()
-            [request] = halting.session._requests
+            [request] = halting.session._submissions
             await until(lambda: request.abandoned)
             halting.go_on()
             again = await client.chat.completions.create(**asked)
@@ -305,7 +305,7 @@ def test_a_stream_that_nobody_reads_to_its_end_is_no_part_of_the_episode(halting
                 if chunk.choices[0].delta.content:
                     break
             await stream.close()
-            [request] = halting.session._requests
+            [request] = halting.session._submissions
             await until(lambda: request.abandoned)
             halting.go_on()
             await until(request.replies.done)
@@ -327,7 +327,7 @@ def test_a_reply_that_the_conversation_goes_on_from_is_part_of_the_episode(halti
                 if chunk.choices[0].delta.tool_calls:
                     break
             await stream.close()
-            [request] = halting.session._requests
+            [request] = halting.session._submissions
             await until(lambda: request.abandoned)
             halting.go_on()
             await until(request.replies.done)

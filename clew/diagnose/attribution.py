@@ -1,4 +1,4 @@
-"""Contribution of each sequence to a step: found by training the step again, or estimated from the record alone."""
+"""Attribution of a step to its sequences, by training the step again, or estimated from the record alone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class SequenceAttribution:
     """Contribution of one sequence to a step."""
 
     sequence: Sequence
@@ -46,38 +46,38 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
+class StepAttribution:
     """Contributions of all sequences of a step."""
 
-    parts: list[Part]
+    sequences: list[SequenceAttribution]
     """One entry per sequence. If the step stopped at a refused update, the sequences of later updates have none."""
     count: int
     decode: Callable[[int], str]
     """Function that returns the text of a token."""
     only_recorded: str = ""
     """Reason why only the record was read; empty if the step was trained again."""
-    without: Mapping[str, str]
+    why_unknown: Mapping[str, str]
     """Reason why a measure is not known, by the measure's name."""
     not_finite: str | None
-    """First recorded place with NaN or infinity; None if all that was recorded is finite. `Part.not_finite` then says
-    where NaN or infinity first appeared in the computation."""
+    """First recorded place with NaN or infinity; None if all that was recorded is finite. `not_finite` of a sequence
+    then says where NaN or infinity first appeared in the computation."""
 
 
-def parts_of(run: RunDirectory, step: int) -> Parts:
+def attribute_step(run: RunDirectory, step: int) -> StepAttribution:
     """Return the contributions of all sequences to a step, which may also be one that failed."""
     if not run.steps.by_clew:
-        return _recorded(run, step, "another trainer wrote it, which leaves no checkpoint that Clew can train from")
+        return _from_record(run, step, "another trainer wrote it, which leaves no checkpoint that Clew can train from")
     checkpoints = run.checkpointed()
     if not any(version <= step for version in checkpoints):
         there = ", ".join(map(str, checkpoints)) or "none"
-        return _recorded(run, step, f"there is no checkpoint at or before step {step} (there: {there})")
-    return _trained(run, step)
+        return _from_record(run, step, f"there is no checkpoint at or before step {step} (there: {there})")
+    return _train_again(run, step)
 
 
 # Trained again ---------------------------------------------------------------------------------------------------
 
 
-def _trained(run: RunDirectory, step: int) -> Parts:
+def _train_again(run: RunDirectory, step: int) -> StepAttribution:
     from clew.loop.replay import configure_as, engine_at, replay
     from clew.training.sequence_gradients import contributions, critic_contributions
 
@@ -87,66 +87,66 @@ def _trained(run: RunDirectory, step: int) -> Parts:
         if done.differences:
             print(f"before step {step}: {done.differences[0]}", file=sys.stderr)
     configure_as(run, engine, run.steps.read(step) if step < run.steps.count() else None)
-    with np.errstate(invalid="ignore"):  # `Parts.not_finite` names what is not finite
+    with np.errstate(invalid="ignore"):  # `StepAttribution.not_finite` names what is not finite
         prepared = engine.prepare(batch)
     try:
         one_by_one = contributions(engine, prepared)
         found = list(tracked(one_by_one, "computing gradients", total=len(batch), unit="sequences"))
-        critics = {part.row: part for part in critic_contributions(engine, prepared)}
+        critics = {each.row: each for each in critic_contributions(engine, prepared)}
     except TrainingError as error:
         raise TrainingError(
             f"{error}\n`clew blame` computes each sequence alone, as it may be in any micro-batch."
         ) from error
-    return Parts(
-        parts=[_trained_part(engine, prepared, batch[part.row], part, critics.get(part.row)) for part in found],
+    return StepAttribution(
+        sequences=[_of_trained(engine, prepared, batch[each.row], each, critics.get(each.row)) for each in found],
         count=len(batch),
         decode=lambda token: str(engine.policy.tokenizer.decode([token])),
-        without={"kl": _NO_REFERENCE, "critic": "this step has none (algorithm.advantages=gae has one)"},
-        not_finite=_data_not_finite([batch[part.row] for part in found]),
+        why_unknown={"kl": _NO_REFERENCE, "critic": "this step has none (algorithm.advantages=gae has one)"},
+        not_finite=_data_not_finite([batch[each.row] for each in found]),
     )
 
 
-def _trained_part(
-    engine: TrainEngine, prepared: Prepared, row: Sequence, part: Contribution, critic: CriticContribution | None
-) -> Part:
-    """Return the part of a sequence. `critic` is None without a critic, or if none of its tokens is trained on."""
-    where_N, proximal_S, reference_S = part.where_N, prepared.proximal_S, prepared.reference_S
+def _of_trained(
+    engine: TrainEngine, prepared: Prepared, row: Sequence, own: Contribution, critic: CriticContribution | None
+) -> SequenceAttribution:
+    """Return what a sequence contributed. `critic` is None without a critic, or if none of its tokens is trained on."""
+    where_N, proximal_S, reference_S = own.where_N, prepared.proximal_S, prepared.reference_S
     arrays = {
         **_of_data(row, engine.version),
-        "pull": np.where(np.isfinite(part.weights_N), part.weights_N, np.inf),
-        "proximal": part.logprobs_N if proximal_S is None else proximal_S[where_N],
-        "current": part.logprobs_N,
+        "pull": np.where(np.isfinite(own.weights_N), own.weights_N, np.inf),
+        "proximal": own.logprobs_N if proximal_S is None else proximal_S[where_N],
+        "current": own.logprobs_N,
         "advantage": prepared.advantages_S[where_N],
-        "loss": part.losses_N,
-        "rejected": part.rejected_N,
+        "loss": own.losses_N,
+        "rejected": own.rejected_N,
         "reference": None if reference_S is None else reference_S[where_N],
     }
     tokens = {name: values for name, values in arrays.items() if values is not None}
     diverging = _divergences(tokens, engine.config.algorithm.kl_estimator)
     total = max(1, int(prepared.tokens.loss_mask_S.sum()))
-    measures = {"gradient": part.gradient_norm, "loss": part.loss, "pull": float(tokens["pull"].sum())}
+    measures = {"gradient": own.gradient_norm, "loss": own.loss, "pull": float(tokens["pull"].sum())}
     measures |= {name: float(values.sum()) / total for name, values in diverging.items()}
-    shown = {"gradient": part.gradient_norm, "share": part.share, "loss": part.loss} | _rejected_share(tokens)
+    shown = {"gradient": own.gradient_norm, "share": own.share, "loss": own.loss} | _rejected_share(tokens)
     if engine.critic is not None:
         # 0 * loss is NaN if the loss is not finite, which ranks the sequence first
         measures["critic"] = 0.0 if critic is None else critic.gradient_norm + 0 * critic.loss
     if critic is not None:
         shown |= {"critic's gradient": critic.gradient_norm, "critic's loss": critic.loss}
-    return Part(
+    return SequenceAttribution(
         sequence=row,
         measures=measures,
         shown=shown,
         tokens=tokens | diverging,
-        finite=math.isfinite(part.gradient_norm + part.loss),
-        not_finite=part.first_not_finite,
+        finite=math.isfinite(own.gradient_norm + own.loss),
+        not_finite=own.first_not_finite,
     )
 
 
 # The record alone ------------------------------------------------------------------------------------------------
 
 
-def _recorded(run: RunDirectory, step: int, why: str) -> Parts:
-    """Return the parts, as far as the recorded data and stages determine them.
+def _from_record(run: RunDirectory, step: int, why: str) -> StepAttribution:
+    """Return what the sequences contributed, as far as the recorded data and stages determine it.
 
     The pull of a token is that of the plain policy gradient: |advantage x current / behaviour probability| x (1 -
     current probability), divided by the number of tokens that were trained in the sequence's update.
@@ -160,22 +160,22 @@ def _recorded(run: RunDirectory, step: int, why: str) -> Parts:
     trained = [int(row.loss_mask.sum()) for row in batch]
     total, of_updates = max(1, sum(trained)), _trained_in_updates(trained, summary.get("plan", []))
     assumed = _rewards_over_group_mean(batch)
-    parts: list[Part] = []
+    sequences: list[SequenceAttribution] = []
     for row, of_update in zip(batch, of_updates, strict=True):
         known = {name: values[row.id][row.loss_mask] for name, values in stages.arrays.items()}
         data = {**_of_data(row, step), "advantage": np.full(int(row.loss_mask.sum()), assumed[row.id])}
-        parts.append(_recorded_part(row, data, known, estimator, of_update=of_update, total=total))
+        sequences.append(_of_recorded(row, data, known, estimator, of_update=of_update, total=total))
     if "reference_logprobs" in stages.arrays and "kl" not in stages.arrays and not run.steps.by_clew:
         why += "; its kl is estimated by k3"
     if "advantages" not in stages.arrays:
         why += "; it has no advantages, so each reward minus the mean of its group is used instead"
     trains = "it is found by training the step again"
-    return Parts(
-        parts=parts,
+    return StepAttribution(
+        sequences=sequences,
         count=len(batch),
         decode=lambda token: "",
         only_recorded=why,
-        without={
+        why_unknown={
             "gradient": trains,
             "critic": trains,
             "loss": "the record has no stage 'loss'",
@@ -190,7 +190,7 @@ def _recorded(run: RunDirectory, step: int, why: str) -> Parts:
     )
 
 
-def _recorded_part(
+def _of_recorded(
     row: Sequence,
     data: Mapping[str, np.ndarray],
     stages: Mapping[str, np.ndarray],
@@ -198,8 +198,8 @@ def _recorded_part(
     *,
     of_update: int,
     total: int,
-) -> Part:
-    """Return the part of a sequence.
+) -> SequenceAttribution:
+    """Return what a sequence contributed.
 
     Args:
         data: Values of its trained tokens [N] that follow from its data; the advantage is used if no stage has one.
@@ -225,7 +225,7 @@ def _recorded_part(
     shown = {name: measures[name] for name in ("pull", "loss") if name in measures} | _rejected_share(tokens)
     numbers = (row.reward, tokens["behaviour"], row.temperatures[row.loss_mask], *stages.values())
     finite = all(bool(np.isfinite(each).all()) for each in numbers)
-    return Part(sequence=row, measures=measures, shown=shown, tokens=tokens, finite=finite)
+    return SequenceAttribution(sequence=row, measures=measures, shown=shown, tokens=tokens, finite=finite)
 
 
 _STAGES = {
@@ -287,7 +287,7 @@ def _rewards_over_group_mean(batch: SequenceABC[Sequence]) -> dict[str, float]:
         groups.setdefault(row.group_id, {}).setdefault(row.episode_id, []).append(row)
     found: dict[str, float] = {}
     for episodes in groups.values():
-        with np.errstate(invalid="ignore"):  # `Parts.not_finite` names a reward that is not finite
+        with np.errstate(invalid="ignore"):  # `StepAttribution.not_finite` names a reward that is not finite
             over_E = centred([[row.reward for row in of_episode] for of_episode in episodes.values()])
         ids = [row.id for of_episode in episodes.values() for row in of_episode]
         found |= zip(ids, over_E.tolist(), strict=True)

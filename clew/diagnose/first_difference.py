@@ -1,0 +1,303 @@
+"""The first difference between two runs: the search through what both recorded of each step.
+
+A step is compared in the order in which it was computed: its sequences, the stages that were computed from them, then
+metrics and digests. The search ends at the first difference, because what follows may be its effect.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from clew import config as configuration
+from clew.console import tracked
+from clew.diagnose.causes import Pair, differing
+from clew.errors import RecordError
+from clew.loop import differences
+from clew.loop.differences import EXACT, TOLERANCES, Computed, Difference, Tolerance
+from clew.printing import common_length
+from clew.reading import RESTORE, flat
+from clew.record.batch_digest import digest_rows, from_hex, to_hex
+from clew.record.rows import ALIGNED, COLUMNS, TIMES, Sequence, timeless
+from clew.record.summary import rounding_doubt
+
+SAMPLING_NOISE = "how the engine rounds a logprob depends on which sequences it computes side by side"
+
+ROUNDED = {*differences.STAGES} - {"rewards", "advantages", "update", "metrics"}
+"""Stages that hold what a model computed; `data` holds the logprobs of the tokens when they were sampled."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Result of comparing the steps of two runs."""
+
+    difference: Difference | None
+    """First difference; None if all that was compared agrees."""
+    apart: int
+    """First step whose digests differ. The steps before it are compared bit for bit."""
+    tolerance: Tolerance
+    """Limit within which the values of the steps from `apart` on agree."""
+    reasons: list[str]
+    """Reasons why these steps are not compared bit for bit; empty if they are."""
+
+
+def compare_runs(runs: Pair, steps: range) -> Comparison:
+    """Compare the steps of both runs: bit for bit until their digests differ, then with a tolerance if one applies."""
+    indices = [run.steps.index() for run in runs]
+    differ = (step for step in steps if indices[0][step]["digests"] != indices[1][step]["digests"])
+    apart = next(differ, steps.stop)
+    before, after = range(steps.start, apart), range(apart, steps.stop)
+    reasons = _other_environment(runs, apart) if after else []
+    tolerance = _near(runs) if reasons else EXACT
+    # The files of a step may be altered although the digests in the index agree.
+    difference = _first_difference(runs, before, EXACT) or _first_difference(runs, after, tolerance)
+    result = Comparison(difference=difference, apart=apart, tolerance=tolerance, reasons=reasons)
+    if difference is None or difference.step < apart or not tolerance.exact:
+        return result
+
+    # The environments are equal, and yet rounding may explain the difference: look for one beyond the tolerance.
+    doubt = _rounding_doubt(runs, difference)
+    noise = not doubt and _is_sampling_noise(difference)
+    if not doubt and not noise:
+        return result
+    beyond = _first_difference(runs, after, _near(runs))
+    if str(beyond) == str(difference) or (beyond is None and noise):  # noise is reported if nothing else differs
+        return result
+    return Comparison(difference=beyond, apart=apart, tolerance=_near(runs), reasons=[doubt or SAMPLING_NOISE])
+
+
+def _other_environment(runs: Pair, step: int) -> list[str]:
+    """Return a line for each way in which the environments that computed a step differ."""
+    then, now = (flat({**run.steps.read(step).get("environment", {}), "rounding": None}) for run in runs)
+    return [*differing(then, now).values()]
+
+
+def _near(runs: Pair) -> Tolerance:
+    """Return the tolerance for stages that were not computed alike."""
+    if not all(run.steps.by_clew for run in runs):
+        return TOLERANCES["another trainer"]
+    dtypes = {configuration.load(run.config_path).model.dtype for run in runs}
+    return max((TOLERANCES[dtype] for dtype in dtypes), key=lambda tolerance: tolerance.absolute)
+
+
+def _rounding_doubt(runs: Pair, difference: Difference) -> str:
+    """Return why a difference may be due to rounding alone; empty if it cannot be.
+
+    Gradients or weights that agree bit for bit show that both runs rounded alike.
+    """
+    then, now = (run.steps.read(difference.step) for run in runs)
+    if difference.stage not in ROUNDED or not ("environment" in then and "environment" in now):
+        return ""
+    if any(then["digests"].get(kind) == now["digests"].get(kind) for kind in ("gradients", "weights")):
+        return ""
+    return rounding_doubt(then["environment"], now["environment"])
+
+
+def _is_sampling_noise(difference: Difference) -> bool:
+    """Return whether a difference is in the last digits of a sampled token's logprob."""
+    values = difference.recorded, difference.found
+    of_logprobs = difference.stage == "data" and difference.where.endswith(", logprobs") and "absent" not in values
+    return of_logprobs and abs(values[0] - values[1]) <= differences.TINY
+
+
+# One step -------------------------------------------------------------------------------------------------------------
+
+
+def _first_difference(runs: Pair, steps: range, tolerance: Tolerance) -> Difference | None:
+    for step in tracked(steps, "comparing", total=len(steps), unit="steps"):
+        if (difference := _in_step(runs, step, tolerance)) is not None:
+            return difference
+    return None
+
+
+def _in_step(runs: Pair, step: int, tolerance: Tolerance) -> Difference | None:
+    if _same_files(runs, step):
+        return None
+    then, now = (run.steps.read(step) for run in runs)
+    if all(run.steps.has_data(step) for run in runs):
+        ours, theirs = (run.steps.read_data(step) for run in runs)
+        difference = _in_data(step, ours, theirs, tolerance) or _in_stages(runs, step, ours, tolerance)
+    else:  # pruned: only the digests are left
+        difference = _in_digests(step, then["digests"], now["digests"])
+    if difference is None and tolerance.exact:
+        difference = differences.in_metrics(step, then.get("metrics", {}), now.get("metrics", {}))
+        difference = difference or _in_digests(step, then["digests"], now["digests"])
+    return difference
+
+
+def _same_files(runs: Pair, step: int) -> bool:
+    """Return whether the files of this step are the same in both runs, byte by byte."""
+    ours, theirs = (
+        [run.steps.json_path(step), run.steps.data_path(step), *run.steps.stage_paths(step)] for run in runs
+    )
+    return [path.name for path in ours] == [path.name for path in theirs] and all(
+        a.exists() and b.exists() and filecmp.cmp(a, b, shallow=False) for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def _in_digests(step: int, then: dict[str, Any], now: dict[str, Any]) -> Difference | None:
+    """Return the first digest that both sides have and that is not the same."""
+    for kind, digest in then.items():
+        if now.get(kind, digest) != digest:
+            return Difference(step=step, stage=kind, where="digest", recorded=digest, found=now[kind])
+    return None
+
+
+# Stages ---------------------------------------------------------------------------------------------------------------
+
+
+def _in_stages(runs: Pair, step: int, batch: list[Sequence], tolerance: Tolerance) -> Difference | None:
+    """Return the first difference in what was computed from a batch, which both runs have."""
+    then, now = (run.steps.read(step) for run in runs)
+    plan = then.get("plan") or [[list(range(len(batch)))]]  # another trainer may record no plan
+    if max((row for minibatch in plan for micro in minibatch for row in micro), default=0) >= len(batch):
+        raise RecordError(
+            f"Cannot compare step {step}: {runs[0].steps.json_path(step)} plans with more sequences than "
+            f"{runs[0].steps.data_path(step)} has, so one of the two was altered. {RESTORE.capitalize()}."
+        )
+    arrays = [run.steps.read_stages(step, batch).arrays for run in runs]
+    names, others = (run.facts().get("parameters", []) for run in runs)
+    found = differences.in_stages(
+        step,
+        [row.id for row in batch],
+        Computed(stages=arrays[0], tensors=then.get("tensors", {})),
+        Computed(stages=arrays[1], tensors=_in_order(now.get("tensors", {}), others, names)),
+        plan=plan,
+        parameters=names,
+        tolerance=tolerance,
+    )
+    return next(found, None)
+
+
+def _in_order(tensors: dict[str, Any], names: list[str], wanted: list[str]) -> dict[str, Any]:
+    """Return a step's digests of each parameter in the order of another run that has the same parameters.
+
+    Parameters that are not trained come first, so the order differs if the two runs train different ones.
+    """
+    if names == wanted or sorted(names) != sorted(wanted):
+        return tensors
+
+    def ordered(digests: str) -> str:
+        if len(digests) != 16 * len(names):  # the step had other parameters, such as a critic's that was dropped later
+            return digests
+        by_name = dict(zip(names, from_hex(digests), strict=True))
+        return to_hex(by_name[name] for name in wanted)
+
+    return {
+        kind: ordered(digests) if isinstance(digests, str) else list(map(ordered, digests))
+        for kind, digests in tensors.items()
+    }
+
+
+# Sequences ------------------------------------------------------------------------------------------------------------
+
+
+def _in_data(step: int, left: list[Sequence], right: list[Sequence], tolerance: Tolerance) -> Difference | None:
+    """Return the first difference in the data, with its sequence, column and token, and its likely cause.
+
+    The tolerance is for the logprobs only: they came from weights that may have been computed in another environment.
+    """
+    difference = _in_batches(step, left, right, tolerance)
+    if difference is None or difference.suggests:
+        return difference
+    ours, theirs = digest_rows(left), digest_rows(right)
+    differing = [id for id in ours if id in theirs and ours[id] != theirs[id]]
+    return replace(difference, suggests=differences.of_sequences(differing, list(ours), math.inf))
+
+
+def _in_batches(step: int, left: list[Sequence], right: list[Sequence], tolerance: Tolerance) -> Difference | None:
+    ours, theirs = ({row.id: row for row in batch} for batch in (left, right))
+    for id in {**ours, **theirs}:
+        if id not in ours or id not in theirs:
+            return differences.on_one_side(step, "data", id, recorded=ours, found=theirs, name=id)
+        if (difference := _in_sequence(step, ours[id], theirs[id], tolerance)) is not None:
+            return difference
+    for place, (a, b) in enumerate(zip(left, right, strict=True)):
+        if a.id != b.id:
+            where = f"the order of the sequences, number {place}"
+            return Difference(step=step, stage="data", where=where, recorded=a.id, found=b.id)
+    return None
+
+
+def _in_sequence(step: int, a: Sequence, b: Sequence, tolerance: Tolerance) -> Difference | None:
+    """Return the first difference between two sequences with the same ID: prompt, then tokens, then other fields."""
+    if (difference := _in_field(step, f"{a.id}, the prompt's row", a.data, b.data)) is not None:
+        return difference
+    # A difference in another column explains one in the logprobs of the same token, so these come last.
+    columns = sorted(ALIGNED, key=lambda column: column == "logprobs")
+    of_columns = [_in_column(step, column, a, b, tolerance if column == "logprobs" else EXACT) for column in columns]
+    if in_tokens := [each for each in of_columns if each is not None]:
+        return min(in_tokens, key=lambda each: each.position or 0)
+    for (place, then), (_, now) in zip(_fields(a), _fields(b), strict=False):
+        if (difference := _in_field(step, f"{a.id}, {place}", then, now)) is not None:
+            return difference
+    return None
+
+
+def _in_column(step: int, column: str, a: Sequence, b: Sequence, tolerance: Tolerance) -> Difference | None:
+    """Return the first token whose value in this column differs; None if all are equal."""
+    then, now = getattr(a, column), getattr(b, column)
+    length = min(len(then), len(now))
+    ours, theirs = then[:length], now[:length]
+    both_nan = (ours != ours) & (theirs != theirs)
+    same = (ours == theirs) | both_nan if tolerance.exact else tolerance.agree(ours, theirs)
+    differs = np.flatnonzero(~same)
+    if not len(differs) and len(then) == len(now):
+        return None
+    position = int(differs[0]) if len(differs) else length
+    values = [row[position].item() if position < len(row) else "absent" for row in (then, now)]
+    suggests = ""
+    if column == "input_ids" and "absent" in values:
+        suggests = "one answer is the beginning of the other: a token limit differs, or the token that ends an answer"
+    elif column == "input_ids" and not (a.loss_mask[: position + 1] & b.loss_mask[: position + 1]).any():
+        suggests = "the data rows agree, but the prompt's tokens differ: another chat template, or another tokenizer"
+    return Difference(
+        step=step,
+        stage="data",
+        where=f"{a.id}, {column}",
+        position=position,
+        recorded=values[0],
+        found=values[1],
+        suggests=suggests,
+    )
+
+
+def _in_field(step: int, where: str, then: Any, now: Any) -> Difference | None:
+    """Return the difference between two values that are not aligned with tokens; None if they are equal.
+
+    Long values are shown from just before the place where they first differ.
+    """
+    if then == now:
+        return None
+    a, b = (json.dumps(each, sort_keys=True, default=str, ensure_ascii=False) for each in (then, now))
+    if a == b:  # both NaN
+        return None
+    first = common_length(a, b)
+    cut = max(0, first - 60) if max(len(a), len(b)) > 200 else 0
+    shown = [("…" if cut else "") + each[cut : cut + 200] + ("…" if len(each) > cut + 200 else "") for each in (a, b)]
+    return Difference(step=step, stage="data", where=where, recorded=shown[0], found=shown[1])
+
+
+def _fields(row: Sequence) -> Iterator[tuple[str, Any]]:
+    """Yield each field of a row with its place, except aligned columns, the prompt's row, times and `sampled_by`.
+
+    The interactions come last, key by key.
+    """
+    for name in COLUMNS:
+        if name not in (*ALIGNED, *TIMES, "data", "interactions", "sampled_by"):
+            value = getattr(row, name)
+            yield name, value.tolist() if isinstance(value, np.ndarray) else value
+    yield "the number of interactions", len(row.interactions)
+    for number, interaction in enumerate(map(timeless, row.interactions)):
+        if not isinstance(interaction, dict):
+            yield f"interaction {number}", interaction
+            continue
+        yield f"the keys of interaction {number}", sorted(interaction)
+        for key in sorted(interaction):
+            yield f"{key} of interaction {number}", interaction[key]

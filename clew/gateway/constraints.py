@@ -1,0 +1,77 @@
+"""Constraints on a reply: what the engine and the chat template can honour of a request, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Container
+from dataclasses import replace
+
+from clew.gateway.dialect import ModelRequest, Refusal
+from clew.gateway.episode_engine import EpisodeEngine
+from clew.gateway.output_parser import CALL_CLOSES, CALL_OPENS
+
+
+def constrain(request: ModelRequest, engine: EpisodeEngine, variables: Container[str]) -> tuple[ModelRequest, str]:
+    """Return the request as the engine can honour it, and the text that the reply begins with to force a tool call.
+
+    `variables` are those that the chat template knows.
+
+    Raises:
+        Refusal: The engine or the chat template cannot meet a demand.
+    """
+    if request.logprobs:
+        field = "top_logprobs" if request.text is None else "logprobs"
+        message = (
+            f"Cannot honour {field}={request.logprobs}: the engine gives the logprob of the sampled token alone. "
+            f"Set {field}=0."
+        )
+        raise Refusal(400, message, param=field)
+    forced = request.tool_choice not in ("auto", "none")
+    if forced:
+        request = replace(request, response_format=None)  # a format applies to text, and a forced call leaves no text
+    if request.response_format is not None and request.shown_tools:
+        message = (
+            f"Cannot honour {request.response_format.param} together with tools: the schema would apply to the whole "
+            f'output, so the model could not call a tool. Send no tools, or set tool_choice to "none".'
+        )
+        raise Refusal(400, message, param=request.response_format.param)
+    request = _with_known_variables(request, engine, variables)
+    if not request.shown_tools or (request.parallel_tool_calls and not forced):
+        return request, ""
+    if CALL_OPENS not in str(engine.tokenizer.chat_template):
+        param = "tool_choice" if forced else "parallel_tool_calls"
+        message = (
+            f"Cannot honour {param}: the model's chat template has no {CALL_OPENS}, so its tool calls cannot be "
+            f"forced. Leave it out."
+        )
+        raise Refusal(400, message, param=param)
+    if not request.parallel_tool_calls:
+        stops = request.sampling.get("stop", engine.resources.sampling.stop)
+        request = replace(request, sampling={**request.sampling, "stop": (*stops, CALL_CLOSES)})
+    if request.tool_choice == "required":
+        return request, f'{CALL_OPENS}\n{{"name": "'
+    return request, f'{CALL_OPENS}\n{{"name": {json.dumps(request.tool_choice)}, "arguments": ' if forced else ""
+
+
+def _with_known_variables(request: ModelRequest, engine: EpisodeEngine, variables: Container[str]) -> ModelRequest:
+    """Return the request without variables that the chat template does not know, if that does no harm.
+
+    A variable that is False, such as enable_thinking, is dropped silently: there is nothing to turn off. Thinking
+    or an effort is dropped with a warning, because frameworks ask for it by default for some model names.
+
+    Raises:
+        Refusal: The template does not know any other variable.
+    """
+    unknown = [name for name in request.template if name not in variables]
+    for name in unknown:
+        value = request.template[name]
+        if value is False:
+            continue
+        if name == "reasoning_effort":
+            engine.warn(f"the client asks for reasoning effort {value!r}, a setting that the model does not have")
+        elif name == "enable_thinking":
+            engine.warn("the client asks for thinking, a setting that the model does not have")
+        else:
+            message = f"Cannot honour {name}: the model's chat template knows no such variable. Leave it out."
+            raise Refusal(400, message, param=name)
+    return replace(request, template={name: value for name, value in request.template.items() if name not in unknown})
