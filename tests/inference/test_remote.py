@@ -737,6 +737,39 @@ def test_a_server_that_hangs_in_an_update_is_not_listed_again_before_it_ends(
         asyncio.run(asyncio.wait_for(scenario(address), 60))
 
 
+def test_a_server_whose_generations_begin_to_hang_is_given_up_in_the_next_update(
+    tmp_path: Path, version: WeightRef
+) -> None:
+    """The probe is one, and everything else is answered. The trainer would wait 120 s for it."""
+    named, held = served_model(tmp_path)
+    hangs = False
+
+    async def answer(request: web.Request) -> web.Response:
+        if request.path == "/v1/completions" and hangs:
+            await asyncio.sleep(600)
+        choice = {"prompt_logprobs": [None, {"8": {"logprob": -1.5}}]}
+        return web.json_response({"results": [held], "choices": [choice]})
+
+    async def scenario(address: str) -> None:
+        nonlocal hangs
+        engine = RemoteEngine(named, RemoteCore(named), VLLMEngine.client(named, address), frozen_s=2.0)
+        probed = replace(version, probe_ids=[7, 8], probe_logprob=-1.5)
+        try:
+            await engine.load_weights(probed)
+            hangs = True
+            words = r"vLLM at .* did not answer the probe of version 6, a generation, within 2 s; earlier"
+            with pytest.raises(EngineUnreachable, match=words):
+                await engine.load_weights(replace(probed, version=6))
+            assert engine.failure is not None and address in engine.failure
+            with pytest.raises(EngineError, match="the probe of version 6"):
+                await engine.generate(GenerateRequest([9], SamplingParams(max_new_tokens=1)))
+        finally:
+            await engine.close()
+
+    with serving(answer) as address:
+        asyncio.run(asyncio.wait_for(scenario(address), 60))
+
+
 def test_the_weights_that_a_server_started_with_are_not_taken_for_the_trainers(
     tmp_path: Path, version: WeightRef
 ) -> None:
@@ -816,7 +849,7 @@ def test_an_update_ends_when_the_server_answers_but_its_workers_are_frozen_or_it
             await engine.close()
         return engine
 
-    words = "inference server 127" if number else "is given up: it has not loaded version 5 in 1 s"
+    words = "inference server 127" if number else "is given up: it did not load version 5 within 1 s"
     with pytest.raises(EngineUnreachable, match=words) as raised:
         asyncio.run(update())
     assert f"127.0.0.1:{port}" in str(raised.value)
