@@ -136,6 +136,9 @@ class RemoteEngine:
         self._watch: asyncio.Task[None] | None = None
         self._loaded: str | None = None
         """Label of the weights that the server was given last; None: it has those that it started with."""
+        self._identity, self._was_away = "", False
+        self._has_paused = False
+        """True from when an update pauses the server until it has resumed it."""
         self._longest_s: dict[str, float] = {}
         """Most seconds that each part of an update has taken, by its words, see `_limited`."""
 
@@ -154,8 +157,10 @@ class RemoteEngine:
         self.core.active.add(request)
         version, label = self.core.version, self._loaded  # no update begins before this request has ended
         try:
+            await self._refuse_another()
             completion = await self._backend.generate(request)
         except EngineUnreachable as error:  # the connections to a server that is given up are closed
+            self._was_away = True
             if self.failure is None:
                 raise
             raise EngineUnreachable("", self.failure) from error
@@ -180,6 +185,38 @@ class RemoteEngine:
                 f"given version {label}. Somebody has restarted it, or loads weights into it, too"
             )
             raise EngineUnreachable("", self.failure)
+
+    async def _refuse_another(self) -> None:
+        """Set `failure` if, since the server was away, another process answers at its address.
+
+        An answer through vLLM's /v1/completions does not name the weights, so nothing else would show a quick restart.
+
+        Raises:
+            EngineUnreachable: Another answers, or nothing does.
+        """
+        if not self._was_away:
+            return
+        if not await self._is_same():
+            self.failure = (
+                f"{self._backend.kind} at {self._backend.address} is another process than before, and has lost version "
+                f"{self.core.version}. Somebody has restarted it"
+            )
+            raise EngineUnreachable("", self.failure)
+        self._was_away = False
+
+    async def _is_same(self) -> bool:
+        """Return whether the process that was attached to still answers, as far as it can be told.
+
+        Raises:
+            EngineUnreachable: Nothing answers.
+        """
+        try:
+            return not self._identity or await asyncio.wait_for(self._backend.identity(), HEALTH_S) == self._identity
+        except EngineUnreachable:
+            raise
+        except (EngineError, TimeoutError) as error:
+            reason = f"it does not say which process it is ({described(error)})"
+            raise EngineUnreachable(self._backend.address, reason) from None
 
     def holds(self, ref: WeightRef) -> bool:
         """Return whether the server has these weights. One that has loaded none yet may hold any, so this is False."""
@@ -239,6 +276,7 @@ class RemoteEngine:
                     await self._backend.verify(ref)
                 async with self._limited("answer the probe of version %d, a generation,", ref.version):
                     await self._backend.resume()
+                    self._has_paused = False
                     await self._check_probe(ref)
             self.core.version, self.core.broken, self.unchecked_version = ref.version, None, None
             self._loaded = str(ref.version)
@@ -273,6 +311,7 @@ class RemoteEngine:
                     with clock("abort"):
                         await self._closed()
                         async with self._limited("pause for version %d", version):
+                            self._has_paused = True
                             await self._backend.pause()
                     yield clock
             except BaseException as error:
@@ -431,6 +470,10 @@ class RemoteEngine:
             lacks = await backend.prepare()
         for lack in lacks:
             log.warning("%s at %s: %s", kind, backend.address, lack)
+        if self.attached:
+            self._was_away = False
+            with suppress(EngineError):  # a vLLM without metrics
+                self._identity = await backend.identity()
         await self._record_options(reporter)
         if backend.context is not None:
             self.core.context = min(self.core.context, backend.context)
@@ -483,6 +526,7 @@ class RemoteEngine:
         """Resume a server that ran already, in case an unfinished update has left it paused."""
         with suppress(EngineError):  # `prepare` says what it lacks
             await self._backend.resume()
+            self._has_paused = False
 
     async def _answers(self) -> bool:
         """Return whether the engine answers, also while it is paused. SGLang's /health would not."""
@@ -513,6 +557,10 @@ class RemoteEngine:
                     ran = loop.time()
                 if await self._lives():
                     answered = loop.time()
+                    with suppress(EngineUnreachable):  # `failure` is set, or it went away again
+                        await self._refuse_another()
+                else:
+                    self._was_away = True
                 looked = loop.time()
                 if looked - ran > self._frozen_s:
                     await self._give_up(f"its {stopped} is stopped (SIGSTOP) and has been for {self._frozen_s:.0f} s")
@@ -547,9 +595,10 @@ class RemoteEngine:
     async def close(self) -> None:
         if self._watch is not None:
             self._watch.cancel()
-        if self.attached:  # a failed update may have left it paused
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._resumed(), HEALTH_S)
+        if self.attached and self._has_paused:  # in an update that failed; somebody may have started another since
+            with suppress(TimeoutError, EngineUnreachable):
+                if await self._is_same():
+                    await asyncio.wait_for(self._resumed(), HEALTH_S)
         await self._backend.close()
         await asyncio.to_thread(self.process.end)
 

@@ -575,6 +575,36 @@ def test_an_attached_server_that_was_left_paused_is_resumed(tmp_path: Path, capl
     assert resumed.is_set() and f"SGLang at {address} answers but generates nothing: resuming it" in caplog.text
 
 
+@pytest.mark.parametrize("pauses", [False, True])
+def test_a_server_that_this_run_has_not_paused_is_not_resumed_at_the_end(
+    tmp_path: Path, version: WeightRef, pauses: bool
+) -> None:
+    """With `pauses`, an update pauses a server and fails, and another server follows at the address."""
+    named, _ = served_model(tmp_path)
+    paths: list[str] = []
+    seed = 1
+
+    async def answer(request: web.Request) -> web.Response:
+        paths.append(request.path)
+        refused = request.path == "/update_weights_from_disk"
+        return web.json_response({"random_seed": seed}, status=400 if refused else 200)
+
+    async def scenario(address: str) -> None:
+        nonlocal seed
+        client = SGLangEngine(address)
+        engine = RemoteEngine(named, RemoteCore(named), client)
+        engine._identity = await client.identity()
+        if pauses:
+            with pytest.raises(EngineError):
+                await engine.load_weights(version)
+            seed = 2
+        await engine.close()
+
+    with serving(answer) as address:
+        asyncio.run(scenario(address))
+    assert "/continue_generation" not in paths and ("/pause_generation" in paths) == pauses
+
+
 def test_an_attached_server_that_refused_an_update_is_not_left_paused(tmp_path: Path, version: WeightRef) -> None:
     tiny_tokenizer(tmp_path / "model")
     tiny_model(tmp_path / "model")
@@ -763,6 +793,45 @@ def test_a_server_whose_generations_begin_to_hang_is_given_up_in_the_next_update
             assert engine.failure is not None and address in engine.failure
             with pytest.raises(EngineError, match="the probe of version 6"):
                 await engine.generate(GenerateRequest([9], SamplingParams(max_new_tokens=1)))
+        finally:
+            await engine.close()
+
+    with serving(answer) as address:
+        asyncio.run(asyncio.wait_for(scenario(address), 60))
+
+
+def test_an_attached_server_that_another_process_follows_serves_nothing_until_it_is_attached_to_again(
+    tmp_path: Path, version: WeightRef
+) -> None:
+    """It has the weights that it was started with, and its answers do not say so."""
+    named, held = served_model(tmp_path)
+    started, away = 1.5e9, False
+    choice = {"token_ids": [7], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "length"}
+
+    async def answer(request: web.Request) -> web.Response:
+        if away:
+            return web.Response(status=503)
+        if request.path == "/metrics":
+            return web.Response(text=f"# TYPE\nprocess_start_time_seconds {started}\n")
+        return web.json_response({"results": [held], "choices": [choice]})
+
+    async def scenario(address: str) -> None:
+        nonlocal started, away
+        client = VLLMEngine.client(named, address)
+        engine = RemoteEngine(named, RemoteCore(named), client)
+        engine._identity = await client.identity()
+        request = GenerateRequest([9], SamplingParams(max_new_tokens=1))
+        try:
+            await engine.load_weights(version)
+            for started_then in (1.5e9, 1.6e9):
+                assert (await engine.generate(request)).versions == [5]
+                away = True
+                with pytest.raises(EngineUnreachable):
+                    await engine.generate(request)
+                away, started = False, started_then
+            with pytest.raises(EngineUnreachable, match=f"{address} is another process than before, .* version 5"):
+                await engine.generate(request)
+            assert engine.failure is not None
         finally:
             await engine.close()
 
