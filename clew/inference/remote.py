@@ -156,9 +156,12 @@ class RemoteEngine:
         self._refuse_when_broken()
         self.core.active.add(request)
         version, label = self.core.version, self._loaded  # no update begins before this request has ended
+        # The server is told where completions end: without an end token, the pad token is one to Clew, and none to it.
+        ends = request.params.stop_ids(self.core.default_stop_ids)
+        asked = replace(request, params=replace(request.params, stop_token_ids=ends))
         try:
             await self._refuse_another()
-            completion = await self._backend.generate(request)
+            completion = await self._backend.generate(asked)
         except EngineUnreachable as error:  # the connections to a server that is given up are closed
             self._was_away = True
             if self.failure is None:

@@ -839,6 +839,36 @@ def test_an_attached_server_that_another_process_follows_serves_nothing_until_it
         asyncio.run(asyncio.wait_for(scenario(address), 60))
 
 
+@pytest.mark.parametrize("backend", [VLLMEngine, SGLangEngine])
+def test_the_server_is_told_where_completions_end(tmp_path: Path, backend: Any) -> None:
+    """Without an end token, the pad token ends them, and neither server knows that."""
+    tiny_tokenizer(tmp_path / "model")
+    tiny_model(tmp_path / "model")
+    named = config().model_copy(update={"model": Model(path=str(tmp_path / "model"))})
+    settings = tmp_path / "model" / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"eos_token": None}))
+    configured = tmp_path / "model" / "generation_config.json"
+    configured.write_text(json.dumps(json.loads(configured.read_text()) | {"eos_token_id": None}))
+    asked: list[dict[str, Any]] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append(await request.json())
+        return web.json_response({}, status=400)
+
+    async def scenario(address: str) -> None:
+        engine = RemoteEngine(named, RemoteCore(named), backend.client(named, address))
+        try:
+            for stop_ids in (None, (5, 6), ()):
+                with pytest.raises(EngineError):
+                    await engine.generate(GenerateRequest([9], SamplingParams(stop_token_ids=stop_ids)))
+        finally:
+            await engine.close()
+
+    with serving(answer) as address:
+        asyncio.run(scenario(address))
+    assert [body.get("sampling_params", body)["stop_token_ids"] for body in asked] == [[0], [5, 6], []]
+
+
 def test_the_weights_that_a_server_started_with_are_not_taken_for_the_trainers(
     tmp_path: Path, version: WeightRef
 ) -> None:
