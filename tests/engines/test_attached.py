@@ -43,7 +43,7 @@ def started(config: Config, port: int, folder: Path) -> Iterator[None]:
 
 
 def test_a_server_that_is_restarted_quickly_does_not_pass_for_the_one_before(tmp_path: Path) -> None:
-    """It has the weights of its start, and answers again before it would count as frozen."""
+    """The new process has the weights of its start, and answers before the old one would count as frozen."""
     make_model(tmp_path / "model")
     model = make_model(tmp_path / "newer", seed=5)
     ref = published(tmp_path / "version-5", model, 5)

@@ -579,7 +579,7 @@ def test_an_attached_server_that_was_left_paused_is_resumed(tmp_path: Path, capl
 def test_a_server_that_this_run_has_not_paused_is_not_resumed_at_the_end(
     tmp_path: Path, version: WeightRef, pauses: bool
 ) -> None:
-    """With `pauses`, an update pauses a server and fails, and another server follows at the address."""
+    """An update that fails leaves a server paused, with `pauses`, and another follows at its address."""
     named, _ = served_model(tmp_path)
     paths: list[str] = []
     seed = 1
@@ -803,7 +803,7 @@ def test_a_server_whose_generations_begin_to_hang_is_given_up_in_the_next_update
 def test_an_attached_server_that_another_process_follows_serves_nothing_until_it_is_attached_to_again(
     tmp_path: Path, version: WeightRef
 ) -> None:
-    """It has the weights that it was started with, and its answers do not say so."""
+    """The new process has the weights that it was started with, and its answers do not say so."""
     named, held = served_model(tmp_path)
     started, away = 1.5e9, False
     choice = {"token_ids": [7], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "length"}
@@ -841,7 +841,7 @@ def test_an_attached_server_that_another_process_follows_serves_nothing_until_it
 
 @pytest.mark.parametrize("backend", [VLLMEngine, SGLangEngine])
 def test_the_server_is_told_where_completions_end(tmp_path: Path, backend: Any) -> None:
-    """Without an end token, the pad token ends them, and neither server knows that."""
+    """The pad token ends them if there is no end token, and neither server knows that."""
     tiny_tokenizer(tmp_path / "model")
     tiny_model(tmp_path / "model")
     named = config().model_copy(update={"model": Model(path=str(tmp_path / "model"))})
