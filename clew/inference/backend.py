@@ -71,6 +71,10 @@ class Backend(HTTPEngine):
         """
         raise NotImplementedError
 
+    async def identity(self) -> str:
+        """Return a text that another process at this address would not return; "" if there is none."""
+        raise NotImplementedError
+
     async def prepare(self) -> list[str]:
         """Find out what the server can do.
 

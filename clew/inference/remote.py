@@ -48,8 +48,11 @@ POLL_S = 0.2
 """Seconds between two checks of a server that is starting."""
 
 UPDATE_S = 600.0
-"""Seconds within which a server must load new weights. After that it is given up, even if it still answers: its workers
-may be frozen."""
+"""Seconds within which a server must do each part of its first update, such as loading the weights or answering the
+probe. After that it is given up, even if it still answers: its workers may be frozen."""
+
+SLOWER = 20.0
+"""Factor by which a part of an update may take longer than it ever took before, if that is more than `frozen_s`."""
 
 UNCHECKED_S = 60.0
 """Seconds after a broadcast within which the trainer must ask for its weights to be checked."""
@@ -133,6 +136,11 @@ class RemoteEngine:
         self._watch: asyncio.Task[None] | None = None
         self._loaded: str | None = None
         """Label of the weights that the server was given last; None: it has those that it started with."""
+        self._identity, self._was_away = "", False
+        self._has_paused = False
+        """True from when an update pauses the server until it has resumed it."""
+        self._longest_s: dict[str, float] = {}
+        """Most seconds that each part of an update has taken, by its words, see `_limited`."""
 
     # protocol.Engine -------------------------------------------------------------------------------------------------
 
@@ -148,9 +156,14 @@ class RemoteEngine:
         self._refuse_when_broken()
         self.core.active.add(request)
         version, label = self.core.version, self._loaded  # no update begins before this request has ended
+        # The server is told where completions end: without an end token, the pad token is one to Clew, and none to it.
+        ends = request.params.stop_ids(self.core.default_stop_ids)
+        asked = replace(request, params=replace(request.params, stop_token_ids=ends))
         try:
-            completion = await self._backend.generate(request)
+            await self._refuse_another()
+            completion = await self._backend.generate(asked)
         except EngineUnreachable as error:  # the connections to a server that is given up are closed
+            self._was_away = True
             if self.failure is None:
                 raise
             raise EngineUnreachable("", self.failure) from error
@@ -175,6 +188,38 @@ class RemoteEngine:
                 f"given version {label}. Somebody has restarted it, or loads weights into it, too"
             )
             raise EngineUnreachable("", self.failure)
+
+    async def _refuse_another(self) -> None:
+        """Set `failure` if, since the server was away, another process answers at its address.
+
+        An answer through vLLM's /v1/completions does not name the weights, so nothing else would show a quick restart.
+
+        Raises:
+            EngineUnreachable: Another answers, or nothing does.
+        """
+        if not self._was_away:
+            return
+        if not await self._is_same():
+            self.failure = (
+                f"{self._backend.kind} at {self._backend.address} is another process than before, and has lost version "
+                f"{self.core.version}. Somebody has restarted it"
+            )
+            raise EngineUnreachable("", self.failure)
+        self._was_away = False
+
+    async def _is_same(self) -> bool:
+        """Return whether the process that was attached to still answers, as far as it can be told.
+
+        Raises:
+            EngineUnreachable: Nothing answers.
+        """
+        try:
+            return not self._identity or await asyncio.wait_for(self._backend.identity(), HEALTH_S) == self._identity
+        except EngineUnreachable:
+            raise
+        except (EngineError, TimeoutError) as error:
+            reason = f"it does not say which process it is ({described(error)})"
+            raise EngineUnreachable(self._backend.address, reason) from None
 
     def holds(self, ref: WeightRef) -> bool:
         """Return whether the server has these weights. One that has loaded none yet may hold any, so this is False."""
@@ -227,11 +272,15 @@ class RemoteEngine:
             raise EngineError(f"version {ref.version} was broadcast (weights.via), and this server did not get it.")
         async with self._updating(ref.version) as clock:
             with clock("load"):
-                await self._backend.load(ref)
+                async with self._limited("load version %d", ref.version):
+                    await self._backend.load(ref)
             with clock("verify"):
-                await self._backend.verify(ref)
-                await self._backend.resume()
-                await self._check_probe(ref)
+                async with self._limited("show that it holds version %d", ref.version):
+                    await self._backend.verify(ref)
+                async with self._limited("answer the probe of version %d, a generation,", ref.version):
+                    await self._backend.resume()
+                    self._has_paused = False
+                    await self._check_probe(ref)
             self.core.version, self.core.broken, self.unchecked_version = ref.version, None, None
             self._loaded = str(ref.version)
             self._open()
@@ -242,7 +291,8 @@ class RemoteEngine:
         async with self._updating(sent.version) as clock:
             self.unchecked_version = None
             with clock("receive"):
-                await self._backend.receive(sent)
+                async with self._limited("receive version %d", sent.version, alone=False):
+                    await self._backend.receive(sent)
             self.unchecked_version = sent.version
             if self._lease is not None:
                 self._lease.cancel()
@@ -261,15 +311,12 @@ class RemoteEngine:
                 with waiting(f"weights of version {version}", unblocks=self._backend.kind):
                     if self._waits and not self.paused:
                         await self._ended()
-                    async with asyncio.timeout(UPDATE_S):
-                        with clock("abort"):
-                            await self._closed()
+                    with clock("abort"):
+                        await self._closed()
+                        async with self._limited("pause for version %d", version):
+                            self._has_paused = True
                             await self._backend.pause()
-                        yield clock
-            except TimeoutError:
-                await self._give_up(f"it has not loaded version {version} in {UPDATE_S:.0f} s")
-                self._open()
-                raise EngineUnreachable("", str(self.failure)) from None
+                    yield clock
             except BaseException as error:
                 self.core.broken = f"loading version {version} failed: {described(error)}"
                 # A server that was given up (its connections are closed) or that does not answer has refused nothing.
@@ -278,6 +325,29 @@ class RemoteEngine:
                 if dying and isinstance(error, Exception):
                     raise EngineUnreachable("", self.failure or str(error)) from error
                 raise
+
+    @asynccontextmanager
+    async def _limited(self, doing: str, version: int, *, alone: bool = True) -> AsyncIterator[None]:
+        """Give the server up if the block, a part of an update, takes much longer than it ever did before.
+
+        Args:
+            doing: Words for the block, with a place for the version.
+            alone: False if the server waits for others in it, so that it may take `UPDATE_S` each time.
+
+        Raises:
+            EngineUnreachable: It was given up.
+        """
+        loop, longest = asyncio.get_running_loop(), self._longest_s.get(doing) if alone else None
+        limit_s = UPDATE_S if longest is None else min(UPDATE_S, max(self._frozen_s, SLOWER * longest))
+        began = loop.time()
+        try:
+            async with asyncio.timeout(limit_s):
+                yield
+        except TimeoutError:
+            before = "" if longest is None else f"; earlier updates took at most {longest:.2g} s for that"
+            await self._give_up(f"it did not {doing % version} within {limit_s:.3g} s{before}")
+            raise EngineUnreachable("", str(self.failure)) from None
+        self._longest_s[doing] = max(longest or 0.0, loop.time() - began)
 
     async def _check_probe(self, ref: WeightRef) -> None:
         if len(ref.probe_ids) < 2:
@@ -399,8 +469,14 @@ class RemoteEngine:
                 await asyncio.sleep(POLL_S)
         if self.attached:
             await self._resumed()
-        for lack in await backend.prepare():
+        with waiting(f"{kind} at {backend.address} to generate its first tokens", unblocks=kind):
+            lacks = await backend.prepare()
+        for lack in lacks:
             log.warning("%s at %s: %s", kind, backend.address, lack)
+        if self.attached:
+            self._was_away = False
+            with suppress(EngineError):  # a vLLM without metrics
+                self._identity = await backend.identity()
         await self._record_options(reporter)
         if backend.context is not None:
             self.core.context = min(self.core.context, backend.context)
@@ -453,6 +529,7 @@ class RemoteEngine:
         """Resume a server that ran already, in case an unfinished update has left it paused."""
         with suppress(EngineError):  # `prepare` says what it lacks
             await self._backend.resume()
+            self._has_paused = False
 
     async def _answers(self) -> bool:
         """Return whether the engine answers, also while it is paused. SGLang's /health would not."""
@@ -483,6 +560,10 @@ class RemoteEngine:
                     ran = loop.time()
                 if await self._lives():
                     answered = loop.time()
+                    with suppress(EngineUnreachable):  # `failure` is set, or it went away again
+                        await self._refuse_another()
+                else:
+                    self._was_away = True
                 looked = loop.time()
                 if looked - ran > self._frozen_s:
                     await self._give_up(f"its {stopped} is stopped (SIGSTOP) and has been for {self._frozen_s:.0f} s")
@@ -517,9 +598,10 @@ class RemoteEngine:
     async def close(self) -> None:
         if self._watch is not None:
             self._watch.cancel()
-        if self.attached:  # a failed update may have left it paused
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._resumed(), HEALTH_S)
+        if self.attached and self._has_paused:  # in an update that failed; somebody may have started another since
+            with suppress(TimeoutError, EngineUnreachable):
+                if await self._is_same():
+                    await asyncio.wait_for(self._resumed(), HEALTH_S)
         await self._backend.close()
         await asyncio.to_thread(self.process.end)
 

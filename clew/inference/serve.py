@@ -221,7 +221,9 @@ async def _keep_listed(
             if beside is not None:
                 beside.launched(entry.address)
         await asyncio.sleep(LOOK_S)
-    raise EngineError(f"{engine.failure}. The log above has the cause. Restart the server to recover.")
+    raise EngineError(
+        f"{engine.failure}. Read its log, restart it if you started it yourself, and start the run again."
+    )
 
 
 async def _load_newest(application: Application, run: RunDirectory, entry: Server, reporter: Reporter) -> None:

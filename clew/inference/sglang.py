@@ -130,6 +130,10 @@ class SGLangEngine(Backend):
         """Ask for the scheduler's state. /health takes a second, and generates a token, which a pause prevents."""
         await self._request("GET", "/server_info", None)
 
+    async def identity(self) -> str:
+        """Return its random seed. It draws one at its start, unless --random-seed gives one."""
+        return await self._request("GET", "/server_info", None, lambda answer, _: str(answer.get("random_seed", "")))
+
     async def prepare(self) -> list[str]:
         routes = await self._routes()
         if missing := [path for path in NEEDED if path not in routes]:

@@ -169,6 +169,11 @@ class VLLMEngine(Backend):
         """Ask for something that vLLM's engine process must answer; /health is answered even while that is stopped."""
         await self._request("GET", "/is_paused" if self._asks_engine else "/health", None)
 
+    async def identity(self) -> str:
+        async with self._answered("GET", "/metrics", None) as response:
+            lines = (await response.text()).splitlines()
+        return next((line for line in lines if line.startswith("process_start_time_seconds ")), "")
+
     async def prepare(self) -> list[str]:
         routes = await self._routes()
         if missing := [route for route in NEEDED if route not in routes]:

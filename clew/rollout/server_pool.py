@@ -95,10 +95,11 @@ class ServerPool(HTTPEngine):
                     self._watches[former].cancel()
             self._watches[key] = asyncio.create_task(self._keep_watch(server))
         try:
-            async with self._clients[place]._answered(method, path, body) as response:
-                with waiting(f"an answer of {server.name} ({server.address})", unblocks="the inference engine"):
+            # A server that answers in one piece sends nothing before the end.
+            with waiting(f"an answer of {server.name} ({server.address})", unblocks="the inference engine"):
+                async with self._clients[place]._answered(method, path, body) as response:
                     yield response
-                self._avoided.pop(key, None)
+            self._avoided.pop(key, None)
         except asyncio.CancelledError:
             # `_keep_watch` cancels tasks at a frozen server. If `uncancel` leaves another, the episode was cancelled.
             if key not in self._frozen or task.uncancel():

@@ -575,6 +575,36 @@ def test_an_attached_server_that_was_left_paused_is_resumed(tmp_path: Path, capl
     assert resumed.is_set() and f"SGLang at {address} answers but generates nothing: resuming it" in caplog.text
 
 
+@pytest.mark.parametrize("pauses", [False, True])
+def test_a_server_that_this_run_has_not_paused_is_not_resumed_at_the_end(
+    tmp_path: Path, version: WeightRef, pauses: bool
+) -> None:
+    """An update that fails leaves a server paused, with `pauses`, and another follows at its address."""
+    named, _ = served_model(tmp_path)
+    paths: list[str] = []
+    seed = 1
+
+    async def answer(request: web.Request) -> web.Response:
+        paths.append(request.path)
+        refused = request.path == "/update_weights_from_disk"
+        return web.json_response({"random_seed": seed}, status=400 if refused else 200)
+
+    async def scenario(address: str) -> None:
+        nonlocal seed
+        client = SGLangEngine(address)
+        engine = RemoteEngine(named, RemoteCore(named), client)
+        engine._identity = await client.identity()
+        if pauses:
+            with pytest.raises(EngineError):
+                await engine.load_weights(version)
+            seed = 2
+        await engine.close()
+
+    with serving(answer) as address:
+        asyncio.run(scenario(address))
+    assert "/continue_generation" not in paths and ("/pause_generation" in paths) == pauses
+
+
 def test_an_attached_server_that_refused_an_update_is_not_left_paused(tmp_path: Path, version: WeightRef) -> None:
     tiny_tokenizer(tmp_path / "model")
     tiny_model(tmp_path / "model")
@@ -737,6 +767,108 @@ def test_a_server_that_hangs_in_an_update_is_not_listed_again_before_it_ends(
         asyncio.run(asyncio.wait_for(scenario(address), 60))
 
 
+def test_a_server_whose_generations_begin_to_hang_is_given_up_in_the_next_update(
+    tmp_path: Path, version: WeightRef
+) -> None:
+    """The probe is one, and everything else is answered. The trainer would wait 120 s for it."""
+    named, held = served_model(tmp_path)
+    hangs = False
+
+    async def answer(request: web.Request) -> web.Response:
+        if request.path == "/v1/completions" and hangs:
+            await asyncio.sleep(600)
+        choice = {"prompt_logprobs": [None, {"8": {"logprob": -1.5}}]}
+        return web.json_response({"results": [held], "choices": [choice]})
+
+    async def scenario(address: str) -> None:
+        nonlocal hangs
+        engine = RemoteEngine(named, RemoteCore(named), VLLMEngine.client(named, address), frozen_s=2.0)
+        probed = replace(version, probe_ids=[7, 8], probe_logprob=-1.5)
+        try:
+            await engine.load_weights(probed)
+            hangs = True
+            words = r"vLLM at .* did not answer the probe of version 6, a generation, within 2 s; earlier"
+            with pytest.raises(EngineUnreachable, match=words):
+                await engine.load_weights(replace(probed, version=6))
+            assert engine.failure is not None and address in engine.failure
+            with pytest.raises(EngineError, match="the probe of version 6"):
+                await engine.generate(GenerateRequest([9], SamplingParams(max_new_tokens=1)))
+        finally:
+            await engine.close()
+
+    with serving(answer) as address:
+        asyncio.run(asyncio.wait_for(scenario(address), 60))
+
+
+def test_an_attached_server_that_another_process_follows_serves_nothing_until_it_is_attached_to_again(
+    tmp_path: Path, version: WeightRef
+) -> None:
+    """The new process has the weights that it was started with, and its answers do not say so."""
+    named, held = served_model(tmp_path)
+    started, away = 1.5e9, False
+    choice = {"token_ids": [7], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "length"}
+
+    async def answer(request: web.Request) -> web.Response:
+        if away:
+            return web.Response(status=503)
+        if request.path == "/metrics":
+            return web.Response(text=f"# TYPE\nprocess_start_time_seconds {started}\n")
+        return web.json_response({"results": [held], "choices": [choice]})
+
+    async def scenario(address: str) -> None:
+        nonlocal started, away
+        client = VLLMEngine.client(named, address)
+        engine = RemoteEngine(named, RemoteCore(named), client)
+        engine._identity = await client.identity()
+        request = GenerateRequest([9], SamplingParams(max_new_tokens=1))
+        try:
+            await engine.load_weights(version)
+            for started_then in (1.5e9, 1.6e9):
+                assert (await engine.generate(request)).versions == [5]
+                away = True
+                with pytest.raises(EngineUnreachable):
+                    await engine.generate(request)
+                away, started = False, started_then
+            with pytest.raises(EngineUnreachable, match=f"{address} is another process than before, .* version 5"):
+                await engine.generate(request)
+            assert engine.failure is not None
+        finally:
+            await engine.close()
+
+    with serving(answer) as address:
+        asyncio.run(asyncio.wait_for(scenario(address), 60))
+
+
+@pytest.mark.parametrize("backend", [VLLMEngine, SGLangEngine])
+def test_the_server_is_told_where_completions_end(tmp_path: Path, backend: Any) -> None:
+    """The pad token ends them if there is no end token, and neither server knows that."""
+    tiny_tokenizer(tmp_path / "model")
+    tiny_model(tmp_path / "model")
+    named = config().model_copy(update={"model": Model(path=str(tmp_path / "model"))})
+    settings = tmp_path / "model" / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"eos_token": None}))
+    configured = tmp_path / "model" / "generation_config.json"
+    configured.write_text(json.dumps(json.loads(configured.read_text()) | {"eos_token_id": None}))
+    asked: list[dict[str, Any]] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append(await request.json())
+        return web.json_response({}, status=400)
+
+    async def scenario(address: str) -> None:
+        engine = RemoteEngine(named, RemoteCore(named), backend.client(named, address))
+        try:
+            for stop_ids in (None, (5, 6), ()):
+                with pytest.raises(EngineError):
+                    await engine.generate(GenerateRequest([9], SamplingParams(stop_token_ids=stop_ids)))
+        finally:
+            await engine.close()
+
+    with serving(answer) as address:
+        asyncio.run(scenario(address))
+    assert [body.get("sampling_params", body)["stop_token_ids"] for body in asked] == [[0], [5, 6], []]
+
+
 def test_the_weights_that_a_server_started_with_are_not_taken_for_the_trainers(
     tmp_path: Path, version: WeightRef
 ) -> None:
@@ -816,7 +948,7 @@ def test_an_update_ends_when_the_server_answers_but_its_workers_are_frozen_or_it
             await engine.close()
         return engine
 
-    words = "inference server 127" if number else "is given up: it has not loaded version 5 in 1 s"
+    words = "inference server 127" if number else "is given up: it did not load version 5 within 1 s"
     with pytest.raises(EngineUnreachable, match=words) as raised:
         asyncio.run(update())
     assert f"127.0.0.1:{port}" in str(raised.value)

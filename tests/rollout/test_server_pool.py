@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from clew.config import Config
 from clew.errors import EngineError
@@ -26,6 +27,8 @@ from clew.loop.server_control import ServerControl
 from clew.record.run import RunDirectory, Server, attached_servers
 from clew.record.weights import WeightRef
 from clew.rollout.server_pool import LOOK_S, ServerPool
+from clew.waits import current_waits
+from tests.inference.test_faulty_servers import serving
 from tests.inference.test_server import ServerProcess, with_engine, write_config
 from tests.models import tiny_model, tiny_tokenizer
 
@@ -103,6 +106,24 @@ def test_a_server_that_dies_or_freezes_in_mid_generation_loses_no_request(two: A
     disturbed = ask(run, scenario)
     assert [each.output_ids for each in disturbed] == [each.output_ids for each in plain]
     assert all(len(each.output_ids) == len(each.versions) == 240 for each in disturbed)
+
+
+def test_a_request_that_is_not_answered_says_which_server_it_waits_for(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+
+    async def answer(_: web.Request) -> web.Response:
+        await asyncio.sleep(600)
+        return web.Response()
+
+    async def scenario(pool: ServerPool) -> list[str]:
+        asking = asyncio.ensure_future(generate_through_aborts(pool, request(0)))
+        await asyncio.sleep(0.5)
+        asking.cancel()
+        return [wait.what for wait in current_waits()]
+
+    with serving(answer) as address:
+        run.register_server(Server(name="server-1", address=address, pid=os.getpid(), ready=True))
+        assert ask(run, scenario) == ["completion g000000.e0.i0", f"an answer of server-1 ({address})"]
 
 
 def test_a_server_that_froze_in_mid_update_is_taken_out_and_returns_with_the_newest_weights(
