@@ -61,7 +61,6 @@ class Merge:
         self._alone: Snapshot | None = None
         """The only snapshot so far; None if there are more, or dumps of py-spy."""
         self._seconds = 0.0
-        self._world: int | None = None
         self._notes: list[str] = []
         self._machine: list[str] = []
         self._absent: tuple[str, ...] = ()
@@ -106,7 +105,6 @@ class Merge:
         self._alone = snapshot if self._nodes == 0 else None
         self._nodes += 1
         self._seconds = max(self._seconds, snapshot.seconds)
-        self._world = self._world or snapshot.world
         self._notes += snapshot.notes
         self._machine += snapshot.machine
         self._absent += snapshot.absent
@@ -141,7 +139,6 @@ class Merge:
             absent=self._absent,
             machine=tuple(self._machine),
             seconds=self._seconds,
-            world=self._world,
             notes=(*self._notes, *notes),
             sources={**sources_of(processes), **self._sources},
         )

@@ -124,7 +124,7 @@ def _puts_nothing(process: Process, sources: Mapping[str, str]) -> tuple[Activit
         The wait of the main thread; the frame of the other thread, at the line of its loop; and the counter of the
         loop's rounds, which alone has changed. None if there is no such thread.
     """
-    every = seen(process, sources, None) if never_woken(process) else []
+    every = seen(process, sources) if never_woken(process) else []
     if {each.kind for each in every} != {"queue"}:
         return None
     for thread, frame in ((t, f) for t in process.threads for f in t.user_frames):

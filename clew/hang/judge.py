@@ -17,7 +17,7 @@ from clew.hang.graph import reachable, sinks
 from clew.hang.local_cause import device, local_cause
 from clew.hang.locks import locked_file
 from clew.hang.observed import Snapshot
-from clew.hang.progress import cpu_share, pace, recent, wakeups, woken_once
+from clew.hang.progress import cpu_share, pace, recent, woken_once
 from clew.hang.roles import actors_of, world_of
 from clew.hang.sink import Sink
 from clew.hang.source import calls_of, enclosing_function, goes_on_for_ever, loop_at, outermost_loop
@@ -75,7 +75,7 @@ def _perhaps_slow(verdict: Verdict, mains: list[Actor], snapshot: Snapshot) -> V
     """Return the verdict, or "undetermined" if each main process was woken up only once: a round may take that long."""
     if verdict.structural or not mains:
         return verdict
-    if not all(woken_once(a.process, snapshot.sources, snapshot.world) for a in mains):
+    if not all(woken_once(a.process, snapshot.sources) for a in mains):
         return verdict
     labels = ", ".join(a.process.label for a in mains)
     why = f"{labels}: woken up only once in {snapshot.seconds:.0f} s. It may be slow. Ask again."
@@ -131,7 +131,8 @@ def _mains(live: list[Actor], ranks: list[Actor]) -> list[Actor]:
     """Return the processes whose progress is that of the job: the ranks, or the main process, or what it supervises."""
     if ranks:
         return ranks
-    workers = [a for a in live if not _is_server(a) and a.role == "other" and not a.dead] or live
+    servers = [a for a in live if a.process.listens and a.activity.kind in ("select", "network", "http")]
+    workers = [a for a in live if a not in servers and a.role == "other" and not a.dead] or live
     pids = {a.pid for a in workers}
     roots = [a for a in workers if a.process.parent not in pids]
     # A main process that only waits for its children shows no progress of its own: look at the children instead.
@@ -143,10 +144,6 @@ def _mains(live: list[Actor], ranks: list[Actor]) -> list[Actor]:
 
 def _supervises(actor: Actor, workers: list[Actor]) -> bool:
     return actor.activity.kind in SUPERVISING and any(a.process.parent == actor.pid for a in workers)
-
-
-def _is_server(actor: Actor) -> bool:
-    return bool(actor.process.listens) and actor.activity.kind in ("select", "network", "http")
 
 
 def _only_serves(actor: Actor, sources: Mapping[str, str]) -> bool:
@@ -247,18 +244,16 @@ def _how(actor: Actor, snapshot: Snapshot, subject: str) -> str:
 
 def _blind_loops(mains: list[Actor]) -> Verdict | None:
     """Judge event loops that are woken up, but whose coroutines could not be read, by CPU time and output."""
-    loops = [a for a in mains if _wakes(a) and not any(t.task for t in a.process.threads)]
+    blind = [a for a in mains if a.activity.idle_loop and not any(t.task for t in a.process.threads)]
+    loops = [
+        a for a in blind if len(newest := recent(a.process).looks) > 1 and newest[-1].switches - newest[0].switches > 1
+    ]
     if not loops or len(loops) < len(mains):
         return None
     if any(cpu_share(a.process) > 0.02 or a.process.last.written > a.process.looks[0].written for a in loops):
         return verdict_about("healthy", [], "The event loop runs: it works or writes.", mains, confidence="medium")
     why = "The event loop is woken up, but its coroutines could not be read: it may only poll."
     return verdict_about("undetermined", [], why, mains, confidence="low")
-
-
-def _wakes(actor: Actor) -> bool:
-    newest = recent(actor.process)
-    return actor.activity.idle_loop and len(newest.looks) > 1 and wakeups(newest) >= 2
 
 
 def _by_graph(live: list[Actor], ranks: list[Actor], snapshot: Snapshot) -> Verdict:
@@ -279,7 +274,7 @@ def _by_graph(live: list[Actor], ranks: list[Actor], snapshot: Snapshot) -> Verd
         return _in_one_call(at_fault)
     between = any(a.activity.kind in (*DISTRIBUTED, "device") for a in culprits)
     if between and len(culprits) > 1 and all(a.rank is not None for a in culprits):
-        return _unless_ready(device(sink) or locked_file(sink) or cycle(culprits, waiters, snapshot.sources), culprits)
+        return _unless_ready(device(sink) or locked_file(sink) or cycle(sink), culprits)
     found = _with_those_alike(local_cause(sink), culprits[0], ranks)
     beside = [a.says for a in parted] + [f"{said} has ended" for a in culprits if (said := ended_inside(a))]
     if beside and found.cause != "dead" and found.pattern not in SOUND:
@@ -349,10 +344,4 @@ def _candidates(edges: Mapping[int, set[int]], by_pid: Mapping[int, Actor]) -> l
 
 
 def _most_waited(candidates: Sequence[set[int]], edges: Mapping[int, set[int]]) -> set[int]:
-    def waiters(component: set[int]) -> int:
-        return sum(bool(reachable(pid, edges) & component) for pid in edges)
-
-    return max(candidates, key=lambda each: (waiters(each), -min(each)))
-
-
-__all__ = ["SOUND", "Actor", "Verdict", "actors_of", "judge", "names"]
+    return max(candidates, key=lambda each: (sum(bool(reachable(pid, edges) & each) for pid in edges), -min(each)))

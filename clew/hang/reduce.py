@@ -112,22 +112,14 @@ def _counters(values: Mapping[str, str]) -> list[str]:
 
 def raw_state(threads: list[dict[str, Any]]) -> Hashable:
     """Return the state of a JSON dump of py-spy, without making objects of it. May raise KeyError or TypeError."""
-    return tuple(
-        tuple(
-            (
-                each["name"],
-                each["filename"],
-                each["line"],
-                *(
-                    local["repr"]
-                    for local in each.get("locals") or ()
-                    if COUNTERS.match(local["name"]) and str(local["repr"]).isdigit()
-                ),
-            )
-            for each in thread["frames"]
-        )
-        for thread in threads
-    )
+    stacks = []
+    for thread in threads:
+        stack = []
+        for frame in thread["frames"]:
+            values = {local["name"]: str(local["repr"]) for local in frame.get("locals") or ()}
+            stack.append((frame["name"], frame["filename"], frame["line"], *_counters(values)))
+        stacks.append(tuple(stack))
+    return tuple(stacks)
 
 
 def to_judge(snapshot: Snapshot) -> Snapshot:

@@ -10,9 +10,11 @@ from pathlib import PurePath
 from typing import Any
 
 from clew.hang.equal_stacks import RanksByStack, ranges, ranges_text, ranks_by_stack
-from clew.hang.judge import Actor, Verdict, actors_of, judge
+from clew.hang.judge import judge
 from clew.hang.observed import PIDS_PER_NODE, Snapshot
 from clew.hang.reduce import reduced, to_judge
+from clew.hang.roles import actors_of
+from clew.hang.verdict import Actor, Verdict
 
 CONTEXT = 2
 """Number of source lines that are shown before and after the one in question."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from clew.hang.activity import DISTRIBUTED, Activity
 from clew.hang.observed import Snapshot
-from clew.hang.verdict import Actor, Verdict, subject, verdict_about
+from clew.hang.verdict import Actor, Verdict, sentences, subject, verdict_about
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +44,11 @@ class Sink:
     def blame(self, pattern: str, blamed: Sequence[Actor], why: str, **more) -> Verdict:
         """Return a verdict about some of these processes, with what all of them do as evidence."""
         return verdict_about(pattern, blamed, why, self.live, **more)
+
+    @property
+    def says(self) -> str:
+        """Return a sentence about each of the first four culprits: what it does, and where."""
+        return sentences(self.culprits)
 
     @property
     def who_waits(self) -> str:

@@ -94,9 +94,9 @@ def enclosing_function(text: str, line: int) -> Function | None:
 
 
 def _spans(node: ast.AST, line: int) -> bool:
-    if isinstance(node, (ast.ExceptHandler, ast.stmt, ast.match_case)):
-        return _covers(node, line) if not isinstance(node, ast.match_case) else any(_covers(s, line) for s in node.body)
-    return False
+    if isinstance(node, ast.match_case):
+        return any(_covers(each, line) for each in node.body)
+    return isinstance(node, (ast.ExceptHandler, ast.stmt)) and _covers(node, line)
 
 
 def dotted(node: ast.AST) -> str:
