@@ -220,6 +220,12 @@ def activity_of(process: Process, thread: Thread, sources: Mapping[str, str], wo
         return Activity(kind="unknown", thread=thread.name)
     user = next(iter(thread.user_frames), frames[-1])
     text = sources.get(user.file, "")
+    # asyncio's loop has Python frames. uvloop's has none: only asyncio/runners.py is there, as the innermost frame
+    # while the loop is idle, and further out while it runs the user's code.
+    runs = any(f.file.endswith("asyncio/events.py") and f.name == "_run" for f in frames)
+    asyncio = any(f.file.endswith("asyncio/base_events.py") for f in frames)
+    uvloop = any(f.file.endswith("uvloop/__init__.py") for f in frames)
+    runner = [f.file.endswith("asyncio/runners.py") for f in frames]
     base = Activity(
         kind="unknown",
         file=user.file,
@@ -228,21 +234,8 @@ def activity_of(process: Process, thread: Thread, sources: Mapping[str, str], wo
         text=line_of(text, user.line),
         branch=next((b for f in frames if (b := source.branch_of_rank(sources.get(f.file, ""), f.line))), ""),
         cleanup=_cleanup(frames, sources),
-        # asyncio's loop has Python frames. uvloop's has none: only asyncio/runners.py is there, as the innermost frame
-        # while the loop is idle, and further out while it runs the user's code.
-        in_loop=(
-            any(f.file.endswith("asyncio/events.py") and f.name == "_run" for f in frames)
-            and any(f.file.endswith(("asyncio/base_events.py", "uvloop/__init__.py")) for f in frames)
-        )
-        or (  # uvloop, started by asyncio's Runner, has no frames of its own
-            any(f.file.endswith("asyncio/runners.py") for f in frames[1:])
-            and not any(f.file.endswith("asyncio/base_events.py") for f in frames)
-            and not frames[0].file.endswith("asyncio/runners.py")
-        ),
-        idle_loop=(
-            frames[0].file.endswith("selectors.py") and any(f.file.endswith("asyncio/base_events.py") for f in frames)
-        )
-        or (frames[0].file.endswith("asyncio/runners.py") and not thread.active),  # uvloop has no frames of its own
+        in_loop=(runs and (asyncio or uvloop)) or (any(runner) and not runner[0] and not asyncio),
+        idle_loop=(asyncio and frames[0].file.endswith("selectors.py")) or (runner[0] and not thread.active),
         counters=counters_of(frames),
         thread=thread.name,
         task=thread.task,

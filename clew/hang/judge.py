@@ -17,7 +17,7 @@ from clew.hang.graph import reachable, sinks
 from clew.hang.local_cause import device, local_cause
 from clew.hang.locks import locked_file
 from clew.hang.observed import Snapshot
-from clew.hang.progress import cpu_share, pace, recent, woken_once
+from clew.hang.progress import cpu_share, pace, recent, wakeups, woken_once
 from clew.hang.roles import actors_of, world_of
 from clew.hang.sink import Sink
 from clew.hang.source import calls_of, enclosing_function, goes_on_for_ever, loop_at, outermost_loop
@@ -245,9 +245,7 @@ def _how(actor: Actor, snapshot: Snapshot, subject: str) -> str:
 def _blind_loops(mains: list[Actor]) -> Verdict | None:
     """Judge event loops that are woken up, but whose coroutines could not be read, by CPU time and output."""
     blind = [a for a in mains if a.activity.idle_loop and not any(t.task for t in a.process.threads)]
-    loops = [
-        a for a in blind if len(newest := recent(a.process).looks) > 1 and newest[-1].switches - newest[0].switches > 1
-    ]
+    loops = [a for a in blind if wakeups(recent(a.process)) >= 2]
     if not loops or len(loops) < len(mains):
         return None
     if any(cpu_share(a.process) > 0.02 or a.process.last.written > a.process.looks[0].written for a in loops):

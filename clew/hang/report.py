@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import PurePath
@@ -143,16 +142,14 @@ class Report:
         if self.next:
             lines += ["", f"Next: {self.next}"]
         if verdict.exit_code and len(self.classes) > 1:
-            lines += ["", "Stacks (all of them with --stacks):", *self._in_short()]
+            lines += ["", "Stacks (all of them with --stacks):"]
+            for stack, pairs in list(self.classes.items())[:12]:
+                lines.append(f"  {ranges_text(pairs)}: {stack[-1] if stack else 'no Python frame'}")
         lines += [
             "",
             f"{self.count} {'process' if self.count == 1 else 'processes'}, watched for {self.seen.seconds:.1f} s",
         ]
         return "\n".join(lines)
-
-    def _in_short(self) -> Iterator[str]:
-        for stack, pairs in list(self.classes.items())[:12]:
-            yield f"  {ranges_text(pairs)}: {stack[-1] if stack else 'no Python frame'}"
 
     def stacks_in_text(self) -> str:
         """Return the classes of stacks with their ranks, the innermost frame last."""

@@ -320,8 +320,8 @@ def follows(text: str, line: int, later: int) -> bool:
 def function_named(text: str, name: str) -> Function | None:
     """Return the first function of a file with this name."""
     tree = parse(text)
-    functions = (node for node in ast.walk(tree) if isinstance(node, Function)) if tree else ()
-    return next((node for node in functions if node.name == name), None)
+    nodes = ast.walk(tree) if tree else ()
+    return next((node for node in nodes if isinstance(node, Function) and node.name == name), None)
 
 
 def ends_one_of(text: str, line: int, waits: Collection[Wait], *, by_argument: bool = True) -> bool:
