@@ -20,10 +20,10 @@ from clew.hang.verdict import MESSAGES, Actor, Verdict, names, sentences, subjec
 from clew.hang.waits_for import key_of
 
 
-def _joined_twice(live: list[Actor], missing: list[int]) -> Verdict | None:
+def _joined_twice(job: list[Actor], missing: list[int]) -> Verdict | None:
     """Judge processes that are in init_process_group as the same rank of one world: another rank is then absent."""
     joining = defaultdict[tuple[int, int, str], list[Actor]](list)
-    for actor in live:
+    for actor in job:
         if actor.activity.kind == "init" and not actor.dead and (joined := joins_as(actor.process)):
             joining[joined].append(actor)
     for (rank, world, address), alike in joining.items():
@@ -32,24 +32,24 @@ def _joined_twice(live: list[Actor], missing: list[int]) -> Verdict | None:
         if len(alike) < 2 or (peers and not set.intersection(*peers)):
             continue
         joined = {number for number, *same in joining if same == [world, address]}
-        lacking = missing if any(a.rank is not None for a in live) else range(world)
-        absent = ranges({*lacking} - joined - {a.rank for a in live})
+        lacking = missing if any(a.rank is not None for a in job) else range(world)
+        absent = ranges({*lacking} - joined - {a.rank for a in job})
         nobody = f", and nobody as rank {absent}" if absent else ""
         why = f"{' and '.join(a.process.label for a in alike)} each joined as rank {rank}{nobody}."
-        return replace(verdict_about("initialisation", alike, why, live), ranks=(rank,))
+        return replace(verdict_about("initialisation", alike, why, job), ranks=(rank,))
     return None
 
 
-def missing_ranks(ranks: list[Actor], missing: list[int], gone: str, live: list[Actor]) -> Verdict | None:
+def missing_ranks(ranks: list[Actor], missing: list[int], gone: str, job: list[Actor]) -> Verdict | None:
     """Judge a rank that has no process: it never started, it has ended, or its process joined as another rank.
 
     Args:
         ranks: The ranks that were found.
         missing: Rank numbers that no living process has.
         gone: Words about processes of the job that have ended.
-        live: Processes of the job, also ended ones, without launchers and idle helpers.
+        job: Processes of the job, also ended ones, without launchers and idle helpers.
     """
-    if found := _joined_twice(live, missing):
+    if found := _joined_twice(job, missing):
         return found
     dead = [a for a in ranks if a.dead]
     blocked = [a for a in ranks if not a.dead and a.activity.kind in DISTRIBUTED]
@@ -59,7 +59,7 @@ def missing_ranks(ranks: list[Actor], missing: list[int], gone: str, live: list[
     first = blocked[0].activity
     starting = all(a.activity.kind == "init" for a in blocked) and not dead and not gone
     what = f"{'never joined' if starting else 'has ended'}: there is no such process"
-    if unnamed := ", ".join(a.process.label for a in live if a.rank is None and a.activity.kind == "init"):
+    if unnamed := ", ".join(a.process.label for a in job if a.rank is None and a.activity.kind == "init"):
         what = f"was not seen. It may be {unnamed}, which is in init_process_group, too, and whose rank is unknown"
     why = (
         f"Rank {numbers} {what}. {gone}The other ranks wait for it in {first.op} at {first.site}, and will "
@@ -361,7 +361,7 @@ def _roots_differ(sink: Sink) -> Verdict | None:
     """Judge ranks that meet in one collective and name different sources or destinations."""
     for key in dict.fromkeys((key_of(a.activity), a.activity.op) for a in sink.culprits if a.activity.root):
         inside = [a for a in sink.culprits if (key_of(a.activity), a.activity.op) == key]
-        if found := _other_roots(inside, [a for a in sink.live if a not in inside]):
+        if found := _other_roots(inside, [a for a in sink.job if a not in inside]):
             return found
     return None
 

@@ -88,11 +88,11 @@ class Merge:
         pid = next((each["pid"] for each in value if isinstance(each.get("pid"), int)), 0)
         state = raw_state(value)
         if rank is not None and self._reducer.stands_for(state):
-            (process,) = self._apart((Process(pid=pid),))
+            (process,) = self._with_own_pids((Process(pid=pid),))
             self._reducer.add_alike(state, rank, process.pid, "")
         else:
             look = Look(at=0.0, state="S", threads=threads_from(value))
-            (process,) = self._apart((Process(pid=pid, rank=rank, looks=(look,)),))
+            (process,) = self._with_own_pids((Process(pid=pid, rank=rank, looks=(look,)),))
             self._reducer.keep(state if rank is not None else process.pid, process)
         self._alone = None
         self._nodes += 1
@@ -100,7 +100,7 @@ class Merge:
     def add(self, snapshot: Snapshot) -> None:
         """Add what one node saw."""
         self._sources.update(snapshot.sources)
-        for process in self._apart(snapshot.processes):
+        for process in self._with_own_pids(snapshot.processes):
             self._reducer.add(process)
         self._alone = snapshot if self._nodes == 0 else None
         self._nodes += 1
@@ -109,7 +109,7 @@ class Merge:
         self._machine += snapshot.machine
         self._absent += snapshot.absent
 
-    def _apart(self, processes: tuple[Process, ...]) -> tuple[Process, ...]:
+    def _with_own_pids(self, processes: tuple[Process, ...]) -> tuple[Process, ...]:
         """Return a node's processes, with other pids if an earlier node has a process with the same pid."""
         pids = _pids(processes)
         if pids & self._pids:

@@ -111,7 +111,7 @@ def counters_in(look: Look, process: Process, sources: Mapping[str, str]) -> dic
     works = busy(process)
     own = works and own_code_only(process)
     for thread in look.threads:
-        where = "main" if thread.os_id == process.pid else f"main{thread.at}" if thread.task else str(thread.os_id)
+        owner = "main" if thread.os_id == process.pid else f"main{thread.at}" if thread.task else str(thread.os_id)
         around = ""
         for depth, frame in enumerate(reversed(thread.frames)):
             if not frame.of_user and frame.file != PROGRAM:
@@ -129,9 +129,9 @@ def counters_in(look: Look, process: Process, sources: Mapping[str, str]) -> dic
                 if re.fullmatch(r"-?\d{1,15}", value) and not WAITING_NAMES.search(name) and not hidden(name, skipped):
                     # A new list in each round does not grow.
                     at = f"@{frame.addresses.get(name[4:-1], 0):x}" if name.startswith("len(") else ""
-                    found[f"{where}{at}{mark}:{depth}:{frame.name}.{name}"] = int(value)
+                    found[f"{owner}{at}{mark}:{depth}:{frame.name}.{name}"] = int(value)
                 elif name in until and re.fullmatch(r"\d{1,12}\.\d+", value):
-                    found[f"{where}:{depth}:{frame.name}.{DEADLINE} {name} (in ms)"] = round(1000 * float(value))
+                    found[f"{owner}:{depth}:{frame.name}.{DEADLINE} {name} (in ms)"] = round(1000 * float(value))
     return found
 
 
