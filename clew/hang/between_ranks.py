@@ -152,9 +152,8 @@ def initialisation(ranks: list[Actor]) -> Verdict | None:
                 f"{subject(inside, 'is', 'are')} in {words}, which every rank has to call. "
                 f"{subject(outside, 'is', 'are')} elsewhere: {outside[0].says}."
             )
-            return verdict_about(
-                "initialisation", outside, why, inside, structural=outside[0].activity.kind in DISTRIBUTED
-            )
+            sure = outside[0].activity.kind in DISTRIBUTED
+            return verdict_about("initialisation", outside, why, inside, structural=sure)
         if inside and len(inside) == len(ranks) and len(ranks) > 1:
             if found := _other_address(inside) or _other_groups(inside):
                 return found

@@ -150,7 +150,7 @@ def _only_serves(actor: Actor, sources: Mapping[str, str]) -> bool:
     """Return whether the main thread serves one connection after another, or waits while gRPC or a thread serves."""
     main, stack = actor.threads[0], actor.process.main_frames
     serving = [each.name for each in actor.process.threads if any(f.name == "serve_forever" for f in each.frames)]
-    others = [each for each in actor.threads[1:] if each.thread not in serving and _of_user(each)]
+    others = [each for each in actor.threads[1:] if each.thread not in serving and _may_work(each)]
     if any(frame.name == "wait_for_termination" and "grpc" in frame.file for frame in stack):
         return not others
     ended = [name for name in actor.process.inside.ended_threads if "process_request" not in name]
@@ -166,7 +166,8 @@ def _only_serves(actor: Actor, sources: Mapping[str, str]) -> bool:
     return (serves and loop is not None and goes_on_for_ever(loop)) or _reads_requests(main, sources)
 
 
-def _of_user(one: Activity) -> bool:
+def _may_work(one: Activity) -> bool:
+    """Return whether a thread or coroutine runs the user's code, and is neither a heartbeat nor an idle event loop."""
     return one.of_user and not one.heartbeat and not one.idle_loop
 
 
@@ -186,7 +187,7 @@ def _unasked(job: list[Actor], sources: Mapping[str, str]) -> Verdict | None:
     """Judge servers that nobody asks anything. Their threads and children may wait for work: that is no fault."""
     quiet = []
     for each in (a for a in job if a.process.listens and a.threads):
-        reading = [one for one in each.threads if _of_user(one)] if each.process.peers else []
+        reading = [one for one in each.threads if _may_work(one)] if each.process.peers else []
         # A client outside of this job may keep a connection open without asking for anything.
         if not each.process.peers or (reading and all(_reads_requests(one, sources) for one in reading)):
             quiet.append(each)

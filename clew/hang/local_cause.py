@@ -17,7 +17,7 @@ from clew.hang.progress import busy, cpu_share, fails_in_loop, moved_counters, o
 from clew.hang.roles import WAITS_INSIDE
 from clew.hang.sink import Sink
 from clew.hang.source import calls_at, calls_of, dotted, loop_at, origin, outermost_loop
-from clew.hang.verdict import LOCAL, MESSAGES, Actor, Verdict, names, subject, verdict_about, words_of
+from clew.hang.verdict import LOCAL, MESSAGES, Actor, Verdict, names, subject, words_of
 from clew.hang.waits_for import THROUGH_PIPES, TO_OTHERS, surely_awaits
 
 FILE_CALLS = re.compile(
@@ -283,14 +283,8 @@ def _computing(sink: Sink) -> Verdict | None:
         return sink.blame("undetermined", [], f"{sink.one.says} ({share:.0%} of a core).", confidence="low")
     seconds = sink.snapshot.seconds
     why = f"{sink.one.says}. It has computed there for the {seconds:.0f} s of watching ({share:.0%} of a core)."
-    return verdict_about(
-        "cpu",
-        sink.culprits,
-        why + sink.who_waits,
-        sink.waiters,
-        confidence="low" if alone else "medium",
-        cause="compute",
-    )
+    confidence = "low" if alone else "medium"
+    return sink.blame("cpu", sink.culprits, why + sink.who_waits, confidence=confidence, cause="compute")
 
 
 def device(sink: Sink) -> Verdict | None:

@@ -438,11 +438,9 @@ def _works_in_library(process: Process, sources: Mapping[str, str]) -> bool:
         return False
     if all(importing(thread) for thread in threads):
         return True
-    for thread in threads:
-        user = next(iter(thread.user_frames), None)
-        if user and isinstance(source.outermost_loop(sources.get(user.file, ""), user.line), ast.While):
-            return False
-    return True
+    users = (frame for thread in threads for frame in thread.user_frames[:1])
+    loops = (source.outermost_loop(sources.get(frame.file, ""), frame.line) for frame in users)
+    return not any(isinstance(loop, ast.While) for loop in loops)
 
 
 def _passes_lines(process: Process, sources: Mapping[str, str]) -> bool:
