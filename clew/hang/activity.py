@@ -45,7 +45,9 @@ KERNEL = {
     "n_tty_read": "stdin", "posix_lock_inode_wait": "file",
 }  # fmt: skip
 """Functions of the kernel in which a process sleeps, and the kind of wait that each is."""
-LIBRARY = (
+Patterns = tuple[tuple[str, str, str], ...]
+"""Patterns of library frames: file, whole name of the function ("" for any), kind of wait."""
+LIBRARY: Patterns = (
     (r"/pdb\.py$|/bdb\.py$", "", "stdin"),
     (r"torch/utils/data/dataloader\.py$", "_try_get_data|_get_data|_next_data|_shutdown_workers", "data_loader"),
     (r"torch/distributed/rendezvous\.py$", "", "init"),
@@ -76,8 +78,8 @@ LIBRARY = (
     (r"/threading\.py$", "wait|wait_for|acquire|__enter__", "condition"),
     (r"filelock/", "", "file"),
 )  # fmt: skip
-"""Patterns of library frames: file, whole name of the function ("" for any), kind of wait. The first that matches any
-frame wins, so special cases come before general ones: a multiprocessing queue also has frames of a connection."""
+"""The first that matches any frame wins, so special cases come before general ones: a multiprocessing queue also has
+frames of a connection."""
 JOBS = {"_worker": "concurrent/futures/thread.py", "_run_function": "torch/distributed/rpc/internal.py"}
 """Functions that run what another thread or rank has asked for, and their files."""
 DISTRIBUTED = ("collective", "send", "recv", "init", "new_group", "destroy", "store")
@@ -211,13 +213,19 @@ def _cleanup(frames: Sequence[Frame], sources: Mapping[str, str]) -> str:
     return ""
 
 
-def activity_of(process: Process, thread: Thread, sources: Mapping[str, str], world: int | None) -> Activity:
+def activity_of(process: Process, thread: Thread, sources: Mapping[str, str], world: int | None = None) -> Activity:
     """Return what a thread of a process is doing. `sources` has source texts by path, `world` the number of ranks."""
     frames = thread.frames
     if not frames:
         return Activity(kind="unknown", thread=thread.name)
     user = next(iter(thread.user_frames), frames[-1])
     text = sources.get(user.file, "")
+    # asyncio's loop has Python frames. uvloop's has none: only asyncio/runners.py is there, as the innermost frame
+    # while the loop is idle, and further out while it runs the user's code.
+    runs = any(f.file.endswith("asyncio/events.py") and f.name == "_run" for f in frames)
+    asyncio = any(f.file.endswith("asyncio/base_events.py") for f in frames)
+    uvloop = any(f.file.endswith("uvloop/__init__.py") for f in frames)
+    runner = [f.file.endswith("asyncio/runners.py") for f in frames]
     base = Activity(
         kind="unknown",
         file=user.file,
@@ -226,21 +234,8 @@ def activity_of(process: Process, thread: Thread, sources: Mapping[str, str], wo
         text=line_of(text, user.line),
         branch=next((b for f in frames if (b := source.branch_of_rank(sources.get(f.file, ""), f.line))), ""),
         cleanup=_cleanup(frames, sources),
-        # asyncio's loop has Python frames. uvloop's has none: only asyncio/runners.py is there, as the innermost frame
-        # while the loop is idle, and further out while it runs the user's code.
-        in_loop=(
-            any(f.file.endswith("asyncio/events.py") and f.name == "_run" for f in frames)
-            and any(f.file.endswith(("asyncio/base_events.py", "uvloop/__init__.py")) for f in frames)
-        )
-        or (  # uvloop, started by asyncio's Runner, has no frames of its own
-            any(f.file.endswith("asyncio/runners.py") for f in frames[1:])
-            and not any(f.file.endswith("asyncio/base_events.py") for f in frames)
-            and not frames[0].file.endswith("asyncio/runners.py")
-        ),
-        idle_loop=(
-            frames[0].file.endswith("selectors.py") and any(f.file.endswith("asyncio/base_events.py") for f in frames)
-        )
-        or (frames[0].file.endswith("asyncio/runners.py") and not thread.active),  # uvloop has no frames of its own
+        in_loop=(runs and (asyncio or uvloop)) or (any(runner) and not runner[0] and not asyncio),
+        idle_loop=(asyncio and frames[0].file.endswith("selectors.py")) or (runner[0] and not thread.active),
         counters=counters_of(frames),
         thread=thread.name,
         task=thread.task,
@@ -266,7 +261,7 @@ def importing(thread: Thread) -> bool:
     return any(frame.file.startswith("<frozen importlib") for frame in inner)
 
 
-COROUTINES = (
+COROUTINES: Patterns = (
     (r"asyncio/tasks\.py$", "sleep", "sleep"),
     (r"asyncio/(tasks|taskgroups|timeouts)\.py$|anyio/.*", "_wait|wait_for|gather|__aexit__|_wait_for_one", "tasks"),
     (r"asyncio/queues\.py$", "get", "queue"),
@@ -279,7 +274,7 @@ COROUTINES = (
     (r"asyncio/threads\.py$", "", "future"),
     (r"asyncio/(streams|base_events|selector_events|sslproto)\.py$", "", "http"),
 )  # fmt: skip
-"""Patterns of library frames of coroutines: file, function, kind of wait. The first that matches any frame wins."""
+"""Patterns of frames of coroutines."""
 SERVING = re.compile(r"/(aiohttp/web\w*|uvicorn/.*|starlette/.*|hypercorn/.*)\.py$|asyncio/runners\.py$")
 """Files of coroutines that wait for requests, which is no fault."""
 
@@ -294,11 +289,7 @@ def _coroutine(base: Activity, thread: Thread, user: Frame, text: str) -> Activi
     starts_program = any(re.search(r"asyncio/subprocess\.py$", frame.file) for frame in inside)
     if thread.waiter in ("Task", "_GatheringFuture") and not starts_program:  # communicate() gathers tasks of its own
         return replace(base, kind="tasks")
-    for file, function, kind in COROUTINES:
-        for frame in inside:
-            if re.search(file, frame.file) and (not function or re.fullmatch(function, frame.name)):
-                return replace(base, kind=kind, target=receiver(text, user.line), op=frame.name)
-    return replace(base, kind="future")
+    return _first_match(COROUTINES, base, inside, text) or replace(base, kind="future")
 
 
 def line_of(text: str, line: int) -> str:
@@ -435,12 +426,15 @@ def new_group_members(text: str, name: str, names: dict[str, Any]) -> tuple[int,
 
 def _library(base: Activity, place: Place) -> Activity | None:
     """Return the call of a library in which a thread waits, or None."""
-    if base.idle_loop:
-        return replace(base, kind="select")
-    for file, function, kind in LIBRARY:
-        for frame in place.inside:
+    return replace(base, kind="select") if base.idle_loop else _first_match(LIBRARY, base, place.inside, place.text)
+
+
+def _first_match(patterns: Patterns, base: Activity, inside: Sequence[Frame], text: str) -> Activity | None:
+    """Return the wait that the first of the patterns that matches one of these frames stands for, or None."""
+    for file, function, kind in patterns:
+        for frame in inside:
             if re.search(file, frame.file) and (not function or re.fullmatch(function, frame.name)):
-                return replace(base, kind=kind, target=receiver(place.text, place.user.line), op=frame.name)
+                return replace(base, kind=kind, target=receiver(text, base.line), op=frame.name)
     return None
 
 

@@ -17,14 +17,7 @@ AGAIN = "A restart will hang again at the same place, unless the data or random 
 UNLESS = "A restart will hang again unless what the job waits for is there by then."
 CHANCE = "A restart goes on if only chance led to this order, and hangs again if the same steps lead here."
 RESTART = {
-    "missing rank": AGAIN,
-    "collective mismatch": AGAIN,
-    "crossed groups": AGAIN,
-    "send/receive cycle": AGAIN,
-    "pipeline micro-batch mismatch": AGAIN,
-    "shape mismatch": AGAIN,
     "cleanup deadlock": "A restart will hang again if the exception that led to the cleanup is raised again.",
-    "initialisation": AGAIN,
     "same collective everywhere": "A restart may go on if the network or a device failed only for a while.",
     "dead": "A restart will end in the same way unless the cause is removed. Read the log of what has ended first.",
     "stopped": "A restart goes on unless whatever stopped it does so again.",
@@ -33,9 +26,8 @@ RESTART = {
     "cpu": "A restart will hang again if the same input is drawn.",
     "rollout blocked": "A restart will hang again if the job comes to this place in the same way.",
     "external wait": UNLESS,
-    "event loop blocked": AGAIN,
 }
-"""Sentence for each pattern that says whether the job would hang again after a restart."""
+"""Sentence for each pattern that says whether the job would hang again after a restart; AGAIN for all others."""
 BY_CHANCE = ("lock", "threads")
 """Causes that depend on the order in which threads run."""
 STANDS = (
@@ -61,7 +53,7 @@ def with_advice(verdict: Verdict, actors: Sequence[Actor]) -> Verdict:
         pids = " ".join(f"--pid {actor.pid}" for actor in actors[:1])
         again = "" if verdict.pattern in SOUND else f"clew hang {pids} again in a minute, and compare the lines."
         return replace(verdict, next=verdict.next or again)
-    restart = CHANCE if verdict.cause in BY_CHANCE else RESTART.get(verdict.pattern, "")
+    restart = CHANCE if verdict.cause in BY_CHANCE else RESTART.get(verdict.pattern, AGAIN)
     if restart == UNLESS and (edges := all_edges(actors)) and any(pid in reachable(pid, edges) for pid in verdict.pids):
         restart = AGAIN  # it waits for those that wait for it, so nothing can come in time
     return replace(

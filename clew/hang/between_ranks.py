@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import PurePath
 
 from clew.hang.activity import DISTRIBUTED, LOOP_COUNTER, WORKS, Activity
 from clew.hang.collective_calls import behind, other_numbers, parting
 from clew.hang.equal_stacks import ranges
+from clew.hang.observed import Frame
 from clew.hang.roles import joins_as
+from clew.hang.sink import Sink
 from clew.hang.source import WITHOUT_RAISE, follows, outermost_loop
-from clew.hang.verdict import MESSAGES, Actor, Verdict, names, subject, verdict_about
+from clew.hang.verdict import MESSAGES, Actor, Verdict, names, sentences, subject, verdict_about
 from clew.hang.waits_for import key_of
 
 
-def _joined_twice(live: list[Actor], missing: list[int]) -> Verdict | None:
+def _joined_twice(job: list[Actor], missing: list[int]) -> Verdict | None:
     """Judge processes that are in init_process_group as the same rank of one world: another rank is then absent."""
     joining = defaultdict[tuple[int, int, str], list[Actor]](list)
-    for actor in live:
+    for actor in job:
         if actor.activity.kind == "init" and not actor.dead and (joined := joins_as(actor.process)):
             joining[joined].append(actor)
     for (rank, world, address), alike in joining.items():
@@ -30,24 +32,24 @@ def _joined_twice(live: list[Actor], missing: list[int]) -> Verdict | None:
         if len(alike) < 2 or (peers and not set.intersection(*peers)):
             continue
         joined = {number for number, *same in joining if same == [world, address]}
-        lacking = missing if any(a.rank is not None for a in live) else range(world)
-        absent = ranges({*lacking} - joined - {a.rank for a in live})
+        lacking = missing if any(a.rank is not None for a in job) else range(world)
+        absent = ranges({*lacking} - joined - {a.rank for a in job})
         nobody = f", and nobody as rank {absent}" if absent else ""
         why = f"{' and '.join(a.process.label for a in alike)} each joined as rank {rank}{nobody}."
-        return replace(verdict_about("initialisation", alike, why, live), ranks=(rank,))
+        return replace(verdict_about("initialisation", alike, why, job), ranks=(rank,))
     return None
 
 
-def missing_ranks(ranks: list[Actor], missing: list[int], gone: str, live: list[Actor]) -> Verdict | None:
+def missing_ranks(ranks: list[Actor], missing: list[int], gone: str, job: list[Actor]) -> Verdict | None:
     """Judge a rank that has no process: it never started, it has ended, or its process joined as another rank.
 
     Args:
         ranks: The ranks that were found.
         missing: Rank numbers that no living process has.
         gone: Words about processes of the job that have ended.
-        live: Processes of the job, also ended ones, without launchers and idle helpers.
+        job: Processes of the job, also ended ones, without launchers and idle helpers.
     """
-    if found := _joined_twice(live, missing):
+    if found := _joined_twice(job, missing):
         return found
     dead = [a for a in ranks if a.dead]
     blocked = [a for a in ranks if not a.dead and a.activity.kind in DISTRIBUTED]
@@ -57,7 +59,7 @@ def missing_ranks(ranks: list[Actor], missing: list[int], gone: str, live: list[
     first = blocked[0].activity
     starting = all(a.activity.kind == "init" for a in blocked) and not dead and not gone
     what = f"{'never joined' if starting else 'has ended'}: there is no such process"
-    if unnamed := ", ".join(a.process.label for a in live if a.rank is None and a.activity.kind == "init"):
+    if unnamed := ", ".join(a.process.label for a in job if a.rank is None and a.activity.kind == "init"):
         what = f"was not seen. It may be {unnamed}, which is in init_process_group, too, and whose rank is unknown"
     why = (
         f"Rank {numbers} {what}. {gone}The other ranks wait for it in {first.op} at {first.site}, and will "
@@ -110,19 +112,21 @@ def _other_groups(ranks: list[Actor]) -> Verdict | None:
 
 def _new_ranks(actor: Actor) -> tuple[int, ...]:
     """Return the ranks of the group that a rank is making; () if its frames do not say."""
-    looks = reversed(actor.process.looks)  # not every look could read the locals
-    frames = (f for look in looks for thread in look.threads for f in thread.frames if f.name == "new_group")
-    texts = (frame.locals.get("ranks", "") for frame in frames)
+    texts = (frame.locals.get("ranks", "") for frame in _newest_frames(actor) if frame.name == "new_group")
     said = next((text for text in texts if re.fullmatch(r"[\[(]\d+(, \d+)*,?[\])]", text)), "")
     return tuple(int(each) for each in re.findall(r"\d+", said))
 
 
 def _new_name(actor: Actor) -> str:
     """Return the name of the group that a rank is making; "" if its frames do not say."""
-    looks = reversed(actor.process.looks)  # not every look could read the locals
-    frames = (frame for look in looks for thread in look.threads for frame in thread.frames)
-    names = (f.locals.get("group_name", "").strip("'\"") for f in frames if f.file.endswith("distributed_c10d.py"))
+    frames = (frame for frame in _newest_frames(actor) if frame.file.endswith("distributed_c10d.py"))
+    names = (frame.locals.get("group_name", "").strip("'\"") for frame in frames)
     return next((name for name in names if name and name != "None"), "")
+
+
+def _newest_frames(actor: Actor) -> Iterator[Frame]:
+    """Yield the frames of all looks, the newest first: not every look could read the locals."""
+    return (f for look in reversed(actor.process.looks) for thread in look.threads for f in thread.frames)
 
 
 def _meeting_point(actor: Actor) -> str:
@@ -148,9 +152,8 @@ def initialisation(ranks: list[Actor]) -> Verdict | None:
                 f"{subject(inside, 'is', 'are')} in {words}, which every rank has to call. "
                 f"{subject(outside, 'is', 'are')} elsewhere: {outside[0].says}."
             )
-            return verdict_about(
-                "initialisation", outside, why, inside, structural=outside[0].activity.kind in DISTRIBUTED
-            )
+            sure = outside[0].activity.kind in DISTRIBUTED
+            return verdict_about("initialisation", outside, why, inside, structural=sure)
         if inside and len(inside) == len(ranks) and len(ranks) > 1:
             if found := _other_address(inside) or _other_groups(inside):
                 return found
@@ -182,13 +185,7 @@ def same_everywhere(ranks: list[Actor]) -> Verdict:
             )
             return verdict_about("cleanup deadlock", odd, why, ranks)
         return verdict_about("collective mismatch", odd, f"{came} {why_odd}", ranks, confidence="medium")
-    drift = _drifted(ranks)
-    if drift is not None:
-        name, odd, values = drift
-        rest = "" if odd == ranks else f" {subject(odd, 'has', 'have')} made another number of calls than the others."
-        why = f"{_together(ranks)}, but not in the same call of it: {name} is {values}.{rest}"
-        return verdict_about("collective mismatch", odd, why, ranks, structural=True, confidence="medium")
-    if found := _other_works(ranks):
+    if found := _drifted(ranks) or _other_works(ranks):
         return found
     why = (
         f"{_together(ranks)}, and it does not end. The cause is below "
@@ -250,71 +247,46 @@ def _other_shapes(ranks: list[Actor]) -> Verdict | None:
 
 def _other_works(ranks: list[Actor]) -> Verdict | None:
     """Judge ranks in one call whose lists of unfinished asynchronous operations differ in length."""
-    shared = set.intersection(*(set(a.activity.counters) for a in ranks))
-    for name in sorted(name for name in shared if WORKS.search(name)):
-        numbers = {a.pid: a.activity.counters[name] for a in ranks}
-        least = min(numbers.values())
-        odd = [a for a in ranks if numbers[a.pid] > least]
-        if odd:
-            said = ", ".join(f"{numbers[a.pid]} on rank {a.rank}" for a in ranks[:6])
-            why = (
-                f"{_together(ranks)}, but {name.partition('.')[2]} is {said}: rank "
-                f"{names(odd)} has begun an asynchronous operation that the others have not, so their calls no longer "
-                f"fit together."
-            )
-            return verdict_about("collective mismatch", odd, why, ranks, confidence="low")
+    for name, numbers in _unequal_counters(ranks, WORKS):
+        odd = [a for a in ranks if numbers[a.pid] > min(numbers.values())]
+        why = (
+            f"{_together(ranks)}, but {name.partition('.')[2]} is {deviating(ranks, numbers)[1]}: rank {names(odd)} "
+            "has begun an asynchronous operation that the others have not, so their calls no longer fit together."
+        )
+        return verdict_about("collective mismatch", odd, why, ranks, confidence="low")
     return None
 
 
-def _drifted(ranks: list[Actor]) -> tuple[str, list[Actor], str] | None:
-    """Return a loop counter that differs between ranks, the ranks that deviate in it, and all values in words."""
-    shared = set.intersection(*(set(a.activity.counters) for a in ranks)) if ranks else set()
-    for name in sorted(shared):
+def _drifted(ranks: list[Actor]) -> Verdict | None:
+    """Judge ranks in one collective whose loop counters differ: they are in different calls of it."""
+    for name, values in _unequal_counters(ranks, LOOP_COUNTER):
+        odd, said = deviating(ranks, values)
+        rest = "" if odd == ranks else f" {subject(odd, 'has', 'have')} made another number of calls than the others."
+        why = f"{_together(ranks)}, but not in the same call of it: {name.rpartition('.')[2]} is {said}.{rest}"
+        return verdict_about("collective mismatch", odd, why, ranks, structural=True, confidence="medium")
+    return None
+
+
+def _unequal_counters(ranks: list[Actor], names: re.Pattern[str]) -> Iterator[tuple[str, dict[int, int]]]:
+    """Yield each counter with such a name that differs between ranks, and its values by pid."""
+    for name in sorted(set.intersection(*(set(a.activity.counters) for a in ranks))):
         values = {a.pid: a.activity.counters[name] for a in ranks}
-        if LOOP_COUNTER.search(name) and len({*values.values()}) > 1:
-            return name.rpartition(".")[2], *deviating(ranks, values)
-    return None
+        if names.search(name) and len({*values.values()}) > 1:
+            yield name, values
 
 
-def _sentences(actors: list[Actor]) -> str:
-    """Return a sentence about each of the first four processes: what it does, and where."""
-    return " ".join(f"{a.says[:1].upper()}{a.says[1:]}." for a in actors[:4])
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cycle:
-    """Ranks that wait for one another, and everything around them."""
-
-    culprits: list[Actor]
-    waiters: list[Actor]
-    sources: Mapping[str, str]
-
-    @property
-    def everyone(self) -> list[Actor]:
-        return [*self.culprits, *self.waiters]
-
-    @property
-    def kinds(self) -> set[str]:
-        return {a.activity.kind for a in self.culprits}
-
-    @property
-    def says(self) -> str:
-        return _sentences(self.culprits)
-
-
-def cycle(culprits: list[Actor], waiters: list[Actor], sources: Mapping[str, str]) -> Verdict:
+def cycle(sink: Sink) -> Verdict:
     """Judge ranks that wait for one another: cleanup, messages, crossed groups, or different collectives."""
-    ranks = Cycle(culprits=culprits, waiters=waiters, sources=sources)
-    return next(verdict for rule in CYCLES if (verdict := rule(ranks)) is not None)
+    return next(verdict for rule in CYCLES if (verdict := rule(sink)) is not None)
 
 
-def _cleaning_up(ranks: Cycle) -> Verdict | None:
+def _cleaning_up(sink: Sink) -> Verdict | None:
     """Judge ranks that clean up while the others still train.
 
     A `finally` or `__exit__` may hide an exception, because a collective in it waits for ranks that still train.
     """
-    cleaning = [a for a in ranks.culprits if a.activity.cleanup or a.activity.kind == "destroy"]
-    if not cleaning or len(cleaning) == len(ranks.culprits):
+    cleaning = [a for a in sink.culprits if a.activity.cleanup or a.activity.kind == "destroy"]
+    if not cleaning or len(cleaning) == len(sink.culprits):
         return None
     hidden = next((f"{a.hidden_exception} is" for a in cleaning if a.hidden_exception), "An exception may be")
     hidden += " hidden there: it is shown only after the cleanup ends, and that waits."
@@ -322,83 +294,83 @@ def _cleaning_up(ranks: Cycle) -> Verdict | None:
         hidden = "An exception brought it there, and is not raised again: only the log may show it."
     why = (
         f"{subject(cleaning, 'is', 'are')} cleaning up (in {cleaning[0].activity.cleanup}) while the others still "
-        f"train. {hidden} {ranks.says}"
+        f"train. {hidden} {sink.says}"
     )
-    return verdict_about("cleanup deadlock", cleaning, why, ranks.everyone, structural=True)
+    return sink.blame("cleanup deadlock", cleaning, why, structural=True)
 
 
-def _elsewhere(ranks: Cycle) -> Verdict | None:
+def _elsewhere(sink: Sink) -> Verdict | None:
     """Judge ranks whose wait only the others could end, which are in a collective and wait for them."""
-    inside = [a for a in ranks.culprits if a.activity.kind in DISTRIBUTED]
-    outside = [a for a in ranks.culprits if a not in inside]
+    inside = [a for a in sink.culprits if a.activity.kind in DISTRIBUTED]
+    outside = [a for a in sink.culprits if a not in inside]
     if not outside:
         return None
     who = f"ranks {names(inside)} could end that wait, and they wait"
     who = who if len(inside) > 1 else f"rank {names(inside)} could end that wait, and it waits"
-    why = f"{_sentences(outside)} Only {who} for rank {names(outside)} in {inside[0].activity.op}."
-    return verdict_about("missing rank", outside, why, ranks.everyone, structural=True)
+    why = f"{sentences(outside)} Only {who} for rank {names(outside)} in {inside[0].activity.op}."
+    return sink.blame("missing rank", outside, why, structural=True)
 
 
-def _only_messages(ranks: Cycle) -> Verdict | None:
+def _only_messages(sink: Sink) -> Verdict | None:
     """Judge ranks that all send or receive: they expect different sizes, or receive before they send."""
-    culprits, kinds = ranks.culprits, ranks.kinds
+    culprits, kinds = sink.culprits, {a.activity.kind for a in sink.culprits}
     if not kinds <= set(MESSAGES):
         return None
     if len(kinds) == len(culprits) == 2 and (found := _other_shapes(culprits)):
         return found
-    if kinds == {"recv"} and (parted := _left_a_loop(culprits, ranks.sources)):
+    if kinds == {"recv"} and (parted := _left_a_loop(culprits, sink.sources)):
         pattern = "pipeline micro-batch mismatch"
-        why = f"Ranks {names(culprits)} all receive, and none of them sends. {parted[1]} {ranks.says}"
+        why = f"Ranks {names(culprits)} all receive, and none of them sends. {parted[1]} {sink.says}"
     else:
         pattern = "send/receive cycle"
         tags = {a.activity.tag for a in culprits if a.activity.tag.isdigit()}
         differ = f" Their tags differ: {' and '.join(sorted(tags))}." if len(kinds) == 2 and len(tags) == 2 else ""
-        why = f"Ranks {names(culprits)} wait for one another in send and recv, so none proceeds.{differ} {ranks.says}"
-    return with_callers(verdict_about(pattern, culprits, why, ranks.everyone, structural=True), culprits)
+        why = f"Ranks {names(culprits)} wait for one another in send and recv, so none proceeds.{differ} {sink.says}"
+    return with_callers(sink.blame(pattern, culprits, why, structural=True), culprits)
 
 
-def _gone_on(ranks: Cycle) -> Verdict | None:
+def _gone_on(sink: Sink) -> Verdict | None:
     """Judge stages of a pipeline that went on to a collective while a neighbour still exchanges micro-batches."""
-    if not ranks.kinds & set(MESSAGES):
+    gone = [a for a in sink.culprits if a.activity.kind not in MESSAGES]
+    if len(gone) == len(sink.culprits):
         return None
-    gone = [a for a in ranks.culprits if a.activity.kind not in MESSAGES]
     numbers = {a.rank for a in gone}
-    waiting = [a for a in ranks.culprits if a not in gone and numbers & set(a.activity.peers)]
+    waiting = [a for a in sink.culprits if a not in gone and numbers & set(a.activity.peers)]
     more = ""
     if len(gone) == 1 and waiting:
         one = gone[0]
         if len(waiting) > 1:  # several await a message from one rank, so that one has left
             why = f"Ranks {names(waiting)} await messages of rank {one.rank}, which has gone on: {one.says}."
-            return verdict_about("pipeline micro-batch mismatch", gone, why, ranks.everyone, structural=True)
-        if through := [a for a in ranks.waiters if key_of(a.activity) == key_of(one.activity)]:
+            return sink.blame("pipeline micro-batch mismatch", gone, why, structural=True)
+        if through := [a for a in sink.waiters if key_of(a.activity) == key_of(one.activity)]:
             more = (
                 f" {subject(through, 'has come', 'have come')} to {one.activity.op}, too, so rank {names(waiting)} "
                 f"may exchange more messages than its peers do: look at rank {names(waiting)} first."
             )
     why = (
         "One side expects a message that the other does not send (or the reverse): the other side has gone on to "
-        f"another operation. The numbers of micro-batches may differ. {ranks.says}{more}"
+        f"another operation. The numbers of micro-batches may differ. {sink.says}{more}"
     )
     # At fault are the ranks that went on, and those whose peer is one of them or unknown.
-    sides = [a for a in ranks.culprits if a in gone or a in waiting or not a.activity.peers]
-    return verdict_about("pipeline micro-batch mismatch", sides, why, ranks.everyone, structural=True)
+    sides = [a for a in sink.culprits if a in gone or a in waiting or not a.activity.peers]
+    return sink.blame("pipeline micro-batch mismatch", sides, why, structural=True)
 
 
-def _roots_differ(ranks: Cycle) -> Verdict | None:
+def _roots_differ(sink: Sink) -> Verdict | None:
     """Judge ranks that meet in one collective and name different sources or destinations."""
-    for key in dict.fromkeys((key_of(a.activity), a.activity.op) for a in ranks.culprits if a.activity.root):
-        inside = [a for a in ranks.culprits if (key_of(a.activity), a.activity.op) == key]
-        if found := _other_roots(inside, [a for a in ranks.everyone if a not in inside]):
+    for key in dict.fromkeys((key_of(a.activity), a.activity.op) for a in sink.culprits if a.activity.root):
+        inside = [a for a in sink.culprits if (key_of(a.activity), a.activity.op) == key]
+        if found := _other_roots(inside, [a for a in sink.job if a not in inside]):
             return found
     return None
 
 
-def _wrong_group(ranks: Cycle) -> Verdict | None:
+def _wrong_group(sink: Sink) -> Verdict | None:
     """Judge the one rank that calls a collective in another group than the others of its group, at one place."""
-    inside = [a for a in ranks.everyone if a.rank is not None and a.activity.kind == "collective"]
+    inside = [a for a in sink.job if a.rank is not None and a.activity.kind == "collective"]
     places = {a.pid: [(frame.file, frame.line) for frame in a.process.user_frames] for a in inside}
     found = []
-    for one in (a for a in ranks.culprits if a in inside):
+    for one in (a for a in sink.culprits if a in inside):
         here = [a for a in inside if a.activity.op == one.activity.op and places[a.pid] == places[one.pid]]
         others = [a for a in here if key_of(a.activity) != key_of(one.activity)]
         groups = {a.activity.members for a in others}
@@ -409,40 +381,40 @@ def _wrong_group(ranks: Cycle) -> Verdict | None:
         return None
     [(one, group)] = found
     calls = f"Rank {one.rank} calls {one.activity.op} in group {one.activity.group}"
-    why = f"{calls}, and the other ranks of group {group} wait for it in that group at the same line. {ranks.says}"
-    return verdict_about("collective mismatch", [one], why, ranks.everyone, structural=True)
+    why = f"{calls}, and the other ranks of group {group} wait for it in that group at the same line. {sink.says}"
+    return sink.blame("collective mismatch", [one], why, structural=True)
 
 
-def _crossed_groups(ranks: Cycle) -> Verdict | None:
+def _crossed_groups(sink: Sink) -> Verdict | None:
     """Judge ranks that use two groups in opposite order."""
-    culprits = ranks.culprits
+    culprits = sink.culprits
     if len({key_of(a.activity) for a in culprits}) == 1 or _one_deviates(culprits):
         return None
-    why = f"The ranks call collectives of different groups in different order, and wait for one another. {ranks.says}"
+    why = f"The ranks call collectives of different groups in different order, and wait for one another. {sink.says}"
     # Ranks that only wait count as well: if all but one are in the same call, that one left the common order.
-    beside = [a for a in ranks.waiters if a.rank is not None and a.activity.kind == "collective"]
+    beside = [a for a in sink.waiters if a.rank is not None and a.activity.kind == "collective"]
     sides = Counter((key_of(a.activity), a.activity.site) for a in [*culprits, *beside])
     alone = [a for a in culprits if sides[key_of(a.activity), a.activity.site] == 1]
     odd = alone if len(sides) == 2 and max(sides.values()) > 2 and alone else culprits
-    return verdict_about("crossed groups", odd, why, ranks.everyone, structural=True)
+    return sink.blame("crossed groups", odd, why, structural=True)
 
 
-def _different_collectives(ranks: Cycle) -> Verdict:
+def _different_collectives(sink: Sink) -> Verdict:
     """Judge ranks in different collectives: those that left a loop or the common path of calls are at fault."""
-    culprits = ranks.culprits
-    why = f"The ranks are in different collectives, which can never meet. {ranks.says}"
+    culprits = sink.culprits
+    why = f"The ranks are in different collectives, which can never meet. {sink.says}"
     odd = _deviating(culprits)
-    if left := _left_a_loop(culprits, ranks.sources):
+    if left := _left_a_loop(culprits, sink.sources):
         odd, said = left
         why = f"{why} {said}"
     if parted := parting(culprits) or other_numbers(culprits):
         odd = parted[0] if len(parted[0]) < len(culprits) else odd
         why = f"{why} {parted[1]}"
     sure = "high" if len(odd) < len(culprits) else "medium"  # else all are blamed
-    return verdict_about("collective mismatch", odd, why, ranks.everyone, structural=True, confidence=sure)
+    return sink.blame("collective mismatch", odd, why, structural=True, confidence=sure)
 
 
-CYCLES: tuple[Callable[[Cycle], Verdict | None], ...] = (
+CYCLES: tuple[Callable[[Sink], Verdict | None], ...] = (
     _cleaning_up, _elsewhere, _only_messages, _gone_on, _roots_differ, _wrong_group, _crossed_groups,
     _different_collectives,
 )  # fmt: skip

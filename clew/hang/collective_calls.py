@@ -84,12 +84,12 @@ def _unequal(ranks: Sequence[Actor]) -> list[tuple[list[Actor], dict[int, tuple[
     return found
 
 
-def where(ranks: Sequence[Actor]) -> tuple[str, ...]:
+def record_lines(ranks: Sequence[Actor]) -> tuple[str, ...]:
     """Return a line for each group with a pending call, and for each NCCL communicator whose counts differ."""
     lines = []
     for group in _pending_groups(ranks):
         newest = {a.pid: next((c for c in reversed(a.process.calls) if c.group == group), None) for a in ranks}
-        said = {pid: _where(call) for pid, call in newest.items()}
+        said = {pid: _newest_call(call) for pid, call in newest.items()}
         told = _by_value([a for a in ranks if a.process.calls], said)
         lines.append(f"torch's flight record of group {group}: {told}")
     lines += [told for _, _, told in _unequal(ranks)]
@@ -100,7 +100,7 @@ def _pending_groups(ranks: Sequence[Actor]) -> list[str]:
     return sorted({call.group for a in ranks for call in a.process.calls if not call.ended})
 
 
-def _where(call: Call | None) -> str:
+def _newest_call(call: Call | None) -> str:
     if call is None:
         return "no call"
     return f"{'past' if call.ended else 'in'} call {call.number}, {_operation(call)}"

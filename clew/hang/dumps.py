@@ -61,7 +61,6 @@ class Merge:
         self._alone: Snapshot | None = None
         """The only snapshot so far; None if there are more, or dumps of py-spy."""
         self._seconds = 0.0
-        self._world: int | None = None
         self._notes: list[str] = []
         self._machine: list[str] = []
         self._absent: tuple[str, ...] = ()
@@ -89,11 +88,11 @@ class Merge:
         pid = next((each["pid"] for each in value if isinstance(each.get("pid"), int)), 0)
         state = raw_state(value)
         if rank is not None and self._reducer.stands_for(state):
-            (process,) = self._apart((Process(pid=pid),))
+            (process,) = self._with_own_pids((Process(pid=pid),))
             self._reducer.add_alike(state, rank, process.pid, "")
         else:
             look = Look(at=0.0, state="S", threads=threads_from(value))
-            (process,) = self._apart((Process(pid=pid, rank=rank, looks=(look,)),))
+            (process,) = self._with_own_pids((Process(pid=pid, rank=rank, looks=(look,)),))
             self._reducer.keep(state if rank is not None else process.pid, process)
         self._alone = None
         self._nodes += 1
@@ -101,17 +100,16 @@ class Merge:
     def add(self, snapshot: Snapshot) -> None:
         """Add what one node saw."""
         self._sources.update(snapshot.sources)
-        for process in self._apart(snapshot.processes):
+        for process in self._with_own_pids(snapshot.processes):
             self._reducer.add(process)
         self._alone = snapshot if self._nodes == 0 else None
         self._nodes += 1
         self._seconds = max(self._seconds, snapshot.seconds)
-        self._world = self._world or snapshot.world
         self._notes += snapshot.notes
         self._machine += snapshot.machine
         self._absent += snapshot.absent
 
-    def _apart(self, processes: tuple[Process, ...]) -> tuple[Process, ...]:
+    def _with_own_pids(self, processes: tuple[Process, ...]) -> tuple[Process, ...]:
         """Return a node's processes, with other pids if an earlier node has a process with the same pid."""
         pids = _pids(processes)
         if pids & self._pids:
@@ -141,7 +139,6 @@ class Merge:
             absent=self._absent,
             machine=tuple(self._machine),
             seconds=self._seconds,
-            world=self._world,
             notes=(*self._notes, *notes),
             sources={**sources_of(processes), **self._sources},
         )

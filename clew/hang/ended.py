@@ -18,22 +18,22 @@ def dead(sink: Sink) -> Verdict | None:
     if sink.one.dead:
         blamed = sink.culprits
         if sink.one.process.exit.endswith("code 0"):  # a sibling that has failed explains more
-            beside = [a for a in sink.live if a.process.parent == sink.one.process.parent and a.process.exit]
+            beside = [a for a in sink.job if a.process.parent == sink.one.process.parent and a.process.exit]
             blamed = [a for a in beside if not a.process.exit.endswith("code 0")] or blamed
-        others = ", and others still wait for it" if any(not a.dead for a in sink.live) else ""
+        others = ", and others still wait for it" if any(not a.dead for a in sink.job) else ""
         why = f"{', '.join(a.says for a in blamed[:4])}{others}."
         return sink.blame("dead", blamed, why, cause="dead", structural=not all(map(done, blamed)))
     kinds = (*TO_OTHERS, "sleep") if sink.one.rank is not None else (*TO_OTHERS, "sleep", "store")
     if sink.act.kind not in kinds or sink.one.moving:
         return None
-    gone = [a for a in sink.live if a.dead and a.role != "idle"]
+    gone = [a for a in sink.job if a.dead and a.role != "idle"]
     asks = sink.act.kind in ("http", "network") and not sink.act.op.endswith("accept")  # these await a server
     if gone and not asks:
         why = f"{'. '.join(a.says for a in gone[:4])}. So nothing can end this wait: {sink.one.says}."
         return sink.blame("dead", gone, why, cause="dead", structural=not all(map(done, gone)))
     sure, said = (
-        ended_inside(sink.one, counts) or next((text for a in sink.live if (text := ended_children(a, counts))), "")
-        for counts in (lambda _: False, lambda name: explains(name, sink.one, sink.live, sink.sources))
+        ended_inside(sink.one, counts) or next((text for a in sink.job if (text := ended_children(a, counts))), "")
+        for counts in (lambda _: False, lambda name: explains(name, sink.one, sink.job, sink.sources))
     )
     if said and not sink.one.process.waits and sink.act.kind not in ("http", "network", "process"):
         why = f"What has ended: {sure or said}. So nothing can end this wait: {sink.one.says}."
@@ -41,7 +41,7 @@ def dead(sink: Sink) -> Verdict | None:
     by = next((a for a in sink.waiters if a.process.inside.ended_threads and not a.moving), None)
     # The culprit asks for something that a thread of another process may make. Ranks in a collective, however, wait
     # only for the culprit.
-    asks = sink.act.kind == "sleep" and explains("", sink.one, sink.live, sink.sources)
+    asks = sink.act.kind == "sleep" and explains("", sink.one, sink.job, sink.sources)
     if by is not None and asks and not sink.blocked_ranks:
         threads = ", ".join(by.process.inside.ended_threads[:4])
         why = f"A thread of {by.process.label} has ended: {threads}. It may have made what is awaited here: "
@@ -100,9 +100,9 @@ def pipe_kept_open(sink: Sink) -> Verdict | None:
 
 def joined_too_early(sink: Sink) -> Verdict | None:
     """Find a process that joins a child before it has read the child's queue. Until then, the child cannot end."""
-    for child in (a for a in sink.live if not a.moving):
+    for child in (a for a in sink.job if not a.moving):
         frames = (frame for thread in child.process.threads for frame in thread.frames)
-        by = next((a for a in sink.live if a.pid == child.process.parent and a.activity.kind == "process"), None)
+        by = next((a for a in sink.job if a.pid == child.process.parent and a.activity.kind == "process"), None)
         if by is not None and any(f.name == "_finalize_join" and f.file.endswith("queues.py") for f in frames):
             why = (
                 f"{by.says}. {child.process.label} has done its work, but ends only when the items that it has put "
@@ -138,7 +138,7 @@ def done(actor: Actor) -> bool:
     return actor.dead and actor.rank is None and actor.process.exit.endswith("code 0")
 
 
-def explains(name: str, waiting: Actor, live: Sequence[Actor], sources: Mapping[str, str]) -> bool:
+def explains(name: str, waiting: Actor, job: Sequence[Actor], sources: Mapping[str, str]) -> bool:
     """Return whether a thread or process that ended normally could have ended this wait, and nothing that lives can.
 
     The name "Thread-1 (collect)" says that it ran `collect`. A thread or process of another name may have run any
@@ -147,14 +147,14 @@ def explains(name: str, waiting: Actor, live: Sequence[Actor], sources: Mapping[
     act = waiting.activity
     if act.kind == "sleep":  # only a loop that asks again and again waits, and not while somebody else works
         loop = loop_at(sources.get(act.file, ""), act.line)
-        return loop is not None and polls(loop, sources[act.file]) and not any(a.moving for a in live)
+        return loop is not None and polls(loop, sources[act.file]) and not any(a.moving for a in job)
     wait = (act.kind, act.target)
 
     def could(name: str) -> list[bool]:
         found = [(function_named(text, name), text) for text in sources.values()]
         return [ends_wait(function, text, wait) for function, text in found if function is not None]
 
-    stacks = [t for a in live for t in a.process.threads if not t.ended and (a is not waiting or t.name != act.thread)]
+    stacks = [t for a in job for t in a.process.threads if not t.ended and (a is not waiting or t.name != act.thread)]
     frames = [frame for thread in stacks for frame in thread.user_frames]
     if any(ends_one_of(sources.get(frame.file, ""), frame.line, {wait}) for frame in frames):
         return False

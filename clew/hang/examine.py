@@ -13,8 +13,9 @@ from pathlib import Path
 from clew.errors import LaunchError, RecordError
 from clew.hang import jobs, proc
 from clew.hang.collect import UNREADABLE, snapshot, sources_of, unseen_ranks
-from clew.hang.judge import SOUND, judge
+from clew.hang.judge import judge
 from clew.hang.observed import Look, Process, Snapshot
+from clew.hang.verdict import SOUND
 
 WATCH_S = 10.0
 """Longest time in seconds for which processes are watched before they are judged."""

@@ -34,24 +34,24 @@ BARREN = 100
 """Number of rounds without anything kept, or put into a queue, from which a loop seems endless."""
 GROWS = ("append", "extend", "add", "update", "appendleft")
 """Methods by which a collection grows."""
-FAILED = re.compile(r"bad|err|fail|nan|skip|drop|reject|miss|spike", re.I)
+GIVES_UP = re.compile(r"bad|err|fail|nan|skip|drop|reject|miss|spike", re.I)
 """Names of what a loop counts to give up, and does not collect."""
 
 
-def refuses(live: list[Actor], snapshot: Snapshot) -> tuple[Actor, str] | None:
+def refuses(job: list[Actor], snapshot: Snapshot) -> tuple[Actor, str] | None:
     """Return the process that rejects everything, and its counter; None if nobody waits, or a process accepts work."""
-    if found := next(((a, name) for a in live if (name := _keeps_nothing(a.process, snapshot.sources))), None):
+    if found := next(((a, name) for a in job if (name := _keeps_nothing(a.process, snapshot.sources))), None):
         return found
     # Rejecting everything is a fault only if somebody waits for what is accepted.
-    asks = len(live) == 1 or any(not a.moving and a.activity.kind in (*TO_OTHERS, "sleep", *DISTRIBUTED) for a in live)
-    if not asks or any(accepts(a.process, snapshot.sources) for a in live):
+    asks = len(job) == 1 or any(not a.moving and a.activity.kind in (*TO_OTHERS, "sleep", *DISTRIBUTED) for a in job)
+    if not asks or any(accepts(a.process, snapshot.sources) for a in job):
         return None
-    return next(((a, name) for a in live if (name := _rejecting(a.process, snapshot.sources))), None)
+    return next(((a, name) for a in job if (name := _rejecting(a.process, snapshot.sources))), None)
 
 
 def rejecting(sink: Sink) -> Verdict | None:
     """Find a filter that rejects everything, so that a batch never fills."""
-    found = refuses(sink.live, sink.snapshot)
+    found = refuses(sink.job, sink.snapshot)
     if found is None:
         return None
     by, name = found
@@ -77,7 +77,7 @@ def starved(sink: Sink) -> Verdict | None:
 def never_holds(sink: Sink) -> Verdict | None:
     """Find a main thread that is woken up again and again for a condition that never holds."""
     for one in (a for a in [*sink.culprits, *sink.waiters] if a.threads and not a.moving):
-        if woken_in_vain(one.process, seen(one.process, sink.sources, None), sink.sources):
+        if woken_in_vain(one.process, seen(one.process, sink.sources), sink.sources):
             wait = one.threads[0]
             why = (
                 f"{one.process.label} waits for a condition at {wait.place}. It was woken up "
@@ -148,7 +148,7 @@ def _puts_nothing(process: Process, sources: Mapping[str, str]) -> tuple[Activit
         The wait of the main thread; the frame of the other thread, at the line of its loop; and the counter of the
         loop's rounds, which alone has changed. None if there is no such thread.
     """
-    every = seen(process, sources, None) if never_woken(process) else []
+    every = seen(process, sources) if never_woken(process) else []
     if {each.kind for each in every} != {"queue"}:
         return None
     for thread, frame in ((t, f) for t in process.threads for f in t.user_frames):
@@ -213,7 +213,7 @@ def _collected(loop: Loop) -> set[str]:
             return set()
     if any(name.endswith("sleep") for name in calls_of(loop)):
         return set()
-    grown = {name for name in grown if not FAILED.search(name)}
+    grown = {name for name in grown if not GIVES_UP.search(name)}
     goals = list[set[str]]()
     for test in tests:
         sides = (s for c in ast.walk(test) if isinstance(c, ast.Compare) for s in (c.left, *c.comparators))

@@ -54,8 +54,7 @@ def of_job(name: str) -> list[int]:
     Raises:
         LaunchError: There is none.
     """
-    address, _, port = name.rpartition(":")
-    if found := [pid for pid in proc.all_pids() if job_key(pid) == (address, port) and python(pid)]:
+    if found := listed().get(name):
         return found
     raise LaunchError(f"Cannot look at the job {name}: no process here has that MASTER_ADDR and MASTER_PORT.")
 

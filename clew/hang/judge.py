@@ -10,7 +10,7 @@ from dataclasses import replace
 from clew.hang.activity import DISTRIBUTED, Activity
 from clew.hang.advice import with_advice
 from clew.hang.between_ranks import cycle, initialisation, missing_ranks, same_everywhere, two_threads, with_callers
-from clew.hang.collective_calls import where
+from clew.hang.collective_calls import record_lines
 from clew.hang.ended import done, ended_inside, explains
 from clew.hang.filters import refuses
 from clew.hang.graph import reachable, sinks
@@ -41,41 +41,41 @@ def judge(snapshot: Snapshot) -> Verdict:
     actors = actors_of(snapshot)
     if not (snapshot.unseen or snapshot.alike) and (ended := _all_ended(actors)):
         return _hedged(ended, snapshot, [])
-    live = [actor for actor in actors if actor.role not in ("launcher", "idle") and not _waited_for(actor, actors)]
-    ranks = [actor for actor in live if actor.rank is not None]
-    if not [actor for actor in live if actor.threads or actor.dead or actor.stopped]:
+    job = [actor for actor in actors if actor.role not in ("launcher", "idle") and not _waited_for(actor, actors)]
+    ranks = [actor for actor in job if actor.rank is not None]
+    if not [actor for actor in job if actor.threads or actor.dead or actor.stopped]:
         why = "No stack could be read, so nothing can be said about this job."
-        if any(a.role == "launcher" and a.threads for a in actors) and not live:
+        if any(a.role == "launcher" and a.threads for a in actors) and not job:
             why = "Only the launcher was seen: its ranks had not started yet, or had just started. Ask again."
-        return _hedged(Verdict(pattern="undetermined", confidence="none", explanation=why), snapshot, live)
+        return _hedged(Verdict(pattern="undetermined", confidence="none", explanation=why), snapshot, job)
     world = world_of(snapshot)
     there = {a.rank for a in ranks if not a.dead} | snapshot.alike | set(snapshot.unseen)
     parents = {a.process.parent for a in ranks}
-    if any(a.pid in parents and a.rank is None and a.activity.kind in DISTRIBUTED for a in live):
+    if any(a.pid in parents and a.rank is None and a.activity.kind in DISTRIBUTED for a in job):
         there.add(0)  # a program that has started the other ranks, and takes part itself
     missing = sorted(set(range(world)) - there) if world and ranks else []
     gone = "".join(f"{said} has ended. " for a in actors if (said := ended_inside(a)))
-    beside = [a for a in live if a.dead and a.rank is None and a.process.parent in parents]
+    beside = [a for a in job if a.dead and a.rank is None and a.process.parent in parents]
     gone += "".join(f"{a.says}; it was started beside the ranks. " for a in beside)
     verdict = (
-        _stopped(live)
-        or _unasked(live, snapshot.sources)
-        or _progress(live, ranks, snapshot)
-        or missing_ranks(ranks, missing, gone, live)
+        _stopped(job)
+        or _unasked(job, snapshot.sources)
+        or _progress(job, ranks, snapshot)
+        or missing_ranks(ranks, missing, gone, job)
         or initialisation(ranks)
-        or _by_graph(live, ranks, snapshot)
+        or _by_graph(job, ranks, snapshot)
     )
     if verdict.pattern not in SOUND:
-        verdict = _perhaps_slow(verdict, _mains(live, ranks), snapshot)
-        verdict = replace(verdict, evidence=(*verdict.evidence, *where(ranks)))
-    return with_advice(_hedged(verdict, snapshot, live), live)
+        verdict = _perhaps_slow(verdict, _mains(job, ranks), snapshot)
+        verdict = replace(verdict, evidence=(*verdict.evidence, *record_lines(ranks)))
+    return with_advice(_hedged(verdict, snapshot, job), job)
 
 
 def _perhaps_slow(verdict: Verdict, mains: list[Actor], snapshot: Snapshot) -> Verdict:
     """Return the verdict, or "undetermined" if each main process was woken up only once: a round may take that long."""
     if verdict.structural or not mains:
         return verdict
-    if not all(woken_once(a.process, snapshot.sources, snapshot.world) for a in mains):
+    if not all(woken_once(a.process, snapshot.sources) for a in mains):
         return verdict
     labels = ", ".join(a.process.label for a in mains)
     why = f"{labels}: woken up only once in {snapshot.seconds:.0f} s. It may be slow. Ask again."
@@ -108,30 +108,31 @@ def _waited_for(actor: Actor, actors: list[Actor]) -> bool:
     return just and parent.activity.kind == "process"
 
 
-def _hedged(verdict: Verdict, snapshot: Snapshot, live: list[Actor]) -> Verdict:
+def _hedged(verdict: Verdict, snapshot: Snapshot, job: list[Actor]) -> Verdict:
     """Lower the confidence if a process could not be read, and say which."""
-    unread = [a for a in live if not a.threads and not a.dead and not a.stopped]
+    unread = [a for a in job if not a.threads and not a.dead and not a.stopped]
     notes = [*snapshot.notes, *(f"{a.process.label} could not be read: {a.process.last.error}" for a in unread)]
     lower = unread and verdict.confidence == "high" and verdict.pattern not in SOUND
     return replace(verdict, notes=tuple(notes), confidence="medium" if lower else verdict.confidence)
 
 
-def _stopped(live: list[Actor]) -> Verdict | None:
+def _stopped(job: list[Actor]) -> Verdict | None:
     """Judge processes that a signal (SIGSTOP) or a debugger has stopped, unless a rank still moves."""
-    stopped = [actor for actor in live if actor.stopped]
-    if not stopped or any(a.moving and a.rank is not None for a in live):
+    stopped = [actor for actor in job if actor.stopped]
+    if not stopped or any(a.moving and a.rank is not None for a in job):
         return None
     labels = ", ".join(a.process.label for a in stopped)
     how = "by a debugger" if all(a.process.last.state == "t" for a in stopped) else "by a signal (SIGSTOP or SIGTSTP)"
     why = f"{labels} is stopped {how}. The others wait for it."
-    return verdict_about("stopped", stopped, why, live, cause="stopped", structural=True)
+    return verdict_about("stopped", stopped, why, job, cause="stopped", structural=True)
 
 
-def _mains(live: list[Actor], ranks: list[Actor]) -> list[Actor]:
+def _mains(job: list[Actor], ranks: list[Actor]) -> list[Actor]:
     """Return the processes whose progress is that of the job: the ranks, or the main process, or what it supervises."""
     if ranks:
         return ranks
-    workers = [a for a in live if not _is_server(a) and a.role == "other" and not a.dead] or live
+    servers = [a for a in job if a.process.listens and a.activity.kind in ("select", "network", "http")]
+    workers = [a for a in job if a not in servers and a.role == "other" and not a.dead] or job
     pids = {a.pid for a in workers}
     roots = [a for a in workers if a.process.parent not in pids]
     # A main process that only waits for its children shows no progress of its own: look at the children instead.
@@ -145,15 +146,11 @@ def _supervises(actor: Actor, workers: list[Actor]) -> bool:
     return actor.activity.kind in SUPERVISING and any(a.process.parent == actor.pid for a in workers)
 
 
-def _is_server(actor: Actor) -> bool:
-    return bool(actor.process.listens) and actor.activity.kind in ("select", "network", "http")
-
-
 def _only_serves(actor: Actor, sources: Mapping[str, str]) -> bool:
     """Return whether the main thread serves one connection after another, or waits while gRPC or a thread serves."""
     main, stack = actor.threads[0], actor.process.main_frames
     serving = [each.name for each in actor.process.threads if any(f.name == "serve_forever" for f in each.frames)]
-    others = [each for each in actor.threads[1:] if each.thread not in serving and _of_user(each)]
+    others = [each for each in actor.threads[1:] if each.thread not in serving and _may_work(each)]
     if any(frame.name == "wait_for_termination" and "grpc" in frame.file for frame in stack):
         return not others
     ended = [name for name in actor.process.inside.ended_threads if "process_request" not in name]
@@ -169,7 +166,8 @@ def _only_serves(actor: Actor, sources: Mapping[str, str]) -> bool:
     return (serves and loop is not None and goes_on_for_ever(loop)) or _reads_requests(main, sources)
 
 
-def _of_user(one: Activity) -> bool:
+def _may_work(one: Activity) -> bool:
+    """Return whether a thread or coroutine runs the user's code, and is neither a heartbeat nor an idle event loop."""
     return one.of_user and not one.heartbeat and not one.idle_loop
 
 
@@ -185,34 +183,34 @@ def _reads_requests(one: Activity, sources: Mapping[str, str]) -> bool:
     return one.op == "serve_forever" or (accepts and accepted and one.kind in ("pipe", "network"))
 
 
-def _unasked(live: list[Actor], sources: Mapping[str, str]) -> Verdict | None:
+def _unasked(job: list[Actor], sources: Mapping[str, str]) -> Verdict | None:
     """Judge servers that nobody asks anything. Their threads and children may wait for work: that is no fault."""
     quiet = []
-    for each in (a for a in live if a.process.listens and a.threads):
-        reading = [one for one in each.threads if _of_user(one)] if each.process.peers else []
+    for each in (a for a in job if a.process.listens and a.threads):
+        reading = [one for one in each.threads if _may_work(one)] if each.process.peers else []
         # A client outside of this job may keep a connection open without asking for anything.
         if not each.process.peers or (reading and all(_reads_requests(one, sources) for one in reading)):
             quiet.append(each)
     quiet = [a for a in quiet if a.activity.op != "acquire"]  # it waits for a semaphore, so it has work
     servers = [a for a in quiet if a.threads[0].idle_loop or _only_serves(a, sources)]
     pids = {a.pid for a in servers}
-    rest = [a for a in live if a not in servers and not _supervises(a, servers)]
+    rest = [a for a in job if a not in servers and not _supervises(a, servers)]
     if not servers or any(a.process.parent not in pids or a.activity.kind not in ("pipe", "queue") for a in rest):
         return None
     ports = ", ".join(map(str, sorted({port for a in servers for port in a.process.listens})))
     why = f"Nobody asks anything at port {ports} of {', '.join(a.process.label for a in servers)}."
-    return verdict_about("healthy", [], why, live, confidence="medium")
+    return verdict_about("healthy", [], why, job, confidence="medium")
 
 
-def _progress(live: list[Actor], ranks: list[Actor], snapshot: Snapshot) -> Verdict | None:
+def _progress(job: list[Actor], ranks: list[Actor], snapshot: Snapshot) -> Verdict | None:
     """Return a verdict if the job's main processes (see `_mains`) move, or if that cannot be seen; otherwise None."""
-    mains = _mains(live, ranks)
+    mains = _mains(job, ranks)
     moving = [a for a in mains if a.moving]
     if ranks and any(a.dead for a in mains):
         return None
     if found := _blind_loops(mains):
         return found
-    if not moving or refuses(live, snapshot):
+    if not moving or refuses(job, snapshot):
         return None
     waiting = [a for a in mains if a.activity.kind in ("collective", "recv", "send", "device")]
     if waiting and len(waiting) < len(mains) and not any(a.moving for a in waiting):
@@ -220,14 +218,14 @@ def _progress(live: list[Actor], ranks: list[Actor], snapshot: Snapshot) -> Verd
         label = ", ".join(a.process.label for a in moving)
         why = f"{label} is slow, not hung{how}; the others wait for it."
         return verdict_about("slow", moving, why, mains, cause="slow")
-    edges = {} if ranks else application_edges(live)
-    if not ranks and not all(a.moving or _between_rounds(a, edges, live, snapshot.sources) for a in mains):
+    edges = {} if ranks else application_edges(job)
+    if not ranks and not all(a.moving or _between_rounds(a, edges, job, snapshot.sources) for a in mains):
         return None
     how = _how(moving[0], snapshot, moving[0].process.label)
     return verdict_about("healthy", [], f"The job moves{how}.", mains)
 
 
-def _between_rounds(actor: Actor, edges: Edges, live: list[Actor], sources: Mapping[str, str]) -> bool:
+def _between_rounds(actor: Actor, edges: Edges, job: list[Actor], sources: Mapping[str, str]) -> bool:
     """Return whether a process sleeps in a loop that never ends, and nobody waits for it but a parent that joins it.
 
     A loop that ends when a file or a number is there may wait for ever, whoever else moves.
@@ -236,7 +234,7 @@ def _between_rounds(actor: Actor, edges: Edges, live: list[Actor], sources: Mapp
     loop = loop_at(sources.get(one.file, ""), one.line)
     if one.kind != "sleep" or one is not actor.threads[0] or loop is None or not goes_on_for_ever(loop):
         return False
-    waiters = [a for a in live if actor.pid in edges[a.pid]]
+    waiters = [a for a in job if actor.pid in edges[a.pid]]
     return not edges[actor.pid] and all(a.pid == actor.process.parent and a.activity.kind == "process" for a in waiters)
 
 
@@ -247,7 +245,8 @@ def _how(actor: Actor, snapshot: Snapshot, subject: str) -> str:
 
 def _blind_loops(mains: list[Actor]) -> Verdict | None:
     """Judge event loops that are woken up, but whose coroutines could not be read, by CPU time and output."""
-    loops = [a for a in mains if _wakes(a) and not any(t.task for t in a.process.threads)]
+    blind = [a for a in mains if a.activity.idle_loop and not any(t.task for t in a.process.threads)]
+    loops = [a for a in blind if wakeups(recent(a.process)) >= 2]
     if not loops or len(loops) < len(mains):
         return None
     if any(cpu_share(a.process) > 0.02 or a.process.last.written > a.process.looks[0].written for a in loops):
@@ -256,30 +255,25 @@ def _blind_loops(mains: list[Actor]) -> Verdict | None:
     return verdict_about("undetermined", [], why, mains, confidence="low")
 
 
-def _wakes(actor: Actor) -> bool:
-    newest = recent(actor.process)
-    return actor.activity.idle_loop and len(newest.looks) > 1 and wakeups(newest) >= 2
-
-
-def _by_graph(live: list[Actor], ranks: list[Actor], snapshot: Snapshot) -> Verdict:
+def _by_graph(job: list[Actor], ranks: list[Actor], snapshot: Snapshot) -> Verdict:
     """Follow who waits for whom to where the waiting ends, and judge what is there."""
     edges = collective_edges(ranks)
     together = _together(ranks, edges)
     if together and sum(map(len, together)) == len(ranks):
         return _in_one_call(together)
-    parted = [a for a in live if done(a) and not _awaited(a, live, snapshot.sources)]
-    live = [a for a in live if a not in parted] or live
-    edges = all_edges(live)
-    by_pid = {a.pid: a for a in live}
+    parted = [a for a in job if done(a) and not _awaited(a, job, snapshot.sources)]
+    job = [a for a in job if a not in parted] or job
+    edges = all_edges(job)
+    by_pid = {a.pid: a for a in job}
     component = _most_waited(_candidates(edges, by_pid), edges)
     culprits = [by_pid[pid] for pid in sorted(component)]
-    waiters = [a for a in live if a not in culprits]
-    sink = Sink(culprits=culprits, waiters=waiters, live=live, snapshot=snapshot)
+    waiters = [a for a in job if a not in culprits]
+    sink = Sink(culprits=culprits, waiters=waiters, job=job, snapshot=snapshot)
     if culprits[0].activity.members and (at_fault := [each for each in together if culprits[0] in each]):
         return _in_one_call(at_fault)
     between = any(a.activity.kind in (*DISTRIBUTED, "device") for a in culprits)
     if between and len(culprits) > 1 and all(a.rank is not None for a in culprits):
-        return _unless_ready(device(sink) or locked_file(sink) or cycle(culprits, waiters, snapshot.sources), culprits)
+        return _unless_ready(device(sink) or locked_file(sink) or cycle(sink), culprits)
     found = _with_those_alike(local_cause(sink), culprits[0], ranks)
     beside = [a.says for a in parted] + [f"{said} has ended" for a in culprits if (said := ended_inside(a))]
     if beside and found.cause != "dead" and found.pattern not in SOUND:
@@ -287,13 +281,13 @@ def _by_graph(live: list[Actor], ranks: list[Actor], snapshot: Snapshot) -> Verd
     return with_callers(found, culprits) if found.pids == tuple(a.pid for a in culprits) else found
 
 
-def _awaited(ended: Actor, live: list[Actor], sources: Mapping[str, str]) -> bool:
+def _awaited(ended: Actor, job: list[Actor], sources: Mapping[str, str]) -> bool:
     """Return whether a process that ended normally could have ended the wait of a living one."""
-    waiting = [a for a in live if not a.dead and not a.moving and a.activity.kind in (*TO_OTHERS, "sleep")]
+    waiting = [a for a in job if not a.dead and not a.moving and a.activity.kind in (*TO_OTHERS, "sleep")]
     return any(
         bool(one.process.outside) or one.process.awaited_child == ended.pid
         if one.activity.kind == "process"
-        else explains(ended.process.name, one, live, sources)
+        else explains(ended.process.name, one, job, sources)
         for one in waiting
     )
 
@@ -349,10 +343,4 @@ def _candidates(edges: Mapping[int, set[int]], by_pid: Mapping[int, Actor]) -> l
 
 
 def _most_waited(candidates: Sequence[set[int]], edges: Mapping[int, set[int]]) -> set[int]:
-    def waiters(component: set[int]) -> int:
-        return sum(bool(reachable(pid, edges) & component) for pid in edges)
-
-    return max(candidates, key=lambda each: (waiters(each), -min(each)))
-
-
-__all__ = ["SOUND", "Actor", "Verdict", "actors_of", "judge", "names"]
+    return max(candidates, key=lambda each: (sum(bool(reachable(pid, edges) & each) for pid in edges), -min(each)))

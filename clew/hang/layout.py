@@ -19,10 +19,15 @@ LINE = 4242
 
 def words(address: int, size: int) -> list[int]:
     """Return the 64-bit words of this process's memory at an address."""
+    data = bytes_at(address, size)
+    return [int.from_bytes(data[place : place + WORD], "little") for place in range(0, len(data) - 7, WORD)]
+
+
+def bytes_at(address: int, size: int) -> bytes:
+    """Return bytes of this process's memory."""
     with Path("/proc/self/mem").open("rb", buffering=0) as memory:
         memory.seek(address)
-        data = memory.read(size)
-    return [int.from_bytes(data[place : place + WORD], "little") for place in range(0, len(data) - 7, WORD)]
+        return memory.read(size)
 
 
 def pointed(address: int) -> list[int]:
@@ -84,16 +89,12 @@ def frames(loop: asyncio.AbstractEventLoop) -> dict:
     )
     stack = next(n for n in range(first // WORD + 2, len(memory)) if memory[n] == id(coroutine.cr_await)) * WORD
     height = (stack - first) // WORD + 1
-    with Path("/proc/self/mem").open("rb", buffering=0) as own_memory:
-        own_memory.seek(id(coroutine))
-        data = own_memory.read(first)
+    data = bytes_at(id(coroutine), first)
     # The number of locals and stack entries in use is a 32-bit integer shortly before them.
     tops = [n for n in range(first - 24, first, 4) if int.from_bytes(data[n : n + 4], "little") == height]
     wanted = [id(tuple), 2, id(sys.intern("first")), id(sys.intern("second"))]
     names = next(n * WORD for n, word in enumerate(words(base, 300)) if pointed(word)[1:] == wanted)
-    with Path("/proc/self/mem").open("rb", buffering=0) as own_memory:
-        own_memory.seek(base)
-        data = own_memory.read(300)
+    data = bytes_at(base, 300)
     lines = [n for n in range(16, 296, 4) if int.from_bytes(data[n : n + 4], "little") == LINE]
     return {
         "code": memory.index(base) * WORD,

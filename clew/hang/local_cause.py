@@ -17,7 +17,7 @@ from clew.hang.progress import busy, cpu_share, fails_in_loop, moved_counters, o
 from clew.hang.roles import WAITS_INSIDE
 from clew.hang.sink import Sink
 from clew.hang.source import calls_at, calls_of, dotted, loop_at, origin, outermost_loop
-from clew.hang.verdict import LOCAL, MESSAGES, Actor, Verdict, names, subject, verdict_about, words_of
+from clew.hang.verdict import LOCAL, MESSAGES, Actor, Verdict, names, subject, words_of
 from clew.hang.waits_for import THROUGH_PIPES, TO_OTHERS, surely_awaits
 
 FILE_CALLS = re.compile(
@@ -60,8 +60,7 @@ def _blocked_loop(sink: Sink) -> Verdict | None:
     if not blocked:
         return None
     one = blocked[0]
-    where = one.activity.place
-    why = f"The event loop of {one.process.label} is blocked at {where}: no coroutine on it can run."
+    why = f"The event loop of {one.process.label} is blocked at {one.activity.place}: no coroutine on it can run."
     why += _own_coroutine(one, sink.sources)
     return sink.blame("event loop blocked", [one], why, cause="event loop blocked")
 
@@ -109,7 +108,7 @@ def _joins_its_producer(sink: Sink) -> Verdict | None:
 
 def _paused(sink: Sink) -> Verdict | None:
     """Find an engine that says that it is paused."""
-    paused = [a for a in sink.live if a.process.answers.get("is_paused") == "true"]
+    paused = [a for a in sink.job if a.process.answers.get("is_paused") == "true"]
     if not paused or sink.one.moving:
         return None
     one = paused[0]
@@ -149,11 +148,11 @@ def _store(sink: Sink) -> Verdict | None:
         members = f"until its {wanted} members have come" if wanted else "until all of its members have come"
         why = f"{sink.one.says}. It waits for the server of this store, and {members}: fewer have.{sink.who_waits}"
         return sink.blame("initialisation", [sink.one], why, cause="store", confidence="medium")
-    others = [a for a in sink.live if a.rank is not None and a not in sink.culprits]
+    others = [a for a in sink.job if a.rank is not None and a not in sink.culprits]
     alike = ("store", sink.act.site)  # ranks that wait for the same key
     others = [a for a in others if (a.activity.kind, a.activity.site) != alike]
     waiting = [a for a in others if a in sink.blocked_ranks and a.activity.kind != "store"]
-    asking = [a for a in sink.live if a.rank is not None and a not in others]
+    asking = [a for a in sink.job if a.rank is not None and a not in others]
     # If all other ranks wait for those that ask, nobody is left to set the key: they ask for one that does not exist.
     blamed = asking if len(waiting) == len(others) else others
     why = f"{sink.one.says}: no other rank sets this key."
@@ -171,7 +170,7 @@ def _retrying(sink: Sink) -> Verdict | None:
     if not clients or (clients[0] is not sink.one and not sink.one.process.listens):
         return None
     said = {
-        f"{a.process.label} answers {a.process.answers['health']}." for a in sink.live if "health" in a.process.answers
+        f"{a.process.label} answers {a.process.answers['health']}." for a in sink.job if "health" in a.process.answers
     }
     label, site, looks = clients[0].process.label, clients[0].activity.site, clients[0].process.looks
     why = f"{label} asks again and again, and each attempt fails: it is at {site}."
@@ -203,7 +202,7 @@ def _silent_server(sink: Sink) -> Verdict | None:
     asking = [a for a in sink.waiters if a.activity.kind in ("http", "network") and ports & set(a.process.peers)]
     if not asking:
         return None
-    rank = next((a for a in sink.live if a.pid == asking[0].process.parent and a.rank is not None), asking[0])
+    rank = next((a for a in sink.job if a.pid == asking[0].process.parent and a.rank is not None), asking[0])
     why = f"{asking[0].says}. The server {sink.one.process.label}, which {by.process.label} has started, is silent."
     found = sink.blame("external wait", [rank], why, cause="http").at(asking[0].activity.site)
     return replace(found, pids=(rank.pid, *(c.pid for c in sink.culprits)))
@@ -268,7 +267,7 @@ def _computing(sink: Sink) -> Verdict | None:
         why = f"A thread of {sink.one.process.label} computes and moves{how}; others wait for it."
         return sink.blame("slow", sink.culprits, why, cause="slow", confidence="medium")
     share = cpu_share(sink.one.process)
-    alone = not sink.blocked_ranks and len(sink.live) == 1
+    alone = not sink.blocked_ranks and len(sink.job) == 1
     endless = own_code_only(sink.one.process, sink.act.thread) and busy(sink.one.process)
     text = sink.sources.get(sink.act.file, "")
     numeric = [call for call in calls_at(text, sink.act.line) if origin(text, call) in NUMERIC]
@@ -284,14 +283,8 @@ def _computing(sink: Sink) -> Verdict | None:
         return sink.blame("undetermined", [], f"{sink.one.says} ({share:.0%} of a core).", confidence="low")
     seconds = sink.snapshot.seconds
     why = f"{sink.one.says}. It has computed there for the {seconds:.0f} s of watching ({share:.0%} of a core)."
-    return verdict_about(
-        "cpu",
-        sink.culprits,
-        why + sink.who_waits,
-        sink.waiters,
-        confidence="low" if alone else "medium",
-        cause="compute",
-    )
+    confidence = "low" if alone else "medium"
+    return sink.blame("cpu", sink.culprits, why + sink.who_waits, confidence=confidence, cause="compute")
 
 
 def device(sink: Sink) -> Verdict | None:
@@ -299,7 +292,7 @@ def device(sink: Sink) -> Verdict | None:
     waiting = [a for a in sink.culprits if a.activity.kind == "device"]
     if not waiting:
         return None
-    ranks = [a for a in sink.live if a.rank is not None]
+    ranks = [a for a in sink.job if a.rank is not None]
     inside = [a for a in ranks if a.activity.kind in ("device", *DISTRIBUTED)]
     late, told = behind(inside) or ([], "")
     there = {a.activity.site for a in inside if a not in late}
@@ -386,7 +379,7 @@ def _blocked(sink: Sink) -> Verdict | None:
     idle = sink.act.kind == "select" and sink.one.rank is not None and bool(sink.blocked_ranks)
     pattern = "missing rank" if idle else pattern
     others = sink.culprits[1:]
-    guessed = any(a.activity.kind in THROUGH_PIPES and not surely_awaits(a, sink.live) for a in sink.culprits)
+    guessed = any(a.activity.kind in THROUGH_PIPES and not surely_awaits(a, sink.job) for a in sink.culprits)
     more = f" Meanwhile {others[0].says}. They {'may ' if guessed else ''}wait for one another." if others else ""
     more += f" So do {len(others) - 1} more." if len(others) > 2 else " So does one more." if len(others) > 1 else ""
     why = f"{sink.one.says}.{more}{sink.who_waits}"
@@ -424,7 +417,7 @@ def _asked(sink: Sink) -> str:
         # Only a client's frames name hosts without a scheme for requests. Elsewhere it may be torch's own address.
         address = HOST if CLIENT.search(frame.file) else URL
         ports |= {int(port) for text in frame.locals.values() for port in address.findall(text)}
-    asked = next((a for a in sink.live if a is not sink.one and ports & set(a.process.listens)), None)
+    asked = next((a for a in sink.job if a is not sink.one and ports & set(a.process.listens)), None)
     return f" That server is in this job: {asked.says}." if asked else ""
 
 

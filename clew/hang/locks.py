@@ -67,7 +67,7 @@ def lock_holders(actor: Actor, sink: Sink) -> dict[str, str]:
 def left_locked(sink: Sink) -> str:
     """Return words about a lock that was left locked: nothing that was seen is inside a `with` of it."""
     if sink.act.op == "__enter__" and sink.act.target:  # a lock of multiprocessing: another process can hold it
-        if any(lock_holders(a, sink) for a in sink.live):
+        if any(lock_holders(a, sink) for a in sink.job):
             return ""
         return (
             f" No process that was seen is inside `with {sink.act.target}`: one that was killed there leaves it locked "

@@ -257,8 +257,6 @@ class Snapshot:
     processes: tuple[Process, ...]
     seconds: float = 0.0
     """Time over which the processes were watched."""
-    world: int | None = None
-    """Number of ranks that the job should have; None if nothing says it."""
     notes: tuple[str, ...] = ()
     """Limits of this snapshot: processes that could not be read, files that were not understood."""
     unseen: tuple[int, ...] = ()

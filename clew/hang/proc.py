@@ -31,22 +31,26 @@ def pid_within(pid: int) -> int:
 
 def stat_of(pid: int) -> tuple[str, int, float] | None:
     """Return state, parent and CPU seconds of a process; None if it is gone."""
-    try:
-        fields = said_of(pid, "stat").rpartition(") ")[2].split()
-    except OSError:
+    if not (fields := _stat_fields(pid)):
         return None
     return fields[0], int(fields[1]), (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def _stat_fields(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat from the third on, the state; [] if the process is gone."""
+    with suppress(OSError):
+        return said_of(pid, "stat").rpartition(") ")[2].split()
+    return []
+
+
 def exit_of(pid: int) -> str:
     """Return how a zombie has ended, such as "by signal 9"; empty if the process lives or is gone."""
-    with suppress(OSError, ValueError):
-        fields = said_of(pid, "stat").rpartition(") ")[2].split()
-        status = int(fields[49])  # field 52 of proc(5), in the form of wait(2): `fields` begins with field 3
-        if fields[0] in "ZX":
-            killed = status & 0x7F
-            return f"by signal {killed}" if killed else f"with exit code {status >> 8}"
-    return ""
+    fields = _stat_fields(pid)
+    if not fields or fields[0] not in "ZX":
+        return ""
+    status = int(fields[49])  # field 52 of proc(5), in the form of wait(2)
+    killed = status & 0x7F
+    return f"by signal {killed}" if killed else f"with exit code {status >> 8}"
 
 
 def switches_of(pid: int) -> int:
@@ -59,9 +63,7 @@ def switches_of(pid: int) -> int:
 
 def ended_children_of(pid: int) -> tuple[float, int]:
     """Return CPU seconds and page faults of the children that a process has waited for; zeros if it is gone."""
-    try:
-        fields = said_of(pid, "stat").rpartition(") ")[2].split()
-    except OSError:
+    if not (fields := _stat_fields(pid)):
         return 0.0, 0
     return (int(fields[13]) + int(fields[14])) / os.sysconf("SC_CLK_TCK"), int(fields[8])
 

@@ -89,7 +89,7 @@ def _monitors(look: Look, process: Process, sources: Mapping[str, str]) -> set[s
 
     The set is empty if the main thread only joins threads or awaits results: it may wait for any of them.
     """
-    every = [(t, activity_of(process, t, sources, None)) for t in look.threads]
+    every = [(t, activity_of(process, t, sources)) for t in look.threads]
     if any(t.os_id == process.pid and each.kind in ("thread", "future", "pool") for t, each in every):
         return set()
     waiting = (each for _, each in every if not (each.heartbeat or each.idle_loop or each.kind in ("tasks", "sleep")))
@@ -113,7 +113,7 @@ def counters_in(look: Look, process: Process, sources: Mapping[str, str]) -> dic
     works = busy(process)
     own = works and own_code_only(process)
     for thread in look.threads:
-        where = "main" if thread.os_id == process.pid else f"main{thread.at}" if thread.task else str(thread.os_id)
+        owner = "main" if thread.os_id == process.pid else f"main{thread.at}" if thread.task else str(thread.os_id)
         around = ""
         for depth, frame in enumerate(reversed(thread.frames)):
             if not frame.of_user and frame.file != PROGRAM:
@@ -131,9 +131,9 @@ def counters_in(look: Look, process: Process, sources: Mapping[str, str]) -> dic
                 if re.fullmatch(r"-?\d{1,15}", value) and not WAITING_NAMES.search(name) and not hidden(name, skipped):
                     # A new list in each round does not grow.
                     at = f"@{frame.addresses.get(name[4:-1], 0):x}" if name.startswith("len(") else ""
-                    found[f"{where}{at}{mark}:{depth}:{frame.name}.{name}"] = int(value)
+                    found[f"{owner}{at}{mark}:{depth}:{frame.name}.{name}"] = int(value)
                 elif name in until and re.fullmatch(r"\d{1,12}\.\d+", value):
-                    found[f"{where}:{depth}:{frame.name}.{DEADLINE} {name} (in ms)"] = round(1000 * float(value))
+                    found[f"{owner}:{depth}:{frame.name}.{DEADLINE} {name} (in ms)"] = round(1000 * float(value))
     return found
 
 
@@ -187,10 +187,10 @@ def _tries_for_ever(loop: ast.AST) -> bool:
     return isinstance(loop, ast.While) and source.retries(loop)
 
 
-def seen(process: Process, sources: Mapping[str, str], world: int | None) -> list[Activity]:
+def seen(process: Process, sources: Mapping[str, str]) -> list[Activity]:
     """Return the activity of the main thread in each look."""
     mains = [(look, thread) for look in process.looks if (thread := look.main(process.pid)) and thread.frames]
-    return [activity_of(replace(process, looks=(look,)), thread, sources, world) for look, thread in mains]
+    return [activity_of(replace(process, looks=(look,)), thread, sources) for look, thread in mains]
 
 
 def places(process: Process) -> list[tuple[tuple[str, str, int], ...]]:
@@ -202,27 +202,29 @@ LONG_WAIT_S = 10.0
 """Seconds from which a wait that a process of Clew reports counts as no progress."""
 
 
-def moves(process: Process, sources: Mapping[str, str], world: int | None) -> bool:
+def moves(process: Process, sources: Mapping[str, str]) -> bool:
     """Return whether the main thread makes progress.
 
     It does if a counter advances, if it goes through several collectives, if it passes lines that are not those of one
     polling loop, or if it moves much data. Being woken up is enough only in a few kinds of waits.
     """
     newest = recent(process)
-    if len(newest.looks) < 2 or newest.last.state in "TtZX" or _signals_pile_up(process, sources, world):
+    if len(newest.looks) < 2 or newest.last.state in "TtZX" or _signals_pile_up(process, sources):
         return False
     if any(wait.get("for_s", 0.0) > LONG_WAIT_S for wait in newest.waits):
         return False  # a process of Clew reports that it has been in one wait for long, while it polls
     moved = moved_counters(process, sources)
-    every = seen(newest, sources, world)
+    every = seen(newest, sources)
     asleep = sleeps_on(process, every, sources)
     # Then other threads changed its variables. Tasks of asyncio still count: one of those threads may run their loop.
     own = r"main\d" if asleep else "main"
-    if any(re.match(own, name) for name in moved) or _advances(process, asleep=asleep):
+    if any(re.match(own, name) for name in moved) or _tasks_end(process):
+        return True
+    if not asleep and busy(process) and _goes_steadily(process):
         return True
     if moved and _threads_advance(newest, every[-1:], sources):
         return True
-    if every and every[-1].kind in ("thread", "pool", "future") and _passes_lock(newest, sources, world):
+    if every and every[-1].kind in ("thread", "pool", "future") and _passes_lock(newest, sources):
         return True
     woken = wakeups(newest)
     if any(each.op == "backward" for each in every) and woken >= BACKWARD_HZ * (newest.last.at - newest.looks[0].at):
@@ -246,21 +248,21 @@ def moves_inside(process: Process, main: Activity, decides: Activity, sources: M
             key, state = t.at or t.os_id, look.state if look.state in "TtZX" else "R" if t.active else "S"
             only = (replace(t, os_id=key),)
             alone.setdefault(key, []).append(replace(look, switches=-1, state=state, threads=only))
-    starved = main.kind in ("queue", "condition") and sleeps_on(process, seen(process, sources, None), sources)
+    starved = main.kind in ("queue", "condition") and sleeps_on(process, seen(process, sources), sources)
     # Threads without a number, as in dumps of py-spy from Python 3.10, cannot be told apart.
     for thread in (t for t in process.threads if t.os_id != process.pid and (t.at or t.os_id)):
         key = thread.at or thread.os_id
         one = without_torn(replace(process, pid=key, waits_in="", looks=tuple(alone[key])))
         if thread.task and not ((main.idle_loop or decides.task) and len(set(places(recent(one)))) > 1):
             continue
-        how = activity_of(one, thread, sources, None)
+        how = activity_of(one, thread, sources)
         awaited = thread.task or thread.name == decides.thread or (how.is_job and main.kind in ("future", "pool"))
         if not awaited or how.heartbeat or how.periodic:
             continue
         # The rounds of a `while` may put nothing into the queue that the main thread reads.
         if starved and all(name.partition(":")[0].endswith("~") for name in moved_counters(one, sources)):
             continue
-        if moves(one, sources, None):
+        if moves(one, sources):
             return True
     return False
 
@@ -270,7 +272,7 @@ def wakeups(process: Process) -> int:
     return process.last.switches - process.looks[0].switches
 
 
-def woken_once(process: Process, sources: Mapping[str, str], world: int | None) -> bool:
+def woken_once(process: Process, sources: Mapping[str, str]) -> bool:
     """Return whether the wait of a loop that does not poll has returned exactly once: each round may take that long.
 
     A return in the first third of the watch does not count: the next wait has already taken twice as long.
@@ -280,7 +282,7 @@ def woken_once(process: Process, sources: Mapping[str, str], world: int | None) 
     begun, last = process.looks[0], process.last
     early = [look.switches for look in process.looks if look.at - begun.at <= (last.at - begun.at) / 3]
     once = begun.switches == early[-1] == last.switches - 1
-    return once and _waits_in_loop(process, seen(process, sources, world), sources)
+    return once and _waits_in_loop(process, seen(process, sources), sources)
 
 
 def never_woken(process: Process) -> bool:
@@ -318,12 +320,6 @@ def woken_in_vain(process: Process, every: Sequence[Activity], sources: Mapping[
     return all(len(each) == 1 for each in values.values())
 
 
-def _advances(process: Process, *, asleep: bool) -> bool:
-    """Return whether a process is busy with a number that only rises or falls, or its coroutines end one by one."""
-    steady = not asleep and busy(process) and _goes_steadily(process)
-    return steady or _tasks_end(process)
-
-
 def _threads_advance(process: Process, newest: Sequence[Activity], sources: Mapping[str, str]) -> bool:
     """Return whether threads whose counters advance work for the main thread.
 
@@ -355,10 +351,10 @@ def _waits_in_loop(process: Process, every: Sequence[Activity], sources: Mapping
     return not asks and in_loop(process, sources)
 
 
-def _signals_pile_up(process: Process, sources: Mapping[str, str], world: int | None) -> bool:
+def _signals_pile_up(process: Process, sources: Mapping[str, str]) -> bool:
     """Return whether stacks only grow on top of a wait for a lock: signal handlers run there, and wait for it, too."""
     stacks = [[(f.file, f.function, f.line) for f in reversed(thread.frames)] for thread in mains_of(process)]
-    every = seen(process, sources, world)
+    every = seen(process, sources)
     for first, activity in zip(stacks[:3], every[:3], strict=True):  # one may have been read within a handler
         if activity.kind == "lock" and len(first) < len(stacks[-1]):
             return all(stack[: len(first)] == first for stack in stacks[stacks.index(first) :])
@@ -380,12 +376,12 @@ def _tasks_end(process: Process) -> bool:
     return any(n[0] - n[-1] >= (1 if writes else 2) and (writes or n[-1] < n[len(n) // 2]) for n in every)
 
 
-def _passes_lock(process: Process, sources: Mapping[str, str], world: int | None) -> bool:
+def _passes_lock(process: Process, sources: Mapping[str, str]) -> bool:
     """Return whether a thread that waited for a lock in one look was elsewhere in a later one: it got the lock."""
     waited: dict[int, int] = {}
     for look in process.looks:
         for thread in look.threads:
-            one = activity_of(replace(process, looks=(look,)), thread, sources, world)
+            one = activity_of(replace(process, looks=(look,)), thread, sources)
             if one.heartbeat:  # it goes on beside any hang
                 continue
             if one.kind == "lock" and one.op == "with":
@@ -474,11 +470,9 @@ def _works_in_library(process: Process, sources: Mapping[str, str]) -> bool:
         return False
     if all(importing(thread) for thread in threads):
         return True
-    for thread in threads:
-        user = next(iter(thread.user_frames), None)
-        if user and isinstance(source.outermost_loop(sources.get(user.file, ""), user.line), ast.While):
-            return False
-    return True
+    users = (frame for thread in threads for frame in thread.user_frames[:1])
+    loops = (source.outermost_loop(sources.get(frame.file, ""), frame.line) for frame in users)
+    return not any(isinstance(loop, ast.While) for loop in loops)
 
 
 def _passes_lines(process: Process, sources: Mapping[str, str]) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from clew.hang.activity import LOOP_COUNTER, WORKS, activity_of
-from clew.hang.observed import Frame, Process, Snapshot
+from clew.hang.observed import Frame, Process, Snapshot, Thread
 
 KEPT = 2
 """Number of ranks of one state that are kept as they were seen."""
@@ -112,22 +112,14 @@ def _counters(values: Mapping[str, str]) -> list[str]:
 
 def raw_state(threads: list[dict[str, Any]]) -> Hashable:
     """Return the state of a JSON dump of py-spy, without making objects of it. May raise KeyError or TypeError."""
-    return tuple(
-        tuple(
-            (
-                each["name"],
-                each["filename"],
-                each["line"],
-                *(
-                    local["repr"]
-                    for local in each.get("locals") or ()
-                    if COUNTERS.match(local["name"]) and str(local["repr"]).isdigit()
-                ),
-            )
-            for each in thread["frames"]
-        )
-        for thread in threads
-    )
+    stacks = []
+    for thread in threads:
+        stack = []
+        for frame in thread["frames"]:
+            values = {local["name"]: str(local["repr"]) for local in frame.get("locals") or ()}
+            stack.append((frame["name"], frame["filename"], frame["line"], *_counters(values)))
+        stacks.append(tuple(stack))
+    return tuple(stacks)
 
 
 def to_judge(snapshot: Snapshot) -> Snapshot:
@@ -152,23 +144,15 @@ def _joins(frame: Frame, rank: int | None = None) -> bool:
 
 
 def _as(process: Process, rank: int, pid: int, host: str) -> Process:
-    looks = tuple(
-        replace(
-            look,
-            threads=tuple(
-                replace(
-                    each,
-                    os_id=pid if each.os_id == process.pid else each.os_id,
-                    frames=tuple(
-                        replace(f, locals={**f.locals, "rank": str(rank)}) if _joins(f, process.rank) else f
-                        for f in each.frames
-                    ),
-                )
-                for each in look.threads
-            ),
-        )
-        for look in process.looks
-    )
+    def own_frame(frame: Frame) -> Frame:
+        joins = _joins(frame, process.rank)
+        return replace(frame, locals={**frame.locals, "rank": str(rank)}) if joins else frame
+
+    def own_thread(thread: Thread) -> Thread:
+        number = pid if thread.os_id == process.pid else thread.os_id
+        return replace(thread, os_id=number, frames=tuple(map(own_frame, thread.frames)))
+
+    looks = tuple(replace(look, threads=tuple(map(own_thread, look.threads))) for look in process.looks)
     # `roles` reads a rank from these groups, and above from a call, so each process needs its own rank there.
     groups = tuple(each if each.rank is None else replace(each, rank=rank) for each in process.inside.groups)
     inside = replace(process.inside, groups=groups)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import PurePath
 from typing import Any
 
 from clew.hang.equal_stacks import RanksByStack, ranges, ranges_text, ranks_by_stack
-from clew.hang.judge import Actor, Verdict, actors_of, judge
+from clew.hang.judge import judge
 from clew.hang.observed import PIDS_PER_NODE, Snapshot
 from clew.hang.reduce import reduced, to_judge
+from clew.hang.roles import actors_of
+from clew.hang.verdict import Actor, Verdict
 
 CONTEXT = 2
 """Number of source lines that are shown before and after the one in question."""
@@ -141,16 +142,14 @@ class Report:
         if self.next:
             lines += ["", f"Next: {self.next}"]
         if verdict.exit_code and len(self.classes) > 1:
-            lines += ["", "Stacks (all of them with --stacks):", *self._in_short()]
+            lines += ["", "Stacks (all of them with --stacks):"]
+            for stack, pairs in list(self.classes.items())[:12]:
+                lines.append(f"  {ranges_text(pairs)}: {stack[-1] if stack else 'no Python frame'}")
         lines += [
             "",
             f"{self.count} {'process' if self.count == 1 else 'processes'}, watched for {self.seen.seconds:.1f} s",
         ]
         return "\n".join(lines)
-
-    def _in_short(self) -> Iterator[str]:
-        for stack, pairs in list(self.classes.items())[:12]:
-            yield f"  {ranges_text(pairs)}: {stack[-1] if stack else 'no Python frame'}"
 
     def stacks_in_text(self) -> str:
         """Return the classes of stacks with their ranks, the innermost frame last."""

@@ -168,8 +168,6 @@ def _by_order(found: list[tuple[Process, str]]) -> list[tuple[Process, str]]:
 
 def world_of(snapshot: Snapshot) -> int | None:
     """Return how many ranks the job should have, as far as groups, the launcher, environment or locals say."""
-    if snapshot.world:
-        return snapshot.world
     for said in (
         [len(group.members) for each in snapshot.processes if (group := world_group(each))],
         [joined[1] for each in snapshot.processes if (joined := joins_as(each))],
@@ -189,7 +187,7 @@ def actors_of(snapshot: Snapshot) -> list[Actor]:
         every = activities(process, snapshot.sources, world)
         activity = effective(_without_idle_readers(every, process, snapshot), snapshot.sources)
         work = awaited_work(process, activity, snapshot.processes, snapshot.sources)
-        moving = moves(process, snapshot.sources, world) or bool(work)
+        moving = moves(process, snapshot.sources) or bool(work)
         moving = moving or (bool(every) and moves_inside(process, every[0], activity, snapshot.sources))
         found.append(
             Actor(process=process, activity=activity, threads=tuple(every), moving=moving, role=role, work=work)

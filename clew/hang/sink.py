@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from clew.hang.activity import DISTRIBUTED, Activity
 from clew.hang.observed import Snapshot
-from clew.hang.verdict import Actor, Verdict, subject, verdict_about
+from clew.hang.verdict import Actor, Verdict, sentences, subject, verdict_about
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +16,8 @@ class Sink:
 
     culprits: list[Actor]
     waiters: list[Actor]
-    live: list[Actor]
+    job: list[Actor]
+    """The culprits and the waiters, also those that have ended."""
     snapshot: Snapshot
 
     @property
@@ -39,11 +40,16 @@ class Sink:
     @property
     def parent(self) -> Actor | None:
         """Return the process that has started the culprit."""
-        return next((a for a in self.live if a.pid == self.one.process.parent), None)
+        return next((a for a in self.job if a.pid == self.one.process.parent), None)
 
     def blame(self, pattern: str, blamed: Sequence[Actor], why: str, **more) -> Verdict:
         """Return a verdict about some of these processes, with what all of them do as evidence."""
-        return verdict_about(pattern, blamed, why, self.live, **more)
+        return verdict_about(pattern, blamed, why, self.job, **more)
+
+    @property
+    def says(self) -> str:
+        """Return a sentence about each of the first four culprits: what it does, and where."""
+        return sentences(self.culprits)
 
     @property
     def who_waits(self) -> str:

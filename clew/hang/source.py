@@ -94,9 +94,9 @@ def enclosing_function(text: str, line: int) -> Function | None:
 
 
 def _spans(node: ast.AST, line: int) -> bool:
-    if isinstance(node, (ast.ExceptHandler, ast.stmt, ast.match_case)):
-        return _covers(node, line) if not isinstance(node, ast.match_case) else any(_covers(s, line) for s in node.body)
-    return False
+    if isinstance(node, ast.match_case):
+        return any(_covers(each, line) for each in node.body)
+    return isinstance(node, (ast.ExceptHandler, ast.stmt)) and _covers(node, line)
 
 
 def dotted(node: ast.AST) -> str:
@@ -320,8 +320,8 @@ def follows(text: str, line: int, later: int) -> bool:
 def function_named(text: str, name: str) -> Function | None:
     """Return the first function of a file with this name."""
     tree = parse(text)
-    functions = (node for node in ast.walk(tree) if isinstance(node, Function)) if tree else ()
-    return next((node for node in functions if node.name == name), None)
+    nodes = ast.walk(tree) if tree else ()
+    return next((node for node in nodes if isinstance(node, Function) and node.name == name), None)
 
 
 def ends_one_of(text: str, line: int, waits: Collection[Wait], *, by_argument: bool = True) -> bool:

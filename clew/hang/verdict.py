@@ -155,7 +155,7 @@ def verdict_about(pattern: str, culprits: Sequence[Actor], why: str, others: Seq
     """
     sites = {a.activity.site for a in culprits if a.activity.site and not a.activity.site.startswith("<")}
     if culprits and not sites:  # one that waits for a process to end is less telling than others
-        waiting = [a.activity for a in others if a.activity.site and not a.dead]
+        waiting = [a.activity for a in others if a not in culprits and a.activity.site and not a.dead]
         sites = {each.site for each in sorted(waiting, key=lambda each: each.kind in ("process", "thread"))[:1]}
     return Verdict(
         pattern=pattern,
@@ -166,6 +166,11 @@ def verdict_about(pattern: str, culprits: Sequence[Actor], why: str, others: Seq
         evidence=tuple(a.says for a in [*culprits, *(o for o in others if o not in culprits)])[:12],
         **more,
     )
+
+
+def sentences(actors: Sequence[Actor]) -> str:
+    """Return a sentence about each of the first four processes: what it does, and where."""
+    return " ".join(f"{a.says[:1].upper()}{a.says[1:]}." for a in actors[:4])
 
 
 def names(actors: Sequence[Actor]) -> str:

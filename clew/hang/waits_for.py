@@ -59,53 +59,53 @@ def _members(one: Activity, ranks: Sequence[Actor]) -> set[int]:
     return _present(one, ranks) | (away or {a.pid for a in ranks})
 
 
-def all_edges(live: Sequence[Actor]) -> Edges:
+def all_edges(job: Sequence[Actor]) -> Edges:
     """Return which processes could end each process's wait, in the application or in a collective, as pids."""
-    collective = collective_edges([actor for actor in live if actor.rank is not None])
-    return {pid: targets | collective.get(pid, set()) for pid, targets in application_edges(live).items()}
+    collective = collective_edges([actor for actor in job if actor.rank is not None])
+    return {pid: targets | collective.get(pid, set()) for pid, targets in application_edges(job).items()}
 
 
-def application_edges(live: Sequence[Actor]) -> Edges:
+def application_edges(job: Sequence[Actor]) -> Edges:
     """Return which processes could end each process's application wait, as pids."""
     # A forked client has its parent's listening sockets, too, but it does not serve the port that it is connected to.
-    own = {(a.pid, port) for a in live for port in a.process.listens}
-    forked = {(a.pid, port) for a in live for port in a.process.peers if (a.process.parent, port) in own}
-    servers = [(port, a) for a in live for port in a.process.listens if (a.pid, port) not in forked]
+    own = {(a.pid, port) for a in job for port in a.process.listens}
+    forked = {(a.pid, port) for a in job for port in a.process.peers if (a.process.parent, port) in own}
+    servers = [(port, a) for a in job for port in a.process.listens if (a.pid, port) not in forked]
     # Peers are known by port alone: a server on the client's own host comes before one on another host.
     listening = {(host, port): a for port, a in servers for host in ("", a.process.host)}
-    return {actor.pid: _could_end(actor, live, listening) - {actor.pid} for actor in live}
+    return {actor.pid: _could_end(actor, job, listening) - {actor.pid} for actor in job}
 
 
-def _could_end(actor: Actor, live: Sequence[Actor], listening: Mapping[tuple[str, int], Actor]) -> set[int]:
+def _could_end(actor: Actor, job: Sequence[Actor], listening: Mapping[tuple[str, int], Actor]) -> set[int]:
     """Return the pids of the processes that could end the wait of `actor`.
 
     `listening` has the servers, by host ("" for any) and port.
     """
     kind, process = actor.activity.kind, actor.process
-    children = {a.pid for a in live if a.process.parent == actor.pid and a.rank is None}
-    ranks = {a.pid for a in live if a.rank is not None}
+    children = {a.pid for a in job if a.process.parent == actor.pid and a.rank is None}
+    ranks = {a.pid for a in job if a.rank is not None}
     awaited = {wait["unblocks"].partition(" ")[0] for wait in process.waits}  # a process of Clew reports this itself
-    named = {a.pid for a in live if a.process.name.partition("-")[0] in awaited}
+    named = {a.pid for a in job if a.process.name.partition("-")[0] in awaited}
     match kind:
         case "pipe" if process.waits_in.endswith("pipe_write") and actor.rank is None:
             # A program's parent should read what it writes. One that only waits for the program to end never does.
             waiting = ("process", "tasks")
-            named |= {a.pid for a in live if a.pid == process.parent and a.activity.kind in waiting}
-            return named | at_other_end(actor, live)
+            named |= {a.pid for a in job if a.pid == process.parent and a.activity.kind in waiting}
+            return named | at_other_end(actor, job)
         case "file":
-            return named | {a.pid for a in live if set(a.process.files) & set(process.wants)}
+            return named | {a.pid for a in job if set(a.process.files) & set(process.wants)}
         case "rpc":  # ranks that run a remote call; if none does, as at shutdown, those that are in no rpc yet
-            serving = {a.pid for a in live if a.activity.is_job} or {a.pid for a in live if a.activity.kind != "rpc"}
+            serving = {a.pid for a in job if a.activity.is_job} or {a.pid for a in job if a.activity.kind != "rpc"}
             return named | (serving & ranks)
         case "ray":  # actors and tasks that run a method that this line calls; if it names none of them, all that run
-            busy = [a for a in live if a is not actor and a.process.of_ray]
+            busy = [a for a in job if a is not actor and a.process.of_ray]
             called = re.findall(r"(\w+)\.remote\(", actor.activity.text)
             running = [a for a in busy if re.split(r"::|\.", a.process.command[0].strip())[-1] in called]
             return named | {a.pid for a in running or busy}
         case "http" | "network" | "select" | "tasks":
             # A parent whose main thread joins this process serves it from another thread, which may be fine.
-            joining = {a.pid for a in live if a.activity.kind == "process" and process.parent == a.pid}
-            if known := _users({other for _, other in _awaited(actor) if other}, actor, live) - joining:
+            joining = {a.pid for a in job if a.activity.kind == "process" and process.parent == a.pid}
+            if known := _users({other for _, other in _awaited(actor) if other}, actor, job) - joining:
                 return named | known
             # A connection from a rank, or from its fork, to another rank is for their collectives: it is no request.
             kin = actor.pid in ranks or process.parent in ranks
@@ -115,69 +115,69 @@ def _could_end(actor: Actor, live: Sequence[Actor], listening: Mapping[tuple[str
             servers = [listening[each] for each in ports if each in listening]
             return named | {a.pid for a in servers if not (kin and a.rank is not None)} - joining
         case "data_loader":
-            return named | {a.pid for a in live if a.role == "loader" and a.process.parent == actor.pid}
+            return named | {a.pid for a in job if a.role == "loader" and a.process.parent == actor.pid}
         case "condition":
-            return named | children - _asking(actor, live)
+            return named | children - _asking(actor, job)
         case "queue" | "queue_full" | "pipe":
-            return named | at_other_end(actor, live)
+            return named | at_other_end(actor, job)
         case "process":
-            return named | (children or _piped(actor, live))
+            return named | (children or _piped(actor, job))
         case "pool" | "future":
-            return named | (children or _piped(actor, live)) - _asking(actor, live)
+            return named | (children or _piped(actor, job)) - _asking(actor, job)
         case "signal":
-            beside = [a for a in live if a is not actor and a.process.parent == process.parent]
+            beside = [a for a in job if a is not actor and a.process.parent == process.parent]
             return named | (children or {a.pid for a in beside if a.activity.kind not in ("signal", "process")})
         case "sleep":  # a rank may ask whether a server that it has started is ready
-            working = {a.pid for a in live if a.moving and a.role != "loader" and not a.activity.periodic}
-            return named | (children & working if actor.rank is not None else children - _asking(actor, live))
+            working = {a.pid for a in job if a.moving and a.role != "loader" and not a.activity.periodic}
+            return named | (children & working if actor.rank is not None else children - _asking(actor, job))
     return named
 
 
-def _asking(actor: Actor, live: Sequence[Actor]) -> set[int]:
+def _asking(actor: Actor, job: Sequence[Actor]) -> set[int]:
     """Return the pids of children that wait for this process at a pipe: they cannot end a wait of another kind."""
-    children = [a for a in live if a.process.parent == actor.pid and a.rank is None]
+    children = [a for a in job if a.process.parent == actor.pid and a.rank is None]
     known = {a.pid: a for a in children if a.activity.kind in THROUGH_PIPES and any(other for _, other in _awaited(a))}
     # Later forks have copies of the ends, but they wait for this process, too.
     return {
-        pid for pid, a in known.items() if actor.pid in (ends := at_other_end(a, live)) and ends <= {actor.pid, *known}
+        pid for pid, a in known.items() if actor.pid in (ends := at_other_end(a, job)) and ends <= {actor.pid, *known}
     }
 
 
-def at_other_end(actor: Actor, live: Sequence[Actor]) -> set[int]:
+def at_other_end(actor: Actor, job: Sequence[Actor]) -> set[int]:
     """Return the pids of the processes that can write what a process reads, or read what it writes.
 
     If its descriptor was not seen, these are its children, or else all that share any pipe with it.
     """
     process = actor.process
-    children = {a.pid for a in live if a.process.parent == actor.pid and a.rank is None}
+    children = {a.pid for a in job if a.process.parent == actor.pid and a.rank is None}
     ends = {other for _, other in _awaited(actor)}
-    joins = {a.pid for a in live if a.activity.kind in ("process", "thread")} - children  # these only join the rest
+    joins = {a.pid for a in job if a.activity.kind in ("process", "thread")} - children  # these only join the rest
     if "" in ends:  # a socket whose peer is not known leads to kin, but not to those that only have pipes with it
-        kin = [a for a in live if a is not actor and a.process.host == process.host and a.rank is None]
+        kin = [a for a in job if a is not actor and a.process.host == process.host and a.rank is None]
         kin = [a for a in kin if a.pid == process.parent or a.pid in children]
         users = {a.pid for a in kin if not set(process.pipes) & set(a.process.pipes)}
     else:
-        users = _users(ends, actor, live)
+        users = _users(ends, actor, job)
     if not ends or not (users or actor.activity.kind == "pipe"):  # a manager may serve a queue
-        return children or _piped(actor, live)
-    dead = {a.pid for a in live if a.dead and a.pid in children}
+        return children or _piped(actor, job)
+    dead = {a.pid for a in job if a.dead and a.pid in children}
     return dead | users - joins
 
 
-def _users(ends: set[str], actor: Actor, live: Sequence[Actor]) -> set[int]:
+def _users(ends: set[str], actor: Actor, job: Sequence[Actor]) -> set[int]:
     """Return the pids of the other processes that have one of these ends open.
 
     A fork has copies of its parent's descriptors. If one of them is in a system call with the end, that is its user.
     """
-    others = [a for a in live if a is not actor and a.process.host == actor.process.host]
+    others = [a for a in job if a is not actor and a.process.host == actor.process.host]
     holders = [a for a in others if ends & set(a.process.ends)]
     users = [a for a in holders if ends & {own for own, _ in _awaited(a)}]
     return {a.pid for a in users or holders}
 
 
-def surely_awaits(actor: Actor, live: Sequence[Actor]) -> bool:
+def surely_awaits(actor: Actor, job: Sequence[Actor]) -> bool:
     """Return whether the pipe or socket that a process reads or writes is known, and one process has its other end."""
-    return any(other for _, other in _awaited(actor)) and len(at_other_end(actor, live)) == 1
+    return any(other for _, other in _awaited(actor)) and len(at_other_end(actor, job)) == 1
 
 
 def _awaited(actor: Actor) -> list[tuple[str, str]]:
@@ -186,9 +186,9 @@ def _awaited(actor: Actor) -> list[tuple[str, str]]:
     return [(own, other) for thread, own, other in actor.process.awaits if thread in threads]
 
 
-def _piped(actor: Actor, live: Sequence[Actor]) -> set[int]:
+def _piped(actor: Actor, job: Sequence[Actor]) -> set[int]:
     """Return the pids of the processes that share a pipe with this one: they can fill or empty its queues."""
     pipes = set(actor.process.pipes)
-    here = [a for a in live if a is not actor and a.rank is None and a.process.host == actor.process.host]
+    here = [a for a in job if a is not actor and a.rank is None and a.process.host == actor.process.host]
     others = [a for a in here if pipes & set(a.process.pipes)]
     return {a.pid for a in others if a.activity.kind not in ("process", "thread")}  # not one that only joins the rest

@@ -390,6 +390,28 @@ def test_a_service_whose_threads_all_wait_for_requests_is_idle(
     assert judge(Snapshot(processes=(service,), seconds=3.0, sources={"train.py": SERVES})).pattern == pattern
 
 
+@pytest.mark.parametrize(
+    "ended, error, idle",
+    [
+        ("", "", True),
+        ("Thread-3 (process_request_thread)", "", True),
+        ("Thread-2 (refill)", "", False),
+        ("", "ValueError: empty batch", False),
+    ],
+)
+def test_a_service_of_which_a_part_has_ended_is_not_idle(ended: str, error: str, idle: bool) -> None:
+    serves = (within("select", "selectors.py"), within("serve_forever", "socketserver.py"))
+    threads = (
+        Thread(name="MainThread", os_id=100, frames=(within("Thread.join", "threading.py"), at(1, "<module>"))),
+        Thread(name="Thread-1 (serve_forever)", os_id=101, frames=serves),
+    )
+    looks = tuple(Look(at=0.5 * n, state="S", switches=7, threads=threads) for n in range(6))
+    service = Process(pid=100, looks=looks, listens=(8000,), waits_in="futex_do_wait", old_error=error)
+    service = replace(service, inside=Inside(ended_threads=(ended,) * bool(ended)))
+    verdict = judge(Snapshot(processes=(service,), seconds=3.0, sources={"train.py": SERVES}))
+    assert (verdict.pattern == "healthy") is idle
+
+
 ROUNDS = """for step in range(9):
     time.sleep(0.2)
 while True:
@@ -416,6 +438,19 @@ def test_a_process_that_sleeps_between_its_rounds_does_not_stop_another(line: in
     own = (rank(0, 5, "all_reduce"), rank(1, 8), replace(one(102, 2, 101, steps), parent=101))
     found = judge(Snapshot(processes=own, seconds=3.0, sources={"train.py": SCRIPT + ROUNDS}))
     assert (found.pattern, found.pids) == (("slow", (102,)) if steps else ("missing rank", (101,)))
+
+
+@pytest.mark.parametrize("line, pattern, pid", [(2, "slow", 102), (4, "missing rank", 101)])
+def test_a_monitor_below_a_rank_that_sleeps_does_not_make_it_slow(line: int, pattern: str, pid: int) -> None:
+    looks = []
+    for n in range(6):
+        frame = Frame(function="<module>", file="child.py", line=line, locals={"samples": str(n)})
+        thread = Thread(name="MainThread", os_id=102, frames=(frame,))
+        looks.append(Look(at=0.5 * n, state="S", switches=7, threads=(thread,)))
+    child = Process(pid=102, parent=101, looks=tuple(looks), waits_in="hrtimer_nanosleep", command=("python",))
+    processes = (rank(0, 5, "all_reduce"), rank(1, 8), child)
+    verdict = judge(Snapshot(processes=processes, sources={"train.py": SCRIPT, "child.py": ROUNDS}))
+    assert (verdict.pattern, verdict.pids) == (pattern, (pid,))
 
 
 @pytest.mark.parametrize("fills", [0, 1])
@@ -890,13 +925,18 @@ def test_a_loop_polls_a_file_if_it_calls_what_looks_at_files(loop: str, polls_fi
     assert ("polls for a file" in verdict.explanation) == polls_file and verdict.ranks == (0,)
 
 
-@pytest.mark.parametrize("around, pattern", [("", "slow"), ("while True:\n    ", "cpu")])
-def test_a_rank_in_one_call_of_a_numeric_library_is_slow(around: str, pattern: str) -> None:
+@pytest.mark.parametrize(
+    "around, gpus, pattern",
+    [("", (), "slow"), ("while True:\n    ", (), "cpu"), ("", ("/dev/nvidia0",), "cpu")],
+)
+def test_a_rank_in_one_call_of_a_numeric_library_is_slow_unless_it_may_spin_for_its_gpu(
+    around: str, gpus: tuple[str, ...], pattern: str
+) -> None:
     text = f"import torch\n{around}torch.linalg.svd(weights)\n"
     line = 3 if around else 2
     computes = rank(0, line, state="R")
     looks = tuple(replace(look, switches=0, cpu_s=look.at) for look in computes.looks)
-    first = replace(computes, looks=looks, waits_in="")
+    first = replace(computes, looks=looks, waits_in="", gpus=gpus)
     verdict = judge(Snapshot(processes=(first, rank(1, 9, "barrier")), seconds=3.0, sources={"train.py": text}))
     assert (verdict.pattern, verdict.ranks) == (pattern, (0,))
 
