@@ -38,9 +38,7 @@ def plan_step(
     """Split a batch into mini-batches of whole groups, and each mini-batch into micro-batches.
 
     The groups keep their order, and mini-batches have as equal numbers of groups as possible. There are fewer
-    mini-batches if there are fewer groups.
-
-    `lengths` and `group_ids` have one entry per row. See `deal` for the other arguments.
+    mini-batches if there are fewer groups. `lengths` and `group_ids` have one entry per row; see `deal` for the rest.
     """
     rows_of: dict[str, list[int]] = {}
     for row, group_id in enumerate(group_ids):
