@@ -209,7 +209,7 @@ def _model_request(request: CountRequest, notes: list[str], **more: Any) -> Mode
         message = "Cannot continue the thread: it has its tools and system already. Send neither."
         raise Refusal(400, message, param="thread")
     if request.messages[-1].role == "assistant":
-        message = "Cannot continue the assistant's last message: prefilling is not supported. End with a user message."
+        message = "Cannot continue messages that end with the assistant's: prefilling is not supported. Add a user's."
         raise Refusal(400, message, param="messages")
     images: dict[str, bytes] = {}
     return ModelRequest(
