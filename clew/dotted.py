@@ -231,7 +231,7 @@ def _raised(error: BaseException, path: str, field: str, created: type | None = 
     if isinstance(error, SyntaxError):
         return ConfigError(f"{field}={path}: {error.filename}:{error.lineno} is not valid Python: {error.msg}.")
     frames = traceback.extract_tb(error.__traceback__)
-    doing, frame = ("importing it", frames[-1]) if created is None else (f"{created.__name__}()", frames[:2][-1])
-    return ConfigError(
-        f"{field}={path}: {doing} raised {type(error).__name__} at {frame.filename}:{frame.lineno}: {error}"
-    )
+    doing, inside = ("importing it", frames[-1:]) if created is None else (f"{created.__name__}()", frames[1:])
+    # The code of a dataclass is made from a text, and is in no file.
+    where = next((f" at {each.filename}:{each.lineno}" for each in inside if not each.filename.startswith("<")), "")
+    return ConfigError(f"{field}={path}: {doing} raised {type(error).__name__}{where}: {error}")

@@ -63,11 +63,12 @@ def compare_runs(runs: Pair, steps: range) -> Comparison:
 
     # The environments are equal, and yet rounding may explain the difference: look for one beyond the tolerance.
     doubt = _rounding_doubt(runs, difference)
-    noise = not doubt and _is_sampling_noise(difference)
+    noise = _is_sampling_noise(difference)
     if not doubt and not noise:
         return result
     beyond = _first_difference(runs, after, _near(runs))
-    if str(beyond) == str(difference) or (beyond is None and noise):  # noise is reported if nothing else differs
+    doubt = doubt if str(beyond) != str(difference) else ""
+    if not doubt and (beyond is None or not noise):  # noise is reported if nothing else differs
         return result
     return Comparison(difference=beyond, apart=apart, tolerance=_near(runs), reasons=[doubt or SAMPLING_NOISE])
 

@@ -167,7 +167,7 @@ class AgentSession:
 
     async def _begin(self, request: ModelRequest, fingerprint: bytes, size: int) -> Submission:
         self._refuse_beyond_limits()
-        request, begin = constrain(request, self.engine, self.turns.variables)
+        request, begin = constrain(request, self.engine, self.turns)
         prompt = await self._prompt(request, begin)
         self._advise(request)
         indices, speech = [self.engine.reserve() for _ in range(request.n)], Speech()

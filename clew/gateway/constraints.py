@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Container
 from dataclasses import replace
 
 from clew.gateway.dialect import ModelRequest, Refusal
 from clew.gateway.episode_engine import EpisodeEngine
 from clew.gateway.output_parser import CALL_CLOSES, CALL_OPENS
+from clew.gateway.turns import Turns
 
 
-def constrain(request: ModelRequest, engine: EpisodeEngine, variables: Container[str]) -> tuple[ModelRequest, str]:
+def constrain(request: ModelRequest, engine: EpisodeEngine, turns: Turns) -> tuple[ModelRequest, str]:
     """Return the request as the engine can honour it, and the text that the reply begins with to force a tool call.
-
-    `variables` are those that the chat template knows.
 
     Raises:
         Refusal: The engine or the chat template cannot meet a demand.
@@ -35,7 +33,7 @@ def constrain(request: ModelRequest, engine: EpisodeEngine, variables: Container
             f'output, so the model could not call a tool. Send no tools, or set tool_choice to "none".'
         )
         raise Refusal(400, message, param=request.response_format.param)
-    request = _with_known_variables(request, engine, variables)
+    request = _with_known_variables(request, engine, turns)
     if not request.shown_tools or (request.parallel_tool_calls and not forced):
         return request, ""
     if CALL_OPENS not in str(engine.tokenizer.chat_template):
@@ -53,7 +51,7 @@ def constrain(request: ModelRequest, engine: EpisodeEngine, variables: Container
     return request, f'{CALL_OPENS}\n{{"name": {json.dumps(request.tool_choice)}, "arguments": ' if forced else ""
 
 
-def _with_known_variables(request: ModelRequest, engine: EpisodeEngine, variables: Container[str]) -> ModelRequest:
+def _with_known_variables(request: ModelRequest, engine: EpisodeEngine, turns: Turns) -> ModelRequest:
     """Return the request without variables that the chat template does not know, if that does no harm.
 
     A variable that is False, such as enable_thinking, is dropped silently: there is nothing to turn off. Thinking
@@ -62,7 +60,7 @@ def _with_known_variables(request: ModelRequest, engine: EpisodeEngine, variable
     Raises:
         Refusal: The template does not know any other variable.
     """
-    unknown = [name for name in request.template if name not in variables]
+    unknown = [name for name in request.template if name not in turns.variables]  # parses the template
     for name in unknown:
         value = request.template[name]
         if value is False:

@@ -137,6 +137,8 @@ class RemoteEngine:
         self._loaded: str | None = None
         """Label of the weights that the server was given last; None: it has those that it started with."""
         self._identity, self._was_away = "", False
+        self._asking: asyncio.Task[bool] | None = None
+        """The question of which process answers, which all requests share, see `_refuse_another`."""
         self._has_paused = False
         """True from when an update pauses the server until it has resumed it."""
         self._longest_s: dict[str, float] = {}
@@ -199,7 +201,9 @@ class RemoteEngine:
         """
         if not self._was_away:
             return
-        if not await self._is_same():
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.get_running_loop().create_task(self._is_same())
+        if not await asyncio.shield(self._asking):
             self.failure = (
                 f"{self._backend.kind} at {self._backend.address} is another process than before, and has lost version "
                 f"{self.core.version}. Somebody has restarted it"
@@ -344,7 +348,7 @@ class RemoteEngine:
             async with asyncio.timeout(limit_s):
                 yield
         except TimeoutError:
-            before = "" if longest is None else f"; earlier updates took at most {longest:.2g} s for that"
+            before = "" if longest is None else f"; earlier updates took at most {longest:.3g} s for that"
             await self._give_up(f"it did not {doing % version} within {limit_s:.3g} s{before}")
             raise EngineUnreachable("", str(self.failure)) from None
         self._longest_s[doing] = max(longest or 0.0, loop.time() - began)
@@ -378,17 +382,17 @@ class RemoteEngine:
         # If the server were paused first, it would keep a late request, and complete it with the new weights under the
         # label of the old ones.
         self._gate.clear()
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + ABORT_S
-        while self.core.active:
-            await self._backend.abort()
-            for _ in range(10):
-                if self.core.active:
-                    await asyncio.sleep(0.005)
-            if loop.time() > deadline:
-                number = counted(len(self.core.active), "request")
-                await self._give_up(f"it still has {number} {ABORT_S:g} s after it was told to abort them")
-                raise EngineUnreachable("", str(self.failure))
+        try:
+            async with asyncio.timeout(ABORT_S):  # also if the call that aborts them hangs
+                while self.core.active:
+                    await self._backend.abort()
+                    for _ in range(10):
+                        if self.core.active:
+                            await asyncio.sleep(0.005)
+        except TimeoutError:
+            number = counted(len(self.core.active), "request")
+            await self._give_up(f"it still has {number} {ABORT_S:g} s after it was told to abort them")
+            raise EngineUnreachable("", str(self.failure)) from None
 
     # Pause -----------------------------------------------------------------------------------------------------------
 
@@ -475,6 +479,7 @@ class RemoteEngine:
             log.warning("%s at %s: %s", kind, backend.address, lack)
         if self.attached:
             self._was_away = False
+            self._identity = ""
             with suppress(EngineError):  # a vLLM without metrics
                 self._identity = await backend.identity()
         await self._record_options(reporter)
@@ -592,6 +597,7 @@ class RemoteEngine:
             self.process = ServerProcess(self._launch, self.process.log)
         self.failure, self.core.broken, self._loaded = None, None, None
         self.core.version, self.unchecked_version = 0, None
+        self._longest_s.clear()
         await self.start(reporter)
         self._open()
 

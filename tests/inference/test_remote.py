@@ -644,8 +644,9 @@ def test_an_sglang_of_another_number_type_is_refused_before_the_first_update() -
         asyncio.run(prepare(address))
 
 
+@pytest.mark.parametrize("abort_hangs", [False, True])
 def test_a_server_whose_requests_go_on_after_they_were_aborted_is_given_up(
-    tmp_path: Path, version: WeightRef, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, version: WeightRef, monkeypatch: pytest.MonkeyPatch, abort_hangs: bool
 ) -> None:
     """Requests there would never end, as the server answers, and every update would wait for them again."""
     tiny_tokenizer(tmp_path / "model")
@@ -657,6 +658,8 @@ def test_a_server_whose_requests_go_on_after_they_were_aborted_is_given_up(
     async def answer(request: web.Request) -> web.Response:
         if request.path in ("/inference/v1/generate", "/v1/completions"):
             generating.set()
+            await asyncio.sleep(600)
+        if request.path in ("/abort_requests", "/pause") and abort_hangs:
             await asyncio.sleep(600)
         return web.json_response({})
 
@@ -675,6 +678,33 @@ def test_a_server_whose_requests_go_on_after_they_were_aborted_is_given_up(
 
     with serving(answer) as address:
         asyncio.run(scenario(address))
+
+
+def test_requests_that_wait_together_ask_once_which_process_answers(tmp_path: Path, version: WeightRef) -> None:
+    named, _ = served_model(tmp_path)
+    asked: list[str] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        if request.path == "/metrics":
+            asked.append(request.path)
+            await asyncio.sleep(0.1)
+            return web.Response(text="process_start_time_seconds 1.5e9\n")
+        choice = {"token_ids": [7], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "length"}
+        return web.json_response({"choices": [choice]})
+
+    async def scenario(address: str) -> None:
+        client = VLLMEngine.client(named, address)
+        engine = RemoteEngine(named, RemoteCore(named), client)
+        try:
+            engine._identity, engine._was_away = await client.identity(), True
+            one = GenerateRequest([9], SamplingParams(max_new_tokens=1))
+            await asyncio.gather(*(engine.generate(replace(one, id=str(n))) for n in range(16)))
+        finally:
+            await engine.close()
+
+    with serving(answer) as address:
+        asyncio.run(scenario(address))
+    assert len(asked) == 2  # when it was attached to, and once for all
 
 
 def test_a_server_that_starts_while_the_trainer_publishes_loads_no_version_twice(
