@@ -446,8 +446,8 @@ def _beside(sink: Sink) -> str:
 
 
 RULES: tuple[Callable[[Sink], Verdict | None], ...] = (
-    _paused, _blocked_loop, rejecting, starved, never_holds, outlived, locked_outside, pipe_kept_open,
-    joined_too_early, _joins_its_producer, dead, _own_waits, _slow, locked_file, _cleaned_up, _store, _unexplained,
+    _paused, _blocked_loop, rejecting, starved, outlived, locked_outside, pipe_kept_open, joined_too_early,
+    _joins_its_producer, dead, _own_waits, never_holds, _slow, locked_file, _cleaned_up, _store, _unexplained,
     _loader, _silent_server, _outside, _retrying, device, _unscheduled, _computing, _both_poll, _threads_poll,
     _polling, _one_at_a_time, lost_task, _blocked,
 )  # fmt: skip

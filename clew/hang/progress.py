@@ -12,7 +12,7 @@ from itertools import pairwise, takewhile
 
 from clew.hang import source
 from clew.hang.activity import DATABASE, DISTRIBUTED, Activity, activity_of, importing
-from clew.hang.observed import PROGRAM, Look, Process, Thread
+from clew.hang.observed import PROGRAM, Frame, Look, Process, Thread
 
 WAITING_NAMES = re.compile(
     r"(^|[._(])(n|num_)?(wait\w*|try|tries|attempt\w*|retr(y|ies|ied|ying)|poll(s|ed|ing)?|spin\w*|elapsed|deadline|timeout|"
@@ -292,32 +292,61 @@ def never_woken(process: Process) -> bool:
 
 def sleeps_on(process: Process, every: Sequence[Activity], sources: Mapping[str, str]) -> bool:
     """Return whether the main thread has been in one wait during the whole watch."""
-    asleep = never_woken(process) and {each.kind for each in every} <= {"queue", "process"}
+    joins = any("/multiprocessing/" in frame.file for thread in mains_of(process) for frame in thread.frames)
+    asleep = never_woken(process) and {each.kind for each in every} <= {"queue", "process" if joins else "queue"}
     return asleep or woken_in_vain(process, every, sources)
 
 
 def woken_in_vain(process: Process, every: Sequence[Activity], sources: Mapping[str, str]) -> bool:
     """Return whether the main thread was woken up often, each time to find that its condition does not hold.
 
-    Had it held, a variable would have changed that only the main thread can change: a local one, or one that it counts.
+    Had it held, a variable of the main thread would have changed. Besides, what the condition compares stands still.
     """
     threads = mains_of(process)
     if {each.kind for each in every} != {"condition"} or wakeups(process) < IN_VAIN or len(threads) < STEADY_LOOKS:
         return False
-    values: dict[tuple[str, str, str], set[str]] = {}
+    own: dict[tuple[str, str, str], set[str]] = {}
     for frame in (frame for thread in threads for frame in thread.user_frames):
-        text = sources.get(frame.file, "")
-        loop, function = source.outermost_loop(text, frame.line), source.enclosing_function(text, frame.line)
-        only_waits = loop is not None and all(name == "len" or ".wait" in name for name in source.calls_of(loop))
-        if isinstance(loop, ast.While) and not only_waits and not source.counted(loop):
-            return False  # its rounds may leave no trace
-        counts = source.counted(function) if function is not None else set[str]()
-        skipped = polling_counters(text, frame.line)
+        if _may_go_round(frame, sources.get(frame.file, "")):
+            return False
         for name, value in frame.locals.items():
-            own = "." not in name or name.rpartition(".")[2] in counts
-            if own and not WAITING_NAMES.search(name) and not hidden(name, skipped):
-                values.setdefault((frame.file, frame.function, name), set()).add(value)
-    return all(len(each) == 1 for each in values.values())
+            if "." not in name and not WAITING_NAMES.search(name):
+                own.setdefault((frame.file, frame.function, name), set()).add(value)
+    return all(len(each) == 1 for each in own.values()) and _stands_still(process, sources)
+
+
+def _may_go_round(frame: Frame, text: str) -> bool:
+    """Return whether rounds of a loop around a frame's line may leave no trace among its local variables.
+
+    Those of a `while` may, unless it only waits, and those of a `for` over values that are not seen.
+    """
+    for loop in (node for node in source.enclosing(text, frame.line) if isinstance(node, source.Loop)):
+        if isinstance(loop, ast.While):
+            if any(name != "len" and ".wait" not in name for name in source.calls_of(loop)):
+                return True
+            continue
+        names = (node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name))
+        if any(frame.locals.get(name, "<cell").startswith("<cell") for name in names):
+            return True
+    return False
+
+
+def _stands_still(process: Process, sources: Mapping[str, str]) -> bool:
+    """Return whether numbers that the main thread's condition names are seen, and none of them has changed.
+
+    One that is always 0 does not count: each round may find 0, and wait for more.
+    """
+    frame = mains_of(process)[-1].user_frames[0]
+    lines, loop = sources.get(frame.file, "").splitlines(), source.loop_at(sources.get(frame.file, ""), frame.line)
+    numbers = {frame.line, loop.lineno if loop is not None else frame.line}
+    condition = " ".join(lines[number - 1] for number in numbers if number <= len(lines))
+    values: dict[str, set[str]] = {}
+    for each in (each for look in process.looks for thread in look.threads for each in thread.user_frames):
+        for name, value in each.locals.items():
+            last = name.removesuffix(")").rpartition(".")[2]
+            if "." in name and value.isdigit() and re.search(rf"\b{re.escape(last)}\b", condition):
+                values.setdefault(name, set()).add(value)
+    return any(each != {"0"} for each in values.values()) and all(len(each) == 1 for each in values.values())
 
 
 def _threads_advance(process: Process, newest: Sequence[Activity], sources: Mapping[str, str]) -> bool:

@@ -192,10 +192,10 @@ def actors_of(snapshot: Snapshot) -> list[Actor]:
         found.append(
             Actor(process=process, activity=activity, threads=tuple(every), moving=moving, role=role, work=work)
         )
-    return [_without_shared_thread(actor, found) for actor in found]
+    return [_without_shared_thread(actor, found, snapshot.sources) for actor in found]
 
 
-def _without_shared_thread(actor: Actor, actors: Sequence[Actor]) -> Actor:
+def _without_shared_thread(actor: Actor, actors: Sequence[Actor], sources: Mapping[str, str]) -> Actor:
     """Return a rank that a sleeping thread decides about with its main thread's wait, if other ranks have that thread.
 
     A rank that is in a collective has come further with the same thread at the same place.
@@ -207,9 +207,11 @@ def _without_shared_thread(actor: Actor, actors: Sequence[Actor]) -> Actor:
     act = actor.activity
     if actor.rank is None or act.kind != "sleep" or act.task or not actor.threads or act is actor.threads[0]:
         return actor
+    loop = outermost_loop(sources.get(act.file, ""), act.line)
     inside = [a for a in actors if a.rank is not None and a.threads and a.threads[0].kind in DISTRIBUTED]
     shared = any((act.thread, act.file, act.line) in places(a) for a in inside)
-    return replace(actor, activity=actor.threads[0]) if shared else actor
+    serves = shared and loop is not None and goes_on_for_ever(loop)
+    return replace(actor, activity=actor.threads[0]) if serves else actor
 
 
 def _without_idle_readers(every: list[Activity], process: Process, snapshot: Snapshot) -> list[Activity]:
@@ -249,6 +251,10 @@ def effective(every: Sequence[Activity], sources: Mapping[str, str]) -> Activity
     if not waits_inside or main.cleanup == "destroy" or blocks_its_loop or main.op == "_shutdown":
         return main
     others = [each for each in every[1:] if each.of_user]
+    if accepts:  # one that idles for ever beside it owes no client an answer
+        loops = [(each, outermost_loop(sources.get(each.file, ""), each.line)) for each in others]
+        idle = [a for a, loop in loops if a.kind in ("sleep", "queue") and loop is not None and goes_on_for_ever(loop)]
+        others = [a for a in others if a not in idle and not a.periodic]
     kept = [each for each in others if not _is_bystander(each, every, sources)]
     if kept or main.kind in ("queue", "condition"):  # otherwise it only joins or awaits them: one of them decides
         others = kept
