@@ -126,13 +126,12 @@ def test_a_reward_whose_file_was_changed_is_named(
     run: RunDirectory, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = folder / "changed_rewards.py"
-    for trial, constant in (("before", 0.5), ("after", 0.25)):
-        source.write_text(f"def reward(completion, data):\n    return {constant} * len(completion)\n")
-        command = [sys.executable, "-c", LEARN, str(folder), f"root={tmp_path}", f"trial={trial}",
-                   "rollout.reward=changed_rewards.reward", "training.steps=1"]  # fmt: skip
-        subprocess.run(
-            command, check=True, cwd=folder, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-        )
+    changes = [f"root={tmp_path}", "rollout.reward=changed_rewards.reward", "training.steps=1"]
+    source.write_text("def reward(completion, data):\n    return 0.5 * len(completion)\n")
+    learn_inline(configure(folder, *changes, "trial=before"), lambda step, summary: None)
+    source.write_text("def reward(completion, data):\n    return 0.25 * len(completion)\n")
+    command = [sys.executable, "-c", LEARN, str(folder), *changes, "trial=after"]  # this process has loaded the first
+    subprocess.run(command, check=True, cwd=folder, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])})
     experiment = run.path.parent.name
     shown = told(capsys, tmp_path / experiment / "before", tmp_path / experiment / "after")
     assert re.search(r"rollout\.reward: another file, [0-9a-f]{16} → [0-9a-f]{16}\n", shown)
