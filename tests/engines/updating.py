@@ -47,8 +47,9 @@ def update_in_flight(
             await engine.start(Reporter(folder / "status", f"server-{mode}"))
             await engine.load_weights(refs[0])
             first = ask(1)
-            while not core.active:  # noqa: ASYNC110 - the request makes it true
-                await asyncio.sleep(0.01)
+            while not core.active:
+                await asyncio.sleep(0)  # at each turn of the loop: after a pause, a whole answer may be read in one
+                assert not first.done(), "it ended before the update began"
             await asyncio.sleep(0.1)
             update = asyncio.ensure_future(engine.load_weights(refs[1]))
             await asyncio.sleep(0.05)
