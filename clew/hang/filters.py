@@ -81,8 +81,8 @@ def never_holds(sink: Sink) -> Verdict | None:
             wait = one.threads[0]
             why = (
                 f"{one.process.label} waits for a condition at {wait.place}. It was woken up "
-                f"{wakeups(one.process):,} times meanwhile, and the condition did not hold once: what it compares "
-                f"may never get there."
+                f"{wakeups(one.process):,} times meanwhile, and the condition did not hold once. The number in "
+                f"it stands still."
             )
             found = sink.blame("rollout blocked", [one], why, cause="condition", confidence="medium")
             return replace(found, sites=(wait.site,))

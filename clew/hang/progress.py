@@ -29,7 +29,7 @@ BACKWARD_HZ = 3.0
 DATA_PER_S = 1_000_000
 """Bytes read or written a second from which a process moves data: logs and heartbeats are smaller."""
 IN_VAIN = 20
-"""Number of wake-ups in which a thread that had got what it waited for would have changed a variable of its own."""
+"""Minimum number of wake-ups to say that a condition never held: a thread that had gone on would show it by then."""
 STEADY_LOOKS = 5
 """Minimum number of looks for a number that only rises, or only falls, to show progress. Of the 120 orders of five
 numbers, only 2 rise or fall throughout."""
@@ -292,8 +292,9 @@ def never_woken(process: Process) -> bool:
 
 def sleeps_on(process: Process, every: Sequence[Activity], sources: Mapping[str, str]) -> bool:
     """Return whether the main thread has been in one wait during the whole watch."""
+    kinds = {each.kind for each in every}
     joins = any("/multiprocessing/" in frame.file for thread in mains_of(process) for frame in thread.frames)
-    asleep = never_woken(process) and {each.kind for each in every} <= {"queue", "process" if joins else "queue"}
+    asleep = never_woken(process) and (kinds == {"queue"} or (kinds == {"process"} and joins))
     return asleep or woken_in_vain(process, every, sources)
 
 
@@ -322,11 +323,11 @@ def _may_go_round(frame: Frame, text: str) -> bool:
     """
     for loop in (node for node in source.enclosing(text, frame.line) if isinstance(node, source.Loop)):
         if isinstance(loop, ast.While):
-            if any(name != "len" and ".wait" not in name for name in source.calls_of(loop)):
-                return True
-            continue
-        names = (node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name))
-        if any(frame.locals.get(name, "<cell").startswith("<cell") for name in names):
+            hidden_rounds = any(name != "len" and ".wait" not in name for name in source.calls_of(loop))
+        else:
+            names = [node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)]
+            hidden_rounds = any(frame.locals.get(name, "<cell").startswith("<cell") for name in names)
+        if hidden_rounds:
             return True
     return False
 

@@ -680,7 +680,8 @@ def test_a_server_whose_requests_go_on_after_they_were_aborted_is_given_up(
         asyncio.run(scenario(address))
 
 
-def test_requests_that_wait_together_ask_once_which_process_answers(tmp_path: Path, version: WeightRef) -> None:
+@pytest.mark.usefixtures("version")
+def test_requests_that_wait_together_ask_once_which_process_answers(tmp_path: Path) -> None:
     named, _ = served_model(tmp_path)
     asked: list[str] = []
 
