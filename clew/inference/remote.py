@@ -345,9 +345,11 @@ class RemoteEngine:
         limit_s = UPDATE_S if longest is None else min(UPDATE_S, max(self._frozen_s, SLOWER * longest))
         began = loop.time()
         try:
-            async with asyncio.timeout(limit_s):
+            async with asyncio.timeout(limit_s) as limit:
                 yield
         except TimeoutError:
+            if not limit.expired():  # a shorter limit within the block
+                raise
             before = "" if longest is None else f"; earlier updates took at most {longest:.3g} s for that"
             await self._give_up(f"it did not {doing % version} within {limit_s:.3g} s{before}")
             raise EngineUnreachable("", str(self.failure)) from None

@@ -40,6 +40,8 @@ AVOID_S = 0.25
 PLACES = 65536
 """Maximum number of episodes whose server is remembered."""
 
+SENT_AGAIN = "a request is sent again, to another server if there is one: %s"
+
 _episode: ContextVar[str] = ContextVar("_episode", default="")
 """ID of the episode that the request under way belongs to; "" if it has none."""
 
@@ -104,15 +106,16 @@ class ServerPool(HTTPEngine):
             # `_keep_watch` cancels tasks at a frozen server. If `uncancel` leaves another, the episode was cancelled.
             if key not in self._frozen or task.uncancel():
                 raise
-            log.warning("a request goes to another server: %s has not answered for %.0f s", server.name, self._frozen_s)
-            raise EngineUnreachable(server.address, f"it has not answered for {self._frozen_s:.0f} s") from None
+            gone = EngineUnreachable(server.address, f"it has not answered for {self._frozen_s:.0f} s")
+            log.warning(SENT_AGAIN, gone)
+            raise gone from None
         except (EngineUnreachable, FaultyAnswer) as error:
             until, before = self._avoided.get(key, (0.0, AVOID_S / 2))
             is_news = time.monotonic() >= until  # otherwise another request has just found out the same
             if is_news:
                 self._avoided[key] = time.monotonic() + 2 * before, min(2 * before, 4.0)
             if is_news or isinstance(error, FaultyAnswer):
-                log.warning("a request goes to another server: %s", error)
+                log.warning(SENT_AGAIN, error)
             raise
         finally:
             self._busy[key].discard(task)
