@@ -363,8 +363,9 @@ class RemoteEngine:
             raise EngineError(
                 f"{self._backend.kind} at {self._backend.address} answered that it loaded version {ref.version}, and "
                 f"its tensors are the trainer's, but it gives the probe the logprob {logprob:.6f}, and the trainer "
-                f"gave it {ref.probe_logprob:.6f} (tolerance {self._tolerance:g}). It computes from a copy of other "
-                f"weights (a packed or tied lm_head, for example), or computes another model. It serves nothing now."
+                f"gave it {ref.probe_logprob:.6f} (tolerance {self._tolerance:g}). It computes from other weights "
+                f"(a packed or tied lm_head; a model that a sleep discarded), or computes another model. It serves "
+                f"nothing now."
             )
 
     async def _ended(self) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 import torch
 from safetensors import safe_open
@@ -17,12 +18,14 @@ from safetensors.torch import load_file, save_file
 from clew.config import Config
 from clew.errors import EngineError
 from clew.inference.protocol import EngineUnreachable, GenerateRequest, SamplingParams
+from clew.inference.remote import RemoteCore, RemoteEngine
 from clew.inference.server_process import ServerProcess
 from clew.inference.vllm import LOAD_ADAPTER, VLLMEngine
 from clew.processes import free_port
 from clew.record.weights import WeightRef
 from clew.training.engine import TrainEngine
 from clew.training.published_weights import write_weights
+from clew.waits import Reporter
 from tests.engines.test_vllm import PROMPT, START_S, logprobs_of, make_model, until
 
 PYTHON = os.environ.get("CLEW_VLLM_PYTHON")
@@ -35,7 +38,7 @@ pytestmark = [
 class Served:
     """A vLLM server, and a trainer whose adapters it serves."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **args: Any) -> None:
         make_model(folder / "model")
         self.folder = folder
         self.config = Config.model_validate(
@@ -50,7 +53,7 @@ class Served:
                     "python": PYTHON,
                     "max_running": 8,
                     "cache_gib": 0.25,
-                    "args": {"enforce-eager": True, "gpu-memory-utilization": 0.2},
+                    "args": {"enforce-eager": True, "gpu-memory-utilization": 0.2, **args},
                 },
             }
         )
@@ -191,3 +194,27 @@ def test_adapters_on_other_weights_than_the_model_of_the_server(served: Served) 
     served.ask(replace)
     with pytest.raises(EngineError, match=r"0 of .* elements are held.*on the weights that the server began with"):
         served.ask(lambda engine: load(engine, served.published(7)))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="vLLM's sleep mode needs CUDA")
+def test_a_server_that_slept_and_woke_without_its_weights(tmp_path: Path) -> None:
+    """Sleep level 2 discards the model, and an update brings only adapters: the probe shows what is missing."""
+    served = Served(tmp_path, **{"enable-sleep-mode": True})
+    engine = RemoteEngine(served.config, RemoteCore(served.config), VLLMEngine.client(served.config, served.address))
+
+    async def scenario() -> None:
+        try:
+            await engine.start(Reporter(tmp_path / "status", "server"))
+            await engine.load_weights(served.published(1))
+            async with aiohttp.ClientSession(f"http://{served.address}") as session:
+                for path in ("/sleep?level=2", "/wake_up"):
+                    (await session.post(path)).raise_for_status()
+            with pytest.raises(EngineError, match=r"gives the probe the logprob .* sleep"):
+                await engine.load_weights(served.published(2))
+        finally:
+            await engine.close()
+
+    try:
+        asyncio.run(asyncio.wait_for(scenario(), START_S))
+    finally:
+        served.process.end()
