@@ -80,6 +80,10 @@ def test_a_missing_part_names_its_extra(package: str, extra: str, use: str) -> N
     assert f"pip install 'clew[{extra}]'" in said
 
 
+def test_rollout_without_an_agent_needs_no_package_of_agents() -> None:
+    assert python("import clew.rollout.process; print('here')", blocked=("httpx2",)) == "here\n"
+
+
 def test_a_command_says_which_part_is_missing(tmp_path: Path) -> None:
     command = ["clew", "sft", "examples/addition/sft.yaml", f"root={tmp_path}"]
     said = python(f"sys.argv = {command}\nfrom clew.cli.main import main\nmain()", blocked=("torch",))

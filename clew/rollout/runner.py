@@ -33,7 +33,6 @@ from clew.record.inbox import group_name, group_number
 from clew.record.rejected import FILTERED
 from clew.record.run import RunDirectory
 from clew.rollout.admission import may_start
-from clew.rollout.agents import AgentWorkflow, agent_workflow
 from clew.rollout.episode import Episode, run_concurrently, run_episode
 from clew.rollout.evaluation import group_id as eval_group_id
 from clew.rollout.evaluation import summarize
@@ -47,6 +46,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from clew.gateway.thread import GatewayThread
+    from clew.rollout.agents import AgentWorkflow
 
 log = logging.getLogger("clew.rollout")
 
@@ -94,7 +94,12 @@ class RolloutRunner:
         self._rows = rows
         self._eval_rows = eval_rows
         self._reporter = reporter
-        self._workflow = load_workflow(config) if gateway is None else agent_workflow(config, gateway)
+        self._agent: AgentWorkflow | None = None
+        if gateway is not None:
+            from clew.rollout.agents import agent_workflow  # its packages are an extra, clew[agents]
+
+            self._agent = agent_workflow(config, gateway)
+        self._workflow = self._agent or load_workflow(config)
         self._reward = load_reward(config)
         self._resources = resources(
             config, engine, tokenizer, self._reward, vision=load_vision(tokenizer.name_or_path), media=run.media
@@ -158,8 +163,8 @@ class RolloutRunner:
         if self._tasks:  # a workflow that swallows the cancellation may go on; nobody waits for it
             ended, _ = await asyncio.wait(self._tasks, timeout=CLOSE_S)
             await asyncio.gather(*ended, return_exceptions=True)
-        if isinstance(self._workflow, AgentWorkflow):
-            await self._workflow.close()
+        if self._agent is not None:
+            await self._agent.close()
         if isinstance(self._reward, RewardPool):  # last: killing a worker during a call would record a failed episode
             self._reward.close()
 
