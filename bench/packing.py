@@ -21,7 +21,7 @@ from clew.config import Config
 from clew.record.rows import Sequence
 from clew.training.engine import TrainEngine
 from clew.training.packing import Packed
-from clew.training.scoring import LOGITS, score
+from clew.training.scoring import MAX_LOGITS, score
 from tests.models import tiny_tokenizer
 from tests.training.sequences import make_sequence
 
@@ -85,7 +85,7 @@ def peak(logits: int) -> None:
         ids_BT = torch.randint(0, VOCAB, (rows, 129))
         rows_N, columns_N = torch.cartesian_prod(torch.arange(rows), torch.arange(1, 129)).T
         temperatures_N = torch.ones(len(rows_N))
-        score(model, ids_BT, rows_N, columns_N, temperatures_N, logits=logits).logprobs_N.mean().backward()
+        score(model, ids_BT, rows_N, columns_N, temperatures_N, max_logits=logits).logprobs_N.mean().backward()
 
     compute(1)
     before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
@@ -99,7 +99,7 @@ def main(rounds: int) -> None:
     lengths = np.clip(np.random.default_rng(0).lognormal(np.log(60), 1.0, 128), 4, 1000).astype(int).tolist()
     with tempfile.TemporaryDirectory() as folder:
         race(Path(folder), lengths, rounds)
-    found: dict[int, list[tuple[float, float]]] = {2**62: [], LOGITS: []}
+    found: dict[int, list[tuple[float, float]]] = {2**62: [], MAX_LOGITS: []}
     for _ in range(3):
         for logits, runs in found.items():
             command = [sys.executable, "-m", "bench.packing", "--peak", str(logits)]

@@ -22,9 +22,9 @@ OPTIONS = {
 }
 
 
-def overlong(length: int, limit: int, cache: int) -> float:
+def overlong(length: int, limit: int, buffer: int) -> float:
     """Return the penalty of a response, from 0 to 1 (equation 13, where the sign is negative).
 
-    It is 0 up to `cache` tokens before the limit, then rises to 1 at the limit.
+    It is 0 up to `buffer` tokens before the limit (the paper's L_cache), then rises to 1 at the limit.
     """
-    return min(1.0, max(0.0, (length - (limit - cache)) / cache))
+    return min(1.0, max(0.0, (length - (limit - buffer)) / buffer))

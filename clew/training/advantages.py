@@ -80,7 +80,7 @@ def _with_critic(
     assert values is not None, f"algorithm.advantages={algorithm.advantages} needs a critic's values"
     rewards = [
         token_rewards(row, algorithm, None if reference is None else reference[place])
-        for place, row in enumerate(without_overlong(sequences, algorithm))
+        for place, row in enumerate(subtract_overlong_penalty(sequences, algorithm))
     ]
     if algorithm.bootstrap_truncated:
         assert bootstrap is not None, "algorithm.bootstrap_truncated needs the values of last states"
@@ -112,7 +112,7 @@ def shaped_rewards(sequences: SequenceABC[Sequence], algorithm: Algorithm, refer
 
     With algorithm.kl_in=reward, the KL term is kl_coef times the sequence's KL divergence from the reference model.
     """
-    sequences = without_overlong(sequences, algorithm)
+    sequences = subtract_overlong_penalty(sequences, algorithm)
     if algorithm.kl_in != "reward" or algorithm.kl_coef <= 0:
         return sequences
     assert reference is not None, "a KL divergence needs the reference's logprobs"
@@ -123,18 +123,18 @@ def shaped_rewards(sequences: SequenceABC[Sequence], algorithm: Algorithm, refer
     return shaped
 
 
-def without_overlong(sequences: SequenceABC[Sequence], algorithm: Algorithm) -> SequenceABC[Sequence]:
+def subtract_overlong_penalty(sequences: SequenceABC[Sequence], algorithm: Algorithm) -> SequenceABC[Sequence]:
     """Return the sequences with algorithm.overlong_penalty subtracted from their rewards."""
-    cache = algorithm.overlong_penalty
-    if cache is None:
+    buffer = algorithm.overlong_penalty
+    if buffer is None:
         return sequences
-    return [replace(each, reward=each.reward - longest_penalty(each, cache)) for each in sequences]
+    return [replace(each, reward=each.reward - largest_penalty(each, buffer)) for each in sequences]
 
 
-def longest_penalty(sequence: Sequence, cache: int) -> float:
+def largest_penalty(sequence: Sequence, buffer: int) -> float:
     """Return the largest overlong penalty of the sequence's responses, from 0 to 1: see `clew.algorithms.dapo`.
 
-    A response is one interaction, and its limit is the max_new_tokens that it was sampled with.
+    A response is one interaction, its limit the max_new_tokens that it was sampled with, and `buffer` DAPO's L_cache.
 
     Raises:
         TrainingError: The record does not have a response's length and limit.
@@ -145,7 +145,7 @@ def longest_penalty(sequence: Sequence, cache: int) -> float:
         if length is None or limit is None:
             missing = "no output_tokens or no max_new_tokens for an interaction: another trainer wrote it"
         else:
-            found.append(overlong(length, limit, cache))
+            found.append(overlong(length, limit, buffer))
     if not sequence.interactions and sequence.loss_mask.any():
         missing = "no interactions"
     if missing:

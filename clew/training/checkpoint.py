@@ -285,7 +285,7 @@ def _read_tensors(folder: Path, engine: TrainEngine, manifest: Manifest) -> tupl
 
             weights = read_adapters(folder / ADAPTER)
         else:
-            weights: dict[str, Tensor] = dict(engine.policy.read(str(folder), cpu).named_parameters())
+            weights: dict[str, Tensor] = dict(engine.policy.load(str(folder), cpu).named_parameters())
         if engine.critic is not None:
             critic = load_value_model(str(folder / CRITIC), engine.config.model.dtype, cpu, "its critic")
             weights |= {f"critic.{name}": parameter for name, parameter in critic.named_parameters()}

@@ -23,7 +23,7 @@ from clew.training.policy import Policy
 from clew.training.results import Updates
 from clew.training.scoring import ValueModel
 from clew.training.sharded_digest import digest_tensors
-from clew.training.sharding import spread
+from clew.training.sharding import prepare_for_training
 from clew.training.tokens import MicroBatch, Tokens
 
 
@@ -39,11 +39,11 @@ class Critic:
         field = "algorithm.critic" if config.algorithm.critic else "model.path"
         path = config.algorithm.critic or config.model.path
         self._policy = policy
-        self.inner = load_value_model(path, config.model.dtype, policy.host, field)
+        self.inner = load_value_model(path, config.model.dtype, policy.loading_device, field)
         """The model in transformers' form."""
         _check_same_tokens(self.inner, path, policy.tokenizer, policy.vocabulary)
         self.model = ValueModel(self.inner)
-        spread(self.inner, config.training, policy.ranks, policy.device, root=self.model)
+        prepare_for_training(self.inner, config.training, policy.ranks, policy.device, root=self.model)
         self._training, self._algorithm = config.training, config.algorithm
         total = config.training.steps * config.algorithm.minibatches
         self.optimizer = Optimizer(self.inner, self._own(config.training), total_updates=total)
@@ -98,7 +98,7 @@ class Critic:
     ) -> None:
         """Make one of the updates of `fit`, and add its results to `done`."""
         trained = sum(tokens.trained_in(rows) for rows in minibatch)
-        for micro in self._policy.own(tokens, minibatch):
+        for micro in self._policy.own_micro_batches(tokens, minibatch):
             self.backward(micro, old_S, returns_S, trained, done)
         done.gradients.append(digest_tensors(self.optimizer.gradients().items(), self._policy.ranks))
         done.norms.append(self.optimizer.clip())
@@ -123,7 +123,7 @@ class Critic:
             micro: Micro-batch; None computes a placeholder, because all ranks gather parameters together.
             trained: Number of trained tokens in the whole update.
         """
-        values_N = self._values(micro or self._policy.idle)
+        values_N = self._values(micro or self._policy.placeholder)
         if micro is None:
             loss_N = values_N * 0  # other ranks have rows, and gather parameters together with this one
         else:

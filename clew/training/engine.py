@@ -387,7 +387,7 @@ class TrainEngine:
             Each of this rank's micro-batches, with its scores and loss.
         """
         trained = sum(tokens.trained_in(rows) for rows in minibatch)
-        for micro in self.policy.own(tokens, minibatch):
+        for micro in self.policy.own_micro_batches(tokens, minibatch):
             if micro is None:  # other ranks have rows, and gather parameters together with this one
                 (self.policy.score_micro(None).logprobs_N.sum() * 0).backward()
                 self.optimizer.gather()

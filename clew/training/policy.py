@@ -27,7 +27,7 @@ from clew.training.batching import Plan, deal
 from clew.training.isolation import keeps_rows_apart
 from clew.training.ranks import Ranks
 from clew.training.scoring import Scores, ValueModel, score
-from clew.training.sharding import spread, state_of
+from clew.training.sharding import prepare_for_training, state_of
 from clew.training.tokens import MicroBatch, Tokens
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Policy:
         self.vision = load_vision(path)
         self.scores_rewards = config.training.objective == "reward_model"
         """True for a model with a value head, whose scores are rewards rather than logprobs."""
-        self.model = self.read(path, self.host)
+        self.model = self.load(path, self.loading_device)
         check_vocabulary(self.model, self.tokenizer, path)
         self.vocabulary: int = self.model.get_input_embeddings().weight.shape[0]
         """Number of tokens for which the model has an embedding."""
@@ -84,7 +84,7 @@ class Policy:
 
             self.adapters = Adapters(self.model, config)
         self._scorer = ValueModel(self.model) if self.scores_rewards else None
-        spread(self.model, config.training, ranks, self.device, root=self._scorer)
+        prepare_for_training(self.model, config.training, ranks, self.device, root=self._scorer)
         self.reference: Any = None
         """Reference model; with adapters, it is the model itself with its adapters switched off."""
         self.packs = True
@@ -97,8 +97,8 @@ class Policy:
         elif self.adapters is not None:
             self.reference = self.model
         elif self.reference is None:
-            self.reference = self.read(self.config.model.path, self.host).requires_grad_(False)
-            spread(self.reference, self.config.training, self.ranks, self.device)
+            self.reference = self.load(self.config.model.path, self.loading_device).requires_grad_(False)
+            prepare_for_training(self.reference, self.config.training, self.ranks, self.device)
 
     def pack_if_possible(self, critic: Any) -> None:
         """Pack rows from now on, if the model, its reference and the critic (or None) can keep packed rows apart."""
@@ -106,11 +106,11 @@ class Policy:
         self.packs = all(keeps_rows_apart(model) for model in models if model is not None)
 
     @property
-    def host(self) -> torch.device:
+    def loading_device(self) -> torch.device:
         """Device on which a model is loaded, before it is sharded over the ranks."""
         return self.device if self.ranks.size == 1 else torch.device("cpu")
 
-    def read(self, path: str, device: torch.device) -> Any:
+    def load(self, path: str, device: torch.device) -> Any:
         """Load a model of the kind that is trained here, unsharded, from a folder or the hub."""
         if self.scores_rewards:
             return load_value_model(path, self.config.model.dtype, device, "model.path")
@@ -145,21 +145,21 @@ class Policy:
             return self.compute_all(tokens, plan, lambda micro: self._score(self.reference, micro).logprobs_N)
 
     def score_micro(self, micro: MicroBatch | None, *, entropy_gradient: bool = False) -> Scores:
-        """Return the policy's scores of a micro-batch from `own`, with gradients.
+        """Return the policy's scores of a micro-batch from `own_micro_batches`, with gradients.
 
         Args:
             micro: Micro-batch; None computes a placeholder, because all ranks gather parameters together.
             entropy_gradient: True if the entropies get gradients, too.
         """
-        return self._score(self.model, micro or self.idle, entropy_gradient=entropy_gradient)
+        return self._score(self.model, micro or self.placeholder, entropy_gradient=entropy_gradient)
 
     @torch.no_grad()
     def compute_all(self, tokens: Tokens, plan: Plan, compute: Callable[[MicroBatch], Tensor]) -> np.ndarray:
         """Apply `compute` to this rank's micro-batches; return its number for each trained token of all ranks, [S]."""
         numbers_S = self.zeros(tokens)
         for minibatch in plan:
-            for micro in self.own(tokens, minibatch):
-                numbers_N = compute(micro or self.idle)
+            for micro in self.own_micro_batches(tokens, minibatch):
+                numbers_N = compute(micro or self.placeholder)
                 if micro is not None:
                     numbers_S[micro.where_N] = numbers_N.cpu().numpy()
         return self.ranks.add_up_shares(numbers_S)
@@ -206,7 +206,7 @@ class Policy:
         """Return the plan in which all these rows are one mini-batch."""
         return [deal(tokens.lengths.tolist(), range(len(tokens.ids)), **self.deal_arguments(tokens))]
 
-    def own(self, tokens: Tokens, minibatch: list[list[int]]) -> Iterator[MicroBatch | None]:
+    def own_micro_batches(self, tokens: Tokens, minibatch: list[list[int]]) -> Iterator[MicroBatch | None]:
         """Yield this rank's micro-batches.
 
         None stands for one in which only other ranks have something to compute. This rank must compute something all
@@ -254,7 +254,7 @@ class Policy:
         return self._media.read(name)
 
     @cached_property
-    def idle(self) -> MicroBatch:
+    def placeholder(self) -> MicroBatch:
         """Placeholder micro-batch of two meaningless tokens."""
         nothing = Tokens(
             ids=["idle"],

@@ -42,16 +42,16 @@ def pair_losses(
 
     def loss_of(micro: MicroBatch, scores: Scores) -> PolicyLoss:
         ones_N = torch.ones_like(scores.logprobs_N)
-        chosen_P, rejected_P = _of_pairs(scores.logprobs_N, micro.rows_N)
+        chosen_P, rejected_P = _sum_by_pair(scores.logprobs_N, micro.rows_N)
         if beta is None:
             margins_P, loss_P = chosen_P - rejected_P, preference_loss(chosen_P, rejected_P)
         else:
             assert reference_S is not None, "DPO compares with a reference"
             reference_N = torch.from_numpy(reference_S[micro.where_N]).to(ones_N.device)
-            references = _of_pairs(reference_N, micro.rows_N)
+            references = _sum_by_pair(reference_N, micro.rows_N)
             loss_P = dpo_loss(chosen_P, rejected_P, *references, beta=beta)
             margins_P = beta * ((chosen_P - references[0]) - (rejected_P - references[1]))
-        trained_P = sum(_of_pairs(ones_N, micro.rows_N))
+        trained_P = sum(_sum_by_pair(ones_N, micro.rows_N))
         margins_P = margins_P.detach()
         sums = {"preference/accuracy": (margins_P > 0).sum() * share, "preference/margin": margins_P.sum() * share}
         return PolicyLoss(per_token_N=(loss_P / trained_P * share)[micro.rows_N // 2], sums=sums)
@@ -84,7 +84,7 @@ def sft_loss(micro: MicroBatch, scores: Scores) -> PolicyLoss:
     return PolicyLoss(per_token_N=-scores.logprobs_N, sums={})
 
 
-def _of_pairs(numbers_N: Tensor, rows_N: Tensor) -> tuple[Tensor, Tensor]:
+def _sum_by_pair(numbers_N: Tensor, rows_N: Tensor) -> tuple[Tensor, Tensor]:
     """Return the sums over the tokens of each chosen and of each rejected completion: [P] and [P]."""
     sums_R = numbers_N.new_zeros(int(rows_N.max()) + 1).index_add(0, rows_N, numbers_N)
     return sums_R[0::2], sums_R[1::2]

@@ -27,7 +27,7 @@ T = TypeVar("T")
 PATIENCE = datetime.timedelta(minutes=30)
 """Time after which a collective counts as failed, because a rank was lost."""
 
-LOOK = datetime.timedelta(seconds=1)
+LOOK_INTERVAL = datetime.timedelta(seconds=1)
 """Interval at which a wait for rank 0 checks whether this process should end."""
 
 
@@ -164,7 +164,7 @@ class Ranks:
         with waiting(what, unblocks="rank 0"):
             while True:
                 try:
-                    store.wait([key], LOOK)
+                    store.wait([key], LOOK_INTERVAL)
                     break
                 except dist.DistStoreError:  # not yet; between two waits Python handles signals
                     continue

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from clew.training.attention import packed_attention
 from clew.training.packing import Packed
 
-LOGITS = 2**26
+MAX_LOGITS = 2**26
 """Maximum number of logits (tokens x vocabulary) that are held for the backward pass.
 
 If there are more, they are computed in chunks of about this size, and once more in the backward pass.
@@ -70,7 +70,7 @@ def score(
     *,
     masks: Masks | None = None,
     seen: Mapping[str, Tensor] | None = None,
-    logits: int | None = None,
+    max_logits: int | None = None,
     entropy_gradient: bool = False,
 ) -> Scores:
     """Return the logprobs of the tokens at (rows_N, columns_N), given the tokens before them in their rows.
@@ -90,7 +90,7 @@ def score(
         packed: Positions of the rows in input_ids_BT [1, P]; None: padded rows, one below the other.
         masks: Tokens that each scored token was drawn from; None: all IDs. Logprobs are relative to these.
         seen: Further inputs of the model for padded rows that show images.
-        logits: Maximum number of logits that are held; None: LOGITS.
+        max_logits: Maximum number of logits that are held; None: MAX_LOGITS.
         entropy_gradient: Whether the entropies get a gradient; this keeps one more [N, V] until the backward pass.
     """
     assert bool((columns_N > 0).all()), "the first token of a sequence cannot be trained on"
@@ -99,7 +99,7 @@ def score(
     predictors_N = tokens_N - 1  # the shift by one
     targets_N = input_ids_BT.flatten()[tokens_N]
     head = model.get_output_embeddings()
-    chunks = max(1, -(-len(tokens_N) * head.weight.shape[0] // (logits or LOGITS)))
+    chunks = max(1, -(-len(tokens_N) * head.weight.shape[0] // (max_logits or MAX_LOGITS)))
     with packed_attention(packed), _Projection(head, predictors_N, all_at_once=chunks == 1) as projection:
         logits_NV = model(**inputs).logits
     if chunks == 1:

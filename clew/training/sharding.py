@@ -39,7 +39,7 @@ from clew.training.rotary_and_norm import quicken
 from clew.training.tensor_parallel import split
 
 
-def spread(
+def prepare_for_training(
     model: Any, training: Training, ranks: Ranks, device: torch.device, *, root: torch.nn.Module | None = None
 ) -> None:
     """Prepare a newly loaded transformers model for training as `training` asks, and `shard` it over all ranks.

@@ -63,7 +63,7 @@ def test_engine_and_trainer_renormalise_over_the_same_tokens(tmp_path: Path, cut
     for limit in (None, 5 * core.vocab):  # all at once, and in chunks
         scores = score(
             model, micro.input_ids_BT, micro.rows_N, micro.columns_N, micro.temperatures_N, masks=micro.masks,
-            logits=limit, entropy_gradient=True,
+            max_logits=limit, entropy_gradient=True,
         )  # fmt: skip
         with torch.no_grad():  # transformers: logits masked, then log_softmax
             logits = model(micro.input_ids_BT).logits[0, len(PROMPT) - 1 : -1] / params.temperature

@@ -60,7 +60,7 @@ def _file(
         (Path(request["out"]) / "said.json").write_text(json.dumps(said))
 
 
-LOGITS = scoring.LOGITS
+MAX_LOGITS = scoring.MAX_LOGITS
 
 
 def listen() -> None:
@@ -69,6 +69,6 @@ def listen() -> None:
     with Ranks.joined() as joined:
         for line in sys.stdin:
             asked = json.loads(line)
-            scoring.LOGITS = asked.get("logits", LOGITS)
+            scoring.MAX_LOGITS = asked.get("logits", MAX_LOGITS)
             work(asked, joined)
             print("done", flush=True)

@@ -15,7 +15,7 @@ from clew.algorithms.rloo import leave_one_out
 from clew.config import Algorithm
 from clew.errors import ConfigError, TrainingError
 from clew.record.rows import Sequence
-from clew.training.advantages import advantages_function, longest_penalty
+from clew.training.advantages import advantages_function, largest_penalty
 from clew.training.metrics import correlation_metrics
 from tests.training.sequences import make_config, make_sequence
 
@@ -194,11 +194,11 @@ def response(name: str, *turns: tuple[int, int], **columns: Any) -> Sequence:
 def test_the_overlong_penalty_by_hand():
     """DAPO, equation 13, with a limit of 100 and a cache of 20."""
     lengths = {10: 0, 80: 0, 81: 0.05, 90: 0.5, 99: 0.95, 100: 1}
-    assert [longest_penalty(response("g0.e0.s0", (length, 100)), 20) for length in lengths] == pytest.approx(
+    assert [largest_penalty(response("g0.e0.s0", (length, 100)), 20) for length in lengths] == pytest.approx(
         list(lengths.values())
     )
     each_its_own = response("g0.e0.s0", (95, 100), (10, 15), (3, 100))
-    assert longest_penalty(each_its_own, 20) == pytest.approx(0.75)
+    assert largest_penalty(each_its_own, 20) == pytest.approx(0.75)
     rows = [response("g0.e0.s0", (100, 100), reward=1.0), response("g0.e1.s0", (9, 100), reward=1.0)]
     assert of(advantages="none", overlong_penalty=20)(rows, None) == [0, 1]
     assert of(advantages="mean", overlong_penalty=20)(rows, None) == [-0.5, 0.5]

@@ -188,7 +188,7 @@ def test_entropies_carry_their_exact_gradient_where_it_is_asked_for(logits_at_on
 
     where: dict[str, Any] = {"rows_N": torch.zeros(3, dtype=torch.int64), "columns_N": torch.arange(1, 4)}
     ids, temperatures = torch.tensor([[0, 1, 2, 0]]), torch.tensor([1.0, 0.5, 2.0])
-    scores = score(Fixed(), ids, **where, temperatures_N=temperatures, logits=logits_at_once, entropy_gradient=True)
+    scores = score(Fixed(), ids, **where, temperatures_N=temperatures, max_logits=logits_at_once, entropy_gradient=True)
     (gradient,) = torch.autograd.grad(scores.entropies_N.sum(), logits)
     with torch.no_grad():
         logprobs = (logits[:3] / temperatures[:, None]).log_softmax(-1)

@@ -92,7 +92,7 @@ def test_logits_in_chunks_give_what_all_at_once_give(head, lengths, logits, seed
     temperatures_N, weights_N = torch.rand(2, len(rows_N)) + 0.5
 
     def scored(logits):
-        scores = score(model, ids_BT, rows_N, columns_N, temperatures_N, logits=logits)
+        scores = score(model, ids_BT, rows_N, columns_N, temperatures_N, max_logits=logits)
         gradient = torch.autograd.grad((weights_N * scores.logprobs_N).sum(), list(model.parameters()))
         return scores.logprobs_N, scores.entropies_N, torch.cat([each.flatten() for each in gradient])
 
@@ -120,7 +120,7 @@ def test_a_chunk_of_logits_is_all_that_is_held():
     for logits in (2000, 10**6):
         with Largest() as largest:
             zeros_N = torch.zeros_like(columns_N)
-            scores = score(model, ids_BT, zeros_N, columns_N, torch.ones(200), logits=logits)
+            scores = score(model, ids_BT, zeros_N, columns_N, torch.ones(200), max_logits=logits)
             scores.logprobs_N.sum().backward()
         found[logits] = largest.tokens
     assert found == {2000: 40, 10**6: 200}
