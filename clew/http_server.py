@@ -389,7 +389,7 @@ class Connection(HttpToolsProtocol):
             self._write_timer = None
 
 
-class Listener(uvicorn.Server):
+class GuardedServer(uvicorn.Server):
     """Server of an ASGI application behind a `Guard`, on the running event loop; `should_exit = True` ends it.
 
     Its owner handles signals: uvicorn's own handler would raise them again and so skip all cleanup.

@@ -1,4 +1,4 @@
-"""Callers of a server: who may call, how much, and how slowly: a `Listener` on a free port, and raw requests."""
+"""Callers of a server: who may call, how much, and how slowly: a `GuardedServer` on a free port, and raw requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from clew import http_server
-from clew.http_server import Access, Listener, is_loopback, respond
+from clew.http_server import Access, GuardedServer, is_loopback, respond
 
 TOKEN, KEY = "the-run's-token", "sk-clients"
 
@@ -29,7 +29,7 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
 def listening_with(access: Access) -> Iterator[int]:
     """The port of a server in a thread."""
     bound = socket.create_server(("127.0.0.1", 0))
-    server = Listener(echo, access)
+    server = GuardedServer(echo, access)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[bound])), daemon=True)
     thread.start()
     try:

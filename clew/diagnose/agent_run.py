@@ -19,7 +19,7 @@ from clew.inference.protocol import SamplingParams
 from clew.models.architecture import context_of
 from clew.models.loading import load_tokenizer
 from clew.models.vision import load_vision
-from clew.rollout.agents import AgentWorkflow, SharedClient, extra_kwargs_of, load_agent, run_of
+from clew.rollout.agents import AgentWorkflow, SharedClient, call_run, extra_kwargs_of, load_agent
 from clew.rollout.episode import Episode, run_episode
 from clew.rollout.rewards import checked
 
@@ -117,7 +117,7 @@ async def _with_provider(
     began = time.monotonic()
     arguments = extra_kwargs_of(agent.run, {"base_url": base_url, "api_key": api_key, "http_client": client})
     try:
-        value = await run_of(agent, dict(row), arguments)
+        value = await call_run(agent, dict(row), arguments)
         returned = str(checked(value, "the agent's run"))
     except (Exception, SystemExit) as error:  # the user's code
         returned = f"{type(error).__name__}: {error}"

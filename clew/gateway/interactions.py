@@ -77,7 +77,7 @@ class Interaction:
         tokens, shown = self.all_ids, self.images
         return input_ids[: len(tokens)] == tokens and tuple(images[: len(shown)]) == shown
 
-    def as_dict(self) -> dict[str, Any]:
+    def record_entry(self) -> dict[str, Any]:
         """Return the fields that the record keeps besides the tokens."""
         sampling = {name: value for name, value in vars(self.params).items() if name not in ("seed", "continues")}
         return {

@@ -25,7 +25,7 @@ from clew.errors import EngineError
 from clew.gateway.app import disconnected
 from clew.gateway.episode_engine import sampling_params
 from clew.gateway.standalone import make_gateway
-from clew.http_server import Access, Listener, bind, is_loopback
+from clew.http_server import Access, GuardedServer, bind, is_loopback
 from clew.inference.detect_server import FoundEngine, find_engine
 from clew.models.loading import load_tokenizer
 from clew.models.vision import load_vision
@@ -157,7 +157,7 @@ async def _serve_engine(config: Config, url: str, server: FoundEngine, record: P
     ending_idle = asyncio.ensure_future(gateway.run())
     try:
         access = Access(loopback=loopback, key=key, token=token, has_session=gateway.has_session)
-        await _run(Listener(gateway.app, access), listener)
+        await _run(GuardedServer(gateway.app, access), listener)
     finally:
         ending_idle.cancel()
         await asyncio.gather(ending_idle, return_exceptions=True)
@@ -177,12 +177,12 @@ async def _serve_provider(listen: str, url: str, api_key: str, key: str) -> None
         flush=True,
     )
     try:
-        await _run(Listener(passed_on, Access(key=key)), listener)
+        await _run(GuardedServer(passed_on, Access(key=key)), listener)
     finally:
         await passed_on.close()
 
 
-async def _run(server: Listener, listener: socket.socket) -> None:
+async def _run(server: GuardedServer, listener: socket.socket) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, lambda: setattr(server, "should_exit", True))
     await server.serve(sockets=[listener])

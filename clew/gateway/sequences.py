@@ -140,7 +140,7 @@ def sequences_of(engine: EpisodeEngine, rewards: dict[str, float], columns: dict
             reward=returns[chain[0].id],
             rewards=named(returns[chain[0].id]),
             finish_reason=chain[-1].finish_reason,
-            interactions=[interaction.as_dict() for interaction in chain],
+            interactions=[interaction.record_entry() for interaction in chain],
             images=list(chain[-1].images),
             **aligned(chain),
             **reported(chain),

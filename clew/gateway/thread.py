@@ -16,7 +16,7 @@ from clew.gateway.agent_session import AgentSession, Limits
 from clew.gateway.app import ASGI, AnyBase, application
 from clew.gateway.dialect import Refusal
 from clew.gateway.episode_engine import EpisodeEngine
-from clew.http_server import Access, Listener
+from clew.http_server import Access, GuardedServer
 
 T = TypeVar("T")
 
@@ -88,7 +88,7 @@ class ServingThread:
         """Event loop that the application runs on."""
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
         self.base_url = f"http://127.0.0.1:{self._listener.getsockname()[1]}/v1"
-        self._server = Listener(AnyBase(app), Access())
+        self._server = GuardedServer(AnyBase(app), Access())
         self._close = close
         self._thread = threading.Thread(target=self._serve, name="gateway", daemon=True)
         self._thread.start()
@@ -122,10 +122,10 @@ class GatewayThread(ServingThread):
         self._limits = limits
         super().__init__(application(self.sessions), close)
 
-    def open(self, session: EpisodeEngine) -> tuple[str, AgentSession]:
+    def open(self, engine: EpisodeEngine) -> tuple[str, AgentSession]:
         """Open a session, and return its API key and the session. Until it is closed, use it only on `loop`."""
-        opened = AgentSession(session, self._limits)
-        return self.sessions.open(opened.id, opened), opened
+        session = AgentSession(engine, self._limits)
+        return self.sessions.open(session.id, session), session
 
     async def close(self, key: str) -> None:
         """End an episode's session. May be called from any event loop."""

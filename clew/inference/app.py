@@ -22,7 +22,7 @@ from starlette.routing import Route
 
 from clew.errors import EngineError
 from clew.http_server import ASGI, LARGE_BODY, LARGE_TEXT, Message, Receive, Send, max_text, respond
-from clew.inference.generate_api import Ask, Call, answer, parse_call
+from clew.inference.generate_api import Call, RequestedSequence, answer, parse_call
 from clew.inference.local import LocalEngine
 from clew.inference.protocol import (
     Completion,
@@ -110,8 +110,10 @@ class Application:
             large = len(body) > LARGE_BODY
             call = await asyncio.to_thread(parse_call, content, stop_ids) if large else parse_call(content, stop_ids)
             requests = [
-                GenerateRequest(await self._ids(ask), ask.params, ask.images, ask.rid, sampling_mask=call.sampling_mask)
-                for ask in call.asks
+                GenerateRequest(
+                    await self._ids(wanted), wanted.params, wanted.images, wanted.rid, sampling_mask=call.sampling_mask
+                )
+                for wanted in call.sequences
             ]
             if call.stream:
                 await self._stream(call, requests, receive, send)
@@ -155,16 +157,16 @@ class Application:
         rid = request.id or f"clew-{self._count}"
         return answer(rid, request, completion, text=text, logprobs=call.return_logprob)
 
-    async def _ids(self, ask: Ask) -> list[int]:
+    async def _ids(self, wanted: RequestedSequence) -> list[int]:
         """Return the prompt's tokens, with placeholders of images expanded to the tokens that stand for them."""
         vision = self.engine.core.vision
-        if ask.images and vision is not None:
-            return await asyncio.to_thread(self._ids_with_images, ask, vision)
-        if not isinstance(ask.prompt, str):
-            return ask.prompt
-        if len(ask.prompt) < LARGE_TEXT:
-            return self._tokenized(ask.prompt)
-        return await asyncio.to_thread(self._tokenized, ask.prompt)  # so that other requests need not wait
+        if wanted.images and vision is not None:
+            return await asyncio.to_thread(self._ids_with_images, wanted, vision)
+        if not isinstance(wanted.prompt, str):
+            return wanted.prompt
+        if len(wanted.prompt) < LARGE_TEXT:
+            return self._tokenized(wanted.prompt)
+        return await asyncio.to_thread(self._tokenized, wanted.prompt)  # so that other requests need not wait
 
     def _tokenized(self, text: str) -> list[int]:
         tokenizer = self.engine.core.tokenizer
@@ -176,11 +178,11 @@ class Application:
             )
         return tokenizer(text)["input_ids"]
 
-    def _ids_with_images(self, ask: Ask, vision: Vision) -> list[int]:
-        if not isinstance(ask.prompt, str):
-            return vision.expanded_ids(ask.prompt, ask.images)
-        expands = ask.prompt.count(vision.placeholder) == len(ask.images)
-        return self._tokenized(vision.expanded(ask.prompt, ask.images) if expands else ask.prompt)
+    def _ids_with_images(self, wanted: RequestedSequence, vision: Vision) -> list[int]:
+        if not isinstance(wanted.prompt, str):
+            return vision.expanded_ids(wanted.prompt, wanted.images)
+        expands = wanted.prompt.count(vision.placeholder) == len(wanted.images)
+        return self._tokenized(vision.expanded(wanted.prompt, wanted.images) if expands else wanted.prompt)
 
     async def _stream(self, call: Call, requests: list[GenerateRequest], receive: Receive, send: Send) -> None:
         """Answer with server-sent events.

@@ -29,7 +29,7 @@ from transformers import Cache
 from clew.errors import described
 from clew.inference import attention, llama_forward
 from clew.inference.cache import PrefillCache, RowCache, columns_for, moves
-from clew.inference.engine_core import Aborted, Core, Finished, is_meant
+from clew.inference.engine_core import AbortTarget, Core, Finished, matches
 from clew.inference.protocol import FinishReason, GenerateRequest, RequestTooLong
 from clew.inference.reference import ReferenceEngine
 from clew.inference.request_checks import matched_stop
@@ -357,8 +357,8 @@ class EmbeddedEngine(Core):
         self._rows_changed()
         return finished
 
-    def _abort_running(self, which: Aborted) -> list[Finished]:
-        chosen = [index for index, row in enumerate(self._rows) if is_meant(row.request, which)]
+    def _abort_running(self, which: AbortTarget) -> list[Finished]:
+        chosen = [index for index, row in enumerate(self._rows) if matches(row.request, which)]
         return self._release({index: ("abort", None) for index in chosen}) if chosen else []
 
     def cache_bytes(self) -> int:

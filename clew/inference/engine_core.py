@@ -22,11 +22,11 @@ from clew.record.weights import WeightRef
 
 Finished = tuple[GenerateRequest, Completion]
 
-Aborted = GenerateRequest | str | None
+AbortTarget = GenerateRequest | str | None
 """Requests that an abort applies to: this one, those with this ID, or all (None)."""
 
 
-def is_meant(request: GenerateRequest, which: Aborted) -> bool:
+def matches(request: GenerateRequest, which: AbortTarget) -> bool:
     """Return whether an abort of `which` includes this request."""
     return which is None or which is request or which == request.id
 
@@ -61,7 +61,7 @@ class Core(ServedModel):
     def running(self) -> int:
         raise NotImplementedError
 
-    def _abort_running(self, which: Aborted) -> list[Finished]:
+    def _abort_running(self, which: AbortTarget) -> list[Finished]:
         raise NotImplementedError
 
     def logprobs(self, input_ids: list[int], images: Sequence[bytes] = ()) -> Tensor:
@@ -106,15 +106,15 @@ class Core(ServedModel):
         super().check(request)
 
     @torch.inference_mode()
-    def abort(self, which: Aborted = None) -> list[Finished]:
+    def abort(self, which: AbortTarget = None) -> list[Finished]:
         """Abort one request, those with this ID, or all (None); return them with their tokens so far."""
         never_ran = self.abort_waiting(which)
         return self._abort_running(which) + never_ran
 
-    def abort_waiting(self, which: Aborted = None) -> list[Finished]:
+    def abort_waiting(self, which: AbortTarget = None) -> list[Finished]:
         """Abort like `abort`, but only requests in the queue."""
-        waiting = [request for request in self.waiting if is_meant(request, which)]
-        self.waiting = deque(request for request in self.waiting if not is_meant(request, which))
+        waiting = [request for request in self.waiting if matches(request, which)]
+        self.waiting = deque(request for request in self.waiting if not matches(request, which))
         return [
             (request, Completion(output_ids=[], logprobs=[], versions=[], finish_reason="abort")) for request in waiting
         ]

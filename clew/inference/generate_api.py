@@ -42,7 +42,7 @@ LARGEST = 2**64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ask:
+class RequestedSequence:
     """One sequence that a `/generate` call asks for."""
 
     prompt: list[int] | str
@@ -56,7 +56,7 @@ class Ask:
 class Call:
     """A `/generate` call."""
 
-    asks: list[Ask]
+    sequences: list[RequestedSequence]
     single: bool
     """True if the answer is one object instead of a list."""
     stream: bool
@@ -85,20 +85,20 @@ def parse_call(body: Any, default_stop_ids: tuple[int, ...]) -> Call:
         raise EngineError(f"sampling_params is a list of {len(samplings)}, and there are {count} prompts.")
     rids = _rids(body.get("rid"), count)
     images = _images(body.get("image_data"), count, batch)
-    asks: list[Ask] = []
+    sequences: list[RequestedSequence] = []
     for prompt, given, rid, shown in zip(prompts, samplings, rids, images, strict=True):
         params, copies = _params(given, clew, default_stop_ids)
-        if len(asks) + copies > MAX_SEQUENCES:
+        if len(sequences) + copies > MAX_SEQUENCES:
             raise EngineError(
                 f"Cannot generate more than {MAX_SEQUENCES} sequences in one call: {count} prompts, with n {copies}. "
                 f"Send several calls."
             )
         for copy in range(copies):  # each copy draws other tokens
             drawn = params if copies == 1 else replace(params, seed=params.seed + copy)
-            asks.append(Ask(prompt=prompt, params=drawn, rid=rid, images=shown))
+            sequences.append(RequestedSequence(prompt=prompt, params=drawn, rid=rid, images=shown))
     return Call(
-        asks=asks,
-        single=not batch and len(asks) == 1,
+        sequences=sequences,
+        single=not batch and len(sequences) == 1,
         stream=_flag(body, "stream"),
         deltas=_flag(clew, "deltas"),
         return_logprob=_flag(body, "return_logprob"),

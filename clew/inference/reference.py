@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from clew.inference.engine_core import Aborted, Core, Finished, is_meant
+from clew.inference.engine_core import AbortTarget, Core, Finished, matches
 from clew.inference.protocol import FinishReason, GenerateRequest
 from clew.inference.request_checks import matched_stop
 from clew.inference.sampling import RowParams, choose, uniform
@@ -81,7 +81,7 @@ class ReferenceEngine(Core):
         assert request is not None
         return request, self.completion(self._output, self._logprobs, reason, matched, self._masks)
 
-    def _abort_running(self, which: Aborted) -> list[Finished]:
-        if self._request is None or not is_meant(self._request, which):
+    def _abort_running(self, which: AbortTarget) -> list[Finished]:
+        if self._request is None or not matches(self._request, which):
             return []
         return [self._finish("abort")]

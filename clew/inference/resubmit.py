@@ -13,12 +13,12 @@ from dataclasses import replace
 from clew.inference.protocol import Completion, Engine, EngineUnreachable, FaultyAnswer, GenerateRequest
 from clew.waits import waiting
 
-EMPTY = 20
+MAX_EMPTY_ABORTS = 20
 """Number of aborts without a token, under one version of the weights, after which a request fails (half a minute)."""
 
 ALWAYS_EMPTY = (
-    f"the request was aborted {EMPTY} times in a row without a token, and no update was the reason. The server's log "
-    f"may say why; its cache may be too small for the request."
+    f"the request was aborted {MAX_EMPTY_ABORTS} times in a row without a token, and no update was the reason. The "
+    f"server's log may say why; its cache may be too small for the request."
 )
 
 TRIES = 5
@@ -88,7 +88,7 @@ async def generate_through_aborts(engine: Engine, request: GenerateRequest, *, r
             with suppress(EngineUnreachable, FaultyAnswer):
                 before, version = version, await engine.version()
                 empty = empty + 1 if version == before else 0
-            if empty == EMPTY:
+            if empty == MAX_EMPTY_ABORTS:
                 raise FaultyAnswer("", ALWAYS_EMPTY)
             await asyncio.sleep(min(RETRY_S * 2**empty, 2.0))
 

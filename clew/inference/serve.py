@@ -19,7 +19,7 @@ import uvloop
 
 from clew.config import SERVERS_VARIABLE, Config, server_token
 from clew.errors import EngineError, RecordError
-from clew.http_server import ASGI, Access, Listener, bind
+from clew.http_server import ASGI, Access, GuardedServer, bind
 from clew.inference.app import Application, ServedEngine
 from clew.inference.local import load_engine
 from clew.inference.protocol import EngineUnreachable
@@ -265,7 +265,7 @@ async def _load_newest(application: Application, run: RunDirectory, entry: Serve
                 raise
 
 
-class _Server(Listener):
+class _Server(GuardedServer):
     """HTTP server that sets an event when it listens. `_end_on_signal` handles signals."""
 
     def __init__(self, application: Application, access: Access) -> None:
@@ -277,7 +277,7 @@ class _Server(Listener):
         self.listening.set()
 
 
-async def _end_on_signal(server: Listener, engine: ServedEngine) -> None:
+async def _end_on_signal(server: GuardedServer, engine: ServedEngine) -> None:
     """Wait for SIGTERM or SIGINT, then return the tokens so far to all clients and end the server."""
     loop, asked = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

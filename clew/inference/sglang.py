@@ -62,14 +62,14 @@ print("OPTIONS", json.dumps([name for action in parser._actions for name in acti
 """
 """Program that prints the server's options. SGLang's own parser also takes unambiguous prefixes of names."""
 
-ROOM = 5
+SPARE_TOKENS = 5
 """Tokens at the end of the model's context that stay free. SGLang takes no prompt that leaves fewer than 6 free, and a
 completion that an update interrupts is continued as a longer prompt."""
 
 OPTIONS_S = 120.0
 """Seconds within which SGLang must list its options."""
 
-LOOKS = 50
+ABORT_CHECKS = 50
 """Number of checks, 20 ms apart, of whether aborted requests have ended. SGLang's own pause checks once a second."""
 
 
@@ -148,7 +148,7 @@ class SGLangEngine(Backend):
         info = await self._request("GET", "/model_info", None, lambda answer, _: {"model_path": "", **answer})
         server = await self._request("GET", "/server_info", None)
         context = await self._request("GET", "/v1/models", None, lambda answer, _: answer["data"][0]["max_model_len"])
-        self.context = context - ROOM
+        self.context = context - SPARE_TOKENS
         self.takes_images = bool(info.get("has_image_understanding"))
         if self._model:
             check_model("SGLang", self.address, info["model_path"], self._model)
@@ -247,7 +247,7 @@ class SGLangEngine(Backend):
     async def pause(self, lease_s: float = 60.0) -> None:
         """Abort all requests, return their tokens so far, and start none until `resume`: SGLang has no leases."""
         await self.abort()
-        for _ in range(LOOKS):
+        for _ in range(ABORT_CHECKS):
             if not self._running:
                 break
             await asyncio.sleep(0.02)

@@ -30,7 +30,7 @@ BLOCK = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tensor:
+class StoredTensor:
     """Location of one tensor."""
 
     path: Path
@@ -50,20 +50,20 @@ class Tensor:
                 if not block:
                     raise EngineError(f"Cannot read the weights in {self.path}: it shrank while it was read.")
                 left -= len(block)
-                yield cast(block, self.dtype, dtype)
+                yield cast_block(block, self.dtype, dtype)
 
 
-Tensors = Mapping[str, Tensor]
+Tensors = Mapping[str, StoredTensor]
 """Tensors of a model's folder, by name."""
 
 
-def read_folder(folder: str) -> dict[str, Tensor]:
+def read_folder(folder: str) -> dict[str, StoredTensor]:
     """Return the tensors of a folder's safetensors files.
 
     Raises:
         EngineError: There is no such file, or one is cut off.
     """
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     for path in sorted(Path(folder).glob("*.safetensors")):
         tensors |= _read_header(path)
     if not tensors:
@@ -71,7 +71,7 @@ def read_folder(folder: str) -> dict[str, Tensor]:
     return tensors
 
 
-def _read_header(path: Path) -> dict[str, Tensor]:
+def _read_header(path: Path) -> dict[str, StoredTensor]:
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -83,14 +83,14 @@ def _read_header(path: Path) -> dict[str, Tensor]:
     tensors = {}
     for name, entry in header.items():
         start, end = (8 + length + offset for offset in entry["data_offsets"])
-        tensors[name] = Tensor(path=path, dtype=entry["dtype"], shape=entry["shape"], start=start, end=end)
+        tensors[name] = StoredTensor(path=path, dtype=entry["dtype"], shape=entry["shape"], start=start, end=end)
     needed = max((tensor.end for tensor in tensors.values()), default=size)
     if needed != size:
         raise EngineError(f"Cannot use the weights in {path}: it has {size} bytes, and its header says {needed}.")
     return tensors
 
 
-def cast(block: bytes, old: str, new: str) -> bytes:
+def cast_block(block: bytes, old: str, new: str) -> bytes:
     """Return F32 as BF16, rounded as torch rounds it, or BF16 as F32; other types are returned as they are."""
     if (old, new) == ("F32", "BF16"):
         bits = numpy.frombuffer(block, "<u4")
@@ -109,7 +109,7 @@ def parts_of(name: str) -> list[str]:
     return [name]
 
 
-def checksum(name: str, parts: list[Tensor], dtype: str) -> list[str]:
+def checksum(name: str, parts: list[StoredTensor], dtype: str) -> list[str]:
     """Return SGLang's checksums of its tensor `name`, which consists of these parts and has this number type.
 
     A tensor with a row for each token has two checksums: SGLang pads it for most models, but not for Gemma 3.
@@ -130,7 +130,7 @@ def _hex_checksums(name: str, digest: Any, shape: Sequence[int], number_bytes: i
     return found
 
 
-class Sums:
+class RunningChecksums:
     """SGLang's checksums of tensors that come one after another."""
 
     def __init__(self) -> None:

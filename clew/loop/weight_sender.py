@@ -21,12 +21,12 @@ from torch import Tensor
 from clew.config import SHARED_BY, Config
 from clew.errors import EngineError
 from clew.inference import weight_group
-from clew.inference.sglang_checksums import Sums
+from clew.inference.sglang_checksums import RunningChecksums
 from clew.loop.server_control import ServerControl
 from clew.models.tensor_digest import as_array, digest_tensor
 from clew.record.broadcast import Broadcast
 from clew.record.run import Server
-from clew.record.weights import Digests
+from clew.record.weights import BroadcastDigests
 from clew.training.engine import TrainEngine
 from clew.training.published_weights import public_tensors
 from clew.training.sharding import full_tensor
@@ -55,7 +55,7 @@ class WeightSender:
         """Version that was sent last."""
         self._makes_checksums = config.inference.backend == "sglang"
 
-    def __call__(self, engine: TrainEngine) -> tuple[Digests, list[Server]]:
+    def __call__(self, engine: TrainEngine) -> tuple[BroadcastDigests, list[Server]]:
         """Send the engine's weights to every server that is ready, and again to each that the broadcast does not reach.
 
         A second call at the same version sends them only to the servers that want them. All ranks call this together.
@@ -90,7 +90,7 @@ class WeightSender:
 
     def _broadcast(
         self, engine: TrainEngine, tensors: dict[str, Tensor], servers: list[Server]
-    ) -> tuple[Digests, list[Server], dict[Server, str]]:
+    ) -> tuple[BroadcastDigests, list[Server], dict[Server, str]]:
         """Send the tensors once. Return their digests, the servers that received them, and those that failed."""
         if not servers:
             return self._stream(engine, tensors, None)[0], [], {}
@@ -132,10 +132,10 @@ class WeightSender:
 
     def _stream(
         self, engine: TrainEngine, tensors: dict[str, Tensor], group: weight_group.Group | None
-    ) -> tuple[Digests, str]:
+    ) -> tuple[BroadcastDigests, str]:
         """Make each tensor whole, and send it. Return the digests, and why not all were sent; "" if they were."""
         digests: dict[str, str] = {}
-        sums, error = Sums(), ""
+        sums, error = RunningChecksums(), ""
         for name, tensor in tensors.items():
             full = full_tensor(tensor)  # a collective: every rank must call it, even if nothing can be sent any more
             if not engine.ranks.leads:
@@ -149,7 +149,7 @@ class WeightSender:
                 digests[sent_as] = f"{digest_tensor(part, name=sent_as):016x}"
                 if self._makes_checksums:
                     sums.add(sent_as, part.shape, as_array(part))
-        return Digests(digests=digests, checksums=sums.by_name()), error
+        return BroadcastDigests(digests=digests, checksums=sums.by_name()), error
 
     def _sent_as(self, engine: TrainEngine, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """Return what is sent of a tensor, by the names that the servers know: a layer's experts go one by one."""

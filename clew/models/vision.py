@@ -88,7 +88,7 @@ class Vision:
         """
         if not images or ids.count(self.placeholder_id) != len(images):
             return ids
-        if ids.count(self.image_id) == self._image_tokens(images):  # placeholder and image token may be the same
+        if ids.count(self.image_id) == self._count_image_tokens(images):  # placeholder and image token may be the same
             return ids
         shown = iter(images)
         return [
@@ -120,12 +120,12 @@ class Vision:
     def placeholder_id(self) -> int:
         return self._processor.tokenizer.convert_tokens_to_ids(self.placeholder)
 
-    def _image_tokens(self, images: Sequence[bytes]) -> int:
+    def _count_image_tokens(self, images: Sequence[bytes]) -> int:
         return sum(self.tokens_of(image).count(self.image_id) for image in images)
 
     def check(self, ids: Sequence[int], images: Sequence[bytes]) -> None:
         """Raise ImageError if the tokens do not have as many image tokens as these images need."""
-        found, expected = ids.count(self.image_id), self._image_tokens(images)
+        found, expected = ids.count(self.image_id), self._count_image_tokens(images)
         if found != expected:
             raise ImageError(
                 f"Cannot match the images with input_ids: it has image token {self.image_id} {found} times, but the "

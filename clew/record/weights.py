@@ -23,7 +23,7 @@ BROADCAST_FILE = "broadcast.json"
 """File that stands in for weights that were broadcast: their digests and SGLang's checksums, by tensor."""
 
 
-class Digests(TypedDict):
+class BroadcastDigests(TypedDict):
     """Content of broadcast.json."""
 
     digests: dict[str, str]
@@ -65,9 +65,9 @@ class WeightRef:
         return (Path(self.path) / "adapter_config.json").exists()
 
 
-def read_broadcast(ref: WeightRef) -> Digests:
+def read_broadcast(ref: WeightRef) -> BroadcastDigests:
     """Return what the trainer says of the weights that it has broadcast. Raises RecordError if it cannot be read."""
-    return read_json(Path(ref.path) / BROADCAST_FILE, Digests)
+    return read_json(Path(ref.path) / BROADCAST_FILE, BroadcastDigests)
 
 
 def read_digests(ref: WeightRef) -> dict[str, str]:

@@ -84,7 +84,7 @@ def extra_kwargs_of(run: Any, offered: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in offered.items() if name in names}
 
 
-async def run_of(agent: Any, data: dict[str, Any], arguments: dict[str, Any]) -> Any:
+async def call_run(agent: Any, data: dict[str, Any], arguments: dict[str, Any]) -> Any:
     """Call `agent.run`, in a thread if it is a plain function, and return its result."""
     if inspect.iscoroutinefunction(agent.run):
         return await agent.run(data, **arguments)
@@ -132,14 +132,14 @@ class AgentWorkflow:
         offered = {"base_url": self.gateway.base_url, "api_key": key, "http_client": self._client}
         arguments = extra_kwargs_of(self.agent.run, offered)
         try:
-            returned = await self._ended(run_of(self.agent, data, arguments))
+            returned = await self._await_agent(call_run(self.agent, data, arguments))
         finally:
             await asyncio.shield(self.gateway.close(key))
             for warning, kind in engine.warnings.items():
                 self._warnings.add(engine.episode_id, warning, kind)
         return self._rewards(returned, engine)
 
-    async def _ended(self, run: Coroutine[Any, Any, Any]) -> Any:
+    async def _await_agent(self, run: Coroutine[Any, Any, Any]) -> Any:
         """Await the agent and return its result.
 
         If this is cancelled and the agent is still running after `CANCEL_S`, its coroutine is closed;
@@ -176,11 +176,11 @@ class AgentWorkflow:
     async def close(self) -> None:
         await self._client.really_close()
 
-    def _rewards(self, returned: Any, session: EpisodeEngine) -> Reward:
-        """Return the episode's reward, and put rewards of single interactions into the session."""
-        own = session.turn_rewards
+    def _rewards(self, returned: Any, engine: EpisodeEngine) -> Reward:
+        """Return the episode's reward, and put rewards of single interactions into the engine."""
+        own = engine.turn_rewards
         if isinstance(returned, dict):
-            known = {interaction.id for interaction in session.interactions}
+            known = {interaction.id for interaction in engine.interactions}
             for id in returned:
                 if id not in known:
                     raise EpisodeError(

@@ -146,7 +146,7 @@ def _failed(episode_id: str, error: str, session: EpisodeEngine, columns: dict[s
         error=error,
         # No sequence holds the tokens of a failed episode, and `clew agent replay` answers with them.
         interactions=[
-            {**each.as_dict(), "tokens": {name: getattr(each, name) for name in TOKENS}}
+            {**each.record_entry(), "tokens": {name: getattr(each, name) for name in TOKENS}}
             for each in session.interactions
         ],
         **{name: np.empty(0, dtype) for name, dtype in ALIGNED.items()},

@@ -136,24 +136,24 @@ class RolloutRunner:
         Raises:
             RolloutError: Too many episodes fail, or the filter rejects everything.
         """
-        self._look()
+        self._start_due_work()
         while not self._complete():
             what, unblocks = self._waits_for()
             with waiting(what, unblocks=unblocks, numbers=self._numbers):
                 await self._something_changes()
             self._raise_failure()
-            self._look()
+            self._start_due_work()
 
     async def advance(self) -> bool:
         """Run until at least one group or evaluation is finished; return False if there is none to run."""
         # No timers and no polling: what happens, and in which order, follows from the seed and the record alone.
-        self._look()
+        self._start_due_work()
         if not self._tasks:
             return False
         await self._changed.wait()
         self._changed.clear()
         self._raise_failure()
-        self._look()
+        self._start_due_work()
         return True
 
     async def close(self) -> None:
@@ -184,7 +184,7 @@ class RolloutRunner:
 
     # Admission -------------------------------------------------------------------------------------------------------
 
-    def _look(self) -> None:
+    def _start_due_work(self) -> None:
         """Start everything that may start now: first the evaluation that is due, then groups."""
         self._inbox_seen = self._inbox_time()
         self._waiting = len(self._run.inbox.names())  # before the version: groups leave once the next one is published

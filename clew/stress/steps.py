@@ -20,7 +20,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-from clew.rollout.agents import extra_kwargs_of, run_of
+from clew.rollout.agents import call_run, extra_kwargs_of
 from clew.rollout.rewards import checked
 from clew.stress.frames import Code, stack_of_error
 
@@ -191,10 +191,10 @@ async def _in_thread(
         if stepped is not None:
             sys.setprofile(profile)
         try:
-            return [agent.run(data, **given)]  # in a list: if it is a coroutine, `run_of` would await it
+            return [agent.run(data, **given)]  # in a list: if it is a coroutine, `call_run` would await it
         finally:
             sys.setprofile(None)
             episode.code_s = time.thread_time()
             episode.thread_id = None
 
-    return (await run_of(types.SimpleNamespace(run=run), copy.deepcopy(episode.data), given))[0]
+    return (await call_run(types.SimpleNamespace(run=run), copy.deepcopy(episode.data), given))[0]

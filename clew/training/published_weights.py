@@ -13,7 +13,7 @@ from clew.errors import TrainingError
 from clew.models.architecture import context_in
 from clew.models.tensor_digest import hex_digests
 from clew.record.files import write_json
-from clew.record.weights import BROADCAST_FILE, DIGEST_KEY, DIGESTS_KEY, Digests, WeightRef
+from clew.record.weights import BROADCAST_FILE, DIGEST_KEY, DIGESTS_KEY, BroadcastDigests, WeightRef
 from clew.training.engine import TrainEngine
 from clew.training.saving import written_aside
 from clew.training.scoring import score
@@ -25,7 +25,7 @@ PROBE_ROOM = 8
 """Number of tokens that the probe leaves free in the model's context; engines refuse a request that fills it."""
 
 
-def write_weights(engine: TrainEngine, folder: Path, version: int, *, sent: Digests | None = None) -> WeightRef:
+def write_weights(engine: TrainEngine, folder: Path, version: int, sent: BroadcastDigests | None = None) -> WeightRef:
     """Write the policy's weights in the type that inference computes with.
 
     Every rank calls this at once; rank 0 writes. Only one of several tied tensors is written. If only adapters are sent

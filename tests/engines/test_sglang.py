@@ -24,7 +24,7 @@ from clew.config_fields import Inference
 from clew.errors import ConfigError, EngineError, ImageError
 from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, SamplingParams
 from clew.inference.remote import RemoteCore, RemoteEngine
-from clew.inference.sglang import ROOM, SGLangEngine
+from clew.inference.sglang import SPARE_TOKENS, SGLangEngine
 from clew.record.weights import WeightRef
 from tests.engines.updating import config_of, update_in_flight
 from tests.models import picture, tiny_model, tiny_tokenizer
@@ -211,7 +211,7 @@ def test_a_minimum_of_tokens_is_said_to_change_the_logprobs(served: Served) -> N
 
 def test_stops_streams_and_scores(served: Served) -> None:
     async def body(engine: SGLangEngine) -> None:
-        assert await engine.prepare() and engine.context == 256 - ROOM and not engine.takes_images
+        assert await engine.prepare() and engine.context == 256 - SPARE_TOKENS and not engine.takes_images
         stopped = await engine.generate(
             GenerateRequest(PROMPT, SamplingParams(max_new_tokens=200, stop_token_ids=tuple(range(20, 60))))
         )

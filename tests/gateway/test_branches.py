@@ -97,9 +97,9 @@ def test_an_earlier_message_that_changed(tmp_path: Path, change: Change, message
     new = "<|im_end|>\n<|im_start|>user\nand then?<|im_end|>\n<|im_start|>assistant\n"
     tokens = len(third.interaction.input_ids) - tokens_of(talk, new)
     assert warning.endswith(f". A new sequence starts, and {tokens} tokens are processed again in training")
-    branch = third.interaction.as_dict()["branch"]
+    branch = third.interaction.record_entry()["branch"]
     assert (branch["of"], branch["message"], branch["tokens"]) == (second.id, message, tokens)
-    assert "branch" not in second.interaction.as_dict()
+    assert "branch" not in second.interaction.record_entry()
 
 
 def ask_twice(talk: Talk, change: Callable[[Reply], list[Message]], **bodies: Any) -> tuple[Reply, Reply]:

@@ -154,7 +154,7 @@ def test_the_schema_reaches_the_server_and_the_record(remote: Remote, ask: Any) 
     for format, schema in ((FORMAT, SCHEMA), ({"type": "json_object"}, {"type": "object"})):
         assert asyncio.run(ask(remote, format)) == SAID
         assert json.loads(remote.asked() or "") == schema
-        recorded = remote.session.engine.interactions[-1].as_dict()
+        recorded = remote.session.engine.interactions[-1].record_entry()
         assert json.loads(recorded["sampling"]["json_schema"]) == schema
     [warning] = remote.session.warnings
     assert "follow a JSON schema" in warning and "Do not train on them" in warning

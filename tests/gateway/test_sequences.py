@@ -103,7 +103,7 @@ def test_a_session_names_seeds_and_records_each_request(tmp_path):
     assert first.params.stop == ("\n",) and second.params.stop == ("x",)
     assert (first.params.temperature, second.params.temperature, second.params.max_new_tokens) == (0.5, 0.0, 2)
     assert first.text == session.tokenizer.decode(first.output_ids)
-    assert first.as_dict()["prompt"] == "12" and first.as_dict()["sampling"]["temperature"] == 0.5
+    assert first.record_entry()["prompt"] == "12" and first.record_entry()["sampling"]["temperature"] == 0.5
     assert {name for name, _, _ in engine.requests} == {"g000007.e1.i0", "g000007.e1.i1"}
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from clew.config_fields import Inference
 from clew.errors import ConfigError, EngineError
 from clew.inference.sglang import differences, server_arguments
-from clew.inference.sglang_checksums import Sums, checksums, parts_of, read_folder
+from clew.inference.sglang_checksums import RunningChecksums, checksums, parts_of, read_folder
 from clew.models.tensor_digest import as_array
 
 
@@ -42,7 +42,7 @@ def test_joined_padded_and_cast_tensors(tmp_path: Path, dtype: torch.dtype, serv
     plain["lm_head.weight"].insert(0, theirs(values[4]))
     assert checksums(held, sent, number) == plain
     if served == dtype:
-        sums = Sums()
+        sums = RunningChecksums()
         for name, tensor in tensors.items():
             sums.add(name, tensor.shape, as_array(tensor))
         assert sums.by_name() == plain, "the same of tensors that come one after another"
