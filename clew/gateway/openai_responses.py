@@ -259,6 +259,7 @@ def _finished(request: ModelRequest, begun: dict[str, Any], reply: Reply) -> dic
     return {
         **begun,
         "status": "incomplete" if cut else "completed",
+        # As OpenAI defines it, only a completed response has this time.
         "completed_at": None if cut else max(begun["created_at"], int(reply.interaction.finished_at)),
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
         "output": _output(request, reply),

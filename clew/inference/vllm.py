@@ -160,7 +160,7 @@ class VLLMEngine(Backend):
                 "VLLM_SERVER_DEV_MODE": "1",  # opens /pause, /resume, /collective_rpc
                 "VLLM_ALLOW_RUNTIME_LORA_UPDATING": str(int(config.sends_adapters)),
                 "PYTHONPATH": os.pathsep.join([str(scratch), inherited] if inherited else [str(scratch)]),
-                "PYTHONDONTWRITEBYTECODE": "",
+                "PYTHONDONTWRITEBYTECODE": "",  # if it is inherited, each process compiles torch and vLLM for itself
                 "VLLM_CPU_KVCACHE_SPACE": str(max(1, round(inference.cache_gib))),
             },
         )

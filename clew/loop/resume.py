@@ -79,7 +79,8 @@ def _refuse_other_runs(run: RunDirectory, version: int, committed: int, supervis
 def check_chain(run: RunDirectory) -> None:
     """Raise RecordError when the record that a run would continue from is inconsistent.
 
-    All commits are checked, and the data and stages of the steps that are trained again.
+    All commits are checked, and the data and stages of the steps that are trained again. What is harmless, because the
+    run rebuilds it, only gives a warning.
     """
     again = range(max(run.checkpointed(), default=0), run.steps.count())
     for found in chain.breaks(run, again):

@@ -158,6 +158,7 @@ class _Worker:
 
     def how_it_ended(self) -> str:
         """Return the exit code or signal of a process that has closed its pipe, and kill whatever is left of it."""
+        # This blocks the event loop, but rarely for long: a process whose pipe is closed is ending, or has ended.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=0.5)
         self.kill()

@@ -66,7 +66,7 @@ class Packed:
             limits_R1=put(np.append(starts, sizes.sum()).astype(np.int32)),
             positions_P=put(np.arange(sizes.sum()) - np.repeat(starts, sizes)),
             shapes=shapes,
-            tokens_of_slots=put(np.where(real, tokens, 0)),
+            tokens_of_slots=put(np.where(real, tokens, 0)),  # padding copies token 0: no row's token looks at it
             slots_of_tokens_P=put(slots),
             padding=put(np.flatnonzero(~real)),
         )
