@@ -123,7 +123,7 @@ class SGLangEngine(Backend):
         arguments = server_arguments(own, CPU_OPTIONS if on_cpu else {}, inference.options, known)
         environment = {"SGLANG_USE_CPU_ENGINE": "1"} if on_cpu else {}
         if Path(config.model.path).is_dir():
-            environment["HF_HUB_OFFLINE"] = "1"  # SGLang asks the hub for a folder that does not exist
+            environment["HF_HUB_OFFLINE"] = "1"  # SGLang asks the hub for the folder, too, as if it were a hub name
         return Launch(command=[python, "-m", "sglang.launch_server", *arguments], environment=environment)
 
     async def alive(self) -> None:
@@ -288,7 +288,7 @@ class SGLangEngine(Backend):
                 self._expected = read_broadcast(ref)["checksums"]
             except RecordError as error:
                 raise EngineError(f"Cannot load version {ref.version} into SGLang at {self.address}: {error}") from None
-            await self._forget(ref)
+            await self._post("/flush_cache", {})
             return
         new = await asyncio.to_thread(read_folder, ref.path)
         shapes = [{name: each.shape for name, each in tensors.items()} for tensors in (self._tensors, new)]
@@ -308,7 +308,7 @@ class SGLangEngine(Backend):
         except EngineError as error:
             raise EngineError(f"{sentence(str(error))} {await self._left()}") from None
         self._sent, self._expected = new, None
-        await self._forget(ref)
+        await self._post("/flush_cache", {})
 
     def _refuse_experts(self, version: int) -> None:
         if self._has_experts():
@@ -318,20 +318,12 @@ class SGLangEngine(Backend):
                 f"inference.backend=vllm or embedded."
             )
 
-    async def _forget(self, ref: WeightRef) -> None:
-        """Have the server forget what it computed under the old weights.
-
-        Raises:
-            EngineError: The server then reports another version than that of `ref`.
-        """
-        await self._post("/flush_cache", {})
+    async def verify(self, ref: WeightRef) -> None:
         label = (await self._request("GET", "/model_info", None)).get("weight_version")
         if label != str(ref.version):
             raise EngineError(
                 f"SGLang at {self.address} says that it loaded version {ref.version}, and then that it has {label}."
             )
-
-    async def verify(self, ref: WeightRef) -> None:
         if not self._checks_weights:
             return
         held = await self._checksums()
