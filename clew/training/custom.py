@@ -72,7 +72,7 @@ class UserFunction:
         self.required = [
             name
             for name, each in self.parameters.items()
-            if each.default is each.empty and each.kind is not each.VAR_KEYWORD
+            if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
         ]
         """Parameters that have no default."""
 
@@ -119,7 +119,7 @@ class CustomAdvantages:
         self._function = UserFunction(path, "algorithm.advantages")
         self.takes_values = len(self._function.required) == 3
         """True if the function takes a critic's values, as `clew.algorithms.ppo.advantages` does."""
-        if len(self._function.required) not in (1, 3):
+        if len(self._function.required) not in (0, 1, 3) or not self._function.parameters:
             raise ConfigError(
                 f"algorithm.advantages={path} takes ({', '.join(self._function.parameters)}); expected one parameter, "
                 f"the sequences of a step, as in def {path.rpartition('.')[2]}(sequences): ..., or three, for "

@@ -284,11 +284,29 @@ def two(sequences: list[Sequence], more: int) -> list[float]:
     return []
 
 
+def none_at_all() -> list[float]:
+    return []
+
+
+def with_more(sequences: list[Sequence], *more: int) -> list[float]:
+    return [row.reward for row in sequences]
+
+
+def of_any(*arguments: list[Sequence]) -> list[float]:
+    return with_more(arguments[0])
+
+
 def test_advantages_of_the_users_own_get_the_reward_that_is_trained_on():
     rows = [response("g0.e0.s0", (100, 100), reward=1.0), response("g0.e1.s0", (9, 100), reward=0.5)]
     name = "tests.training.test_advantages.ranks"
     assert of(advantages=name)(rows, None) == [1, 0]
     assert of(advantages=name, overlong_penalty=20)(rows, None) == [0, 1]
+
+
+@pytest.mark.parametrize("name", ["with_more", "of_any"])
+def test_advantages_of_the_users_own_may_take_more_arguments_than_they_are_given(name: str):
+    rows = [make_sequence("g0.e0.s0", reward=1.0), make_sequence("g0.e1.s0", reward=0.5)]
+    assert of(advantages=f"tests.training.test_advantages.{name}")(rows, None) == [1.0, 0.5]
 
 
 def test_advantages_of_the_users_own_may_differ_from_token_to_token():
@@ -320,6 +338,7 @@ def test_advantages_of_the_users_own_may_differ_from_token_to_token():
         ),
         ("assigning", TrainingError, r"FrozenInstanceError in [^ ]*test_advantages.py:\d+: cannot assign"),
         ("two", ConfigError, r"takes \(sequences, more\); expected one parameter, .* or three, for"),
+        ("none_at_all", ConfigError, r"takes \(\); expected one parameter"),
         ("nobody", ConfigError, "has no 'nobody'"),
     ],
 )
