@@ -97,7 +97,10 @@ class WeightSender:
         shells = {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in tensors.items()}
         planned = {name: each for shell in shells.items() for name, each in self._sent_as(engine, *shell).items()}
         size = 1 + self._workers * len(servers)
-        store = weight_group.meeting_point("127.0.0.1", 0, size, leads=True)
+        try:
+            store = weight_group.meeting_point("127.0.0.1", 0, size, leads=True)
+        except weight_group.MemberLost as lost:  # no port is free, for example
+            return self._stream(engine, tensors, None)[0], [], dict.fromkeys(servers, str(lost))
         backend = "nccl" if engine.policy.device.type == "cuda" else "gloo"
         name = f"clew-{engine.version}-{uuid.uuid4().hex[:8]}"
         sent = {

@@ -108,6 +108,28 @@ def test_a_server_that_starts_later_asks_and_is_sent_the_weights(folder: Path) -
             server.end()
 
 
+@pytest.mark.parametrize("failures", [1, 3])
+def test_a_meeting_point_that_cannot_be_opened_counts_as_a_failed_broadcast(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    def fails_at_first(host: str, port: int, size: int, **options: Any) -> Any:
+        if len(tried) < failures:
+            tried.append(size)
+            raise weight_group.MemberLost("no port is free")
+        return opens(host, port, size, **options)
+
+    tried: list[int] = []
+    opens = weight_group.meeting_point
+    monkeypatch.setattr(weight_group, "meeting_point", fails_at_first)
+    with servers(folder, serve) as [server], publishing(folder) as (engine, publisher, _):
+        if failures < weight_sender.TRIES:
+            publisher(engine)
+            assert version_of(server) == 0 and len(tried) == failures
+        else:
+            with pytest.raises(EngineError, match=r"reached no server in 3 broadcasts: .*no port is free"):
+                publisher(engine)
+
+
 def serve_and_fall_in_mid_broadcast(config: Config, number: signal.Signals, **options: Any) -> None:
     """Serve, and be sent a signal when the first bucket of version 1 has come."""
     from clew.inference import local
