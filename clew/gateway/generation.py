@@ -119,7 +119,7 @@ class Generation:
         stops = request.sampling.get("stop", self.engine.resources.sampling.stop)
         return Draft(
             number,
-            self.speech.tell,
+            self.speech.send,
             id=self.engine.interaction_id(self.indices[number]),
             transcript=Transcript(self.engine.tokenizer, prompt.begin, logprobs=request.logprobs is not None),
             reader=None if at_the_end else Reader(before, request.shown_tools),
