@@ -2,7 +2,7 @@
 
 ::
 
-    column     0 . . . lo . . . . . . . . . column . . . width
+    column     0 . . . first . . . . . . . column . . . width
     row 0              P P P P P g g g g g  *                     P: prompt, g: generated
     row 1                    P P P P P g g  *                     *: chosen, not yet fed to the model
     row 2                      P P P P P P  *   (has just joined)
@@ -22,13 +22,13 @@ from transformers import Cache
 
 from clew.inference.attention import aligned
 
-_SLACK = 64
+_SPARE_COLUMNS = 64
 """Columns reserved beyond the longest row: the number of steps between two moves to the left."""
 
 
 def columns_for(length: int) -> int:
     """Return the number of columns to reserve if the longest row may reach `length` tokens."""
-    return (length + _SLACK + 63) // 64 * 64
+    return (length + _SPARE_COLUMNS + 63) // 64 * 64
 
 
 class PrefillCache(Cache):
@@ -52,7 +52,15 @@ class PrefillCache(Cache):
 
 
 class RowCache(Cache):
-    """Keys and values [rows, heads, columns, dim] of each layer, and beside them the rows' tokens and logprobs."""
+    """Keys and values [rows, heads, columns, dim] of each layer, and beside them the rows' tokens and logprobs.
+
+    Between two calls, these things hold:
+
+    - All these tensors have storage for the same numbers of rows (`capacity`) and columns (`width`).
+    - This storage is within the budget, because `fits` is asked before each `join`.
+    - While there are rows, there is storage for the next key: `column` < `width`.
+    - `first_column`, `starts_R1`, `origins_R1` and `mask` belong to the present rows: `_refresh` ends each change.
+    """
 
     def __init__(self, device: torch.device, budget: int) -> None:
         """Create an empty cache.
@@ -68,18 +76,18 @@ class RowCache(Cache):
         self.values: list[Tensor] = []
         self.tokens = torch.zeros(0, 0, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(0, 0, device=device)
-        self.starts: list[int] = []
+        self.start_columns: list[int] = []
         """Column of each row's first token."""
-        self.ahead: list[int] = []
+        self.position_offsets: list[int] = []
         """Number added to each row's later positions, which otherwise count its columns: not 0 after some images."""
         self.column = 0
         """Column of the next token's key."""
-        self.first = 0
-        """Leftmost column in use: `lo` in the picture above."""
+        self.first_column = 0
+        """Leftmost column in use."""
         self.mask: Tensor | None = None
         """Mask [rows, 1, 1, columns] of zeros and the lowest number of the dtype; None if all rows start together.
 
-        Its columns begin with `first`: see `ALIGNED`.
+        Its columns begin with `first_column`: see `ALIGNED`.
         """
         self.starts_R1 = torch.zeros(0, 1, dtype=torch.int64, device=device)
         self.origins_R1 = self.starts_R1
@@ -87,7 +95,7 @@ class RowCache(Cache):
 
     @property
     def rows(self) -> int:
-        return len(self.starts)
+        return len(self.start_columns)
 
     def memory(self) -> int:
         """Return the bytes of keys, values and the tensors beside them; `budget` limits only keys and values."""
@@ -106,33 +114,34 @@ class RowCache(Cache):
         n = self.rows
         keys[:n, :, self.column : end] = key_states
         values[:n, :, self.column : end] = value_states
-        return keys[:n, :, self.first : end], values[:n, :, self.first : end]
+        return keys[:n, :, self.first_column : end], values[:n, :, self.first_column : end]
 
     def step_mask(self) -> Tensor | None:
         """Return the mask of a decoding step, aligned with what `update` returns."""
-        return None if self.mask is None else self.mask[..., : self.column + 1 - self.first]
+        return None if self.mask is None else self.mask[..., : self.column + 1 - self.first_column]
 
     # Rows come and go -----------------------------------------------------------------------------------------------
 
     def join(
-        self, filled: PrefillCache, sources: list[int], prompts: list[list[int]], longest: int, ahead: int = 0
+        self, filled: PrefillCache, sources: list[int], prompts: list[list[int]], longest: int, position_offset: int = 0
     ) -> None:
         """Append a row for each prompt, with keys and values from a prefill, whose rows end at its last column.
 
         Args:
             sources: Row of `filled` for each prompt.
             longest: Maximum length that any row, old or new, may reach.
-            ahead: See the attribute.
+            position_offset: The new rows' entry in `position_offsets`.
         """
-        self._make_room(self.rows + len(prompts), longest, max(map(len, prompts)), filled)
-        n, end = self.rows, self.column
-        start = end - filled.keys[0].shape[2]
+        old_rows, new_rows = self.rows, self.rows + len(prompts)
+        assert self.fits(new_rows, longest), "only rows that fit are admitted"
+        self._make_room(new_rows, longest, max(map(len, prompts)), filled)
+        start = self.column - filled.keys[0].shape[2]
         skipped = max(0, -start)  # columns of padding for which there is no room
         index = torch.tensor(sources, device=self.tokens.device)
         for own, other in zip(self.keys + self.values, filled.keys + filled.values, strict=True):
-            own[n : n + len(prompts), :, start + skipped : end] = other[:, :, skipped:].index_select(0, index)
-        self.ahead += [ahead] * len(prompts)
-        self.starts += [end - len(prompt) for prompt in prompts]
+            own[old_rows:new_rows, :, start + skipped : self.column] = other[:, :, skipped:].index_select(0, index)
+        self.position_offsets += [position_offset] * len(prompts)
+        self.start_columns += [self.column - len(prompt) for prompt in prompts]
         self._refresh()
 
     def remove(self, leaving: list[int]) -> None:
@@ -140,96 +149,93 @@ class RowCache(Cache):
         sources, targets = moves(self.rows, leaving)
         if targets:
             source, target = (torch.tensor(side, device=self.tokens.device) for side in (sources, targets))
-            window = slice(self.first, self.column + 1)
+            window = slice(self.first_column, self.column + 1)
             for own in self.keys + self.values:
                 own[target, :, window] = own[source, :, window]
             for own in (self.tokens, self.logprobs):
                 own[target] = own[source]
             for source_row, target_row in zip(sources, targets, strict=True):
-                self.starts[target_row] = self.starts[source_row]
-                self.ahead[target_row] = self.ahead[source_row]
+                self.start_columns[target_row] = self.start_columns[source_row]
+                self.position_offsets[target_row] = self.position_offsets[source_row]
         left = self.rows - len(leaving)
-        del self.starts[left:], self.ahead[left:]
-        if not self.starts:
+        del self.start_columns[left:], self.position_offsets[left:]
+        if not self.start_columns:
             self.column = 0
         self._refresh()
 
     def advance(self, longest: int) -> None:
         """Go to the next column after the chosen token was fed; make room for rows of up to `longest` tokens."""
         self.column += 1
-        if self.column >= self.tokens.shape[1]:
-            # Moving to the left is only worth its copy if it frees enough columns. Otherwise the storage is widened.
-            shift = self.first if self.first >= 32 else 0
-            capacity, width = self.tokens.shape
-            if not shift:
-                width = columns_for(min(longest, 2 * width))
-            if capacity * width * self.bytes_per_token > self.budget:
-                capacity = self.rows
-            self._lay_out(capacity, width, -shift)
-            self._refresh()
+        capacity, width = self.tokens.shape
+        if self.column < width:
+            return
+        # Moving to the left is only worth its copy if it frees enough columns. Otherwise the storage is widened.
+        shift = self.first_column if self.first_column >= 32 else 0
+        if not shift:
+            width = columns_for(min(longest, 2 * width))
+        if capacity * width * self.bytes_per_token > self.budget:
+            capacity = self.rows
+        self._lay_out(capacity, width, -shift)
+        self._refresh()
 
     # Layout ---------------------------------------------------------------------------------------------------------
 
     def _make_room(self, rows: int, longest: int, prompt: int, filled: PrefillCache) -> None:
-        """Make sure that `rows` rows have storage, and that a prompt fits to the left of `column`."""
-        if not self.keys:
-            device = self.tokens.device
-            for kind, other in ((self.keys, filled.keys), (self.values, filled.values)):
-                kind += [torch.zeros(0, x.shape[1], 0, x.shape[3], dtype=x.dtype, device=device) for x in other]
+        """Make sure that `rows` rows have storage, and that a prompt of this length fits to the left of `column`."""
+        if not self.keys:  # the number of layers, heads and dimensions is known only now
+            for own, other in ((self.keys, filled.keys), (self.values, filled.values)):
+                own += [layer.new_zeros(0, layer.shape[1], 0, layer.shape[3]) for layer in other]
         capacity, width = self.tokens.shape
-        left = max(prompt, self.column - self.first)  # columns needed to the left of `column`
+        left = max(prompt, self.column - self.first_column)  # columns needed to the left of `column`
         column = max(self.column, left)
         if rows <= capacity and column == self.column < width:
             return
+        # Spare room saves moves.
         width = max(width, columns_for(left))
         if column >= width:
             column = left
         if rows > capacity:
             affordable = self.budget // max(1, width * self.bytes_per_token)
             capacity = max(rows, min(2 * rows, affordable))
-        # Spare room saves moves. If the budget has none, take only what is needed: `fits` has checked that there is
-        # enough.
-        if capacity * width * self.bytes_per_token > self.budget:
+        if capacity * width * self.bytes_per_token > self.budget:  # no spare room then: what is needed does fit
             capacity, width, column = rows, min(width, columns_for(longest)), left
         self._lay_out(capacity, width, column - self.column)
 
     def _lay_out(self, capacity: int, width: int, shift: int) -> None:
         """Move all rows `shift` columns to the right (to the left if negative), in storage of this size."""
-        stays = self.tokens.shape == (capacity, width)
-        # the column that is next may lie beyond the old width
-        begin, end = self.first, min(self.column + 1, self.tokens.shape[1])
+        in_place = self.tokens.shape == (capacity, width)
+        begin = self.first_column
+        count = min(self.column + 1, self.tokens.shape[1]) - begin  # in `advance`, `column` may be beyond the old width
 
-        def shifted(own: Tensor, columns: int) -> Tensor:
-            shape = (capacity, *own.shape[1:columns], width, *own.shape[columns + 1 :])
-            target = own if stays else own.new_zeros(shape)
+        def moved(old: Tensor, dim: int) -> Tensor:
+            new = old if in_place else old.new_zeros((capacity, *old.shape[1:dim], width, *old.shape[dim + 1 :]))
             if self.rows:
-                kept = own[: self.rows].narrow(columns, begin, end - begin)
-                target[: self.rows].narrow(columns, begin + shift, end - begin).copy_(kept.clone() if stays else kept)
-            return target
+                kept = old[: self.rows].narrow(dim, begin, count)
+                new[: self.rows].narrow(dim, begin + shift, count).copy_(kept.clone() if in_place else kept)
+            return new
 
-        for kind in (self.keys, self.values):
-            for layer, own in enumerate(kind):
-                kind[layer] = shifted(own, 2)
-        self.tokens, self.logprobs = shifted(self.tokens, 1), shifted(self.logprobs, 1)
-        self.starts = [start + shift for start in self.starts]
+        for own in (self.keys, self.values):
+            for layer, old in enumerate(own):  # one by one, so that only one layer exists twice
+                own[layer] = moved(old, 2)
+        self.tokens, self.logprobs = moved(self.tokens, 1), moved(self.logprobs, 1)
+        self.start_columns = [start + shift for start in self.start_columns]
         self.column += shift
-        self.first = min(self.starts, default=self.column)
 
     def _refresh(self) -> None:
-        """Bring `first` and `mask` up to date with `starts`."""
-        self.first = min(self.starts, default=self.column)
-        self.starts_R1 = torch.tensor(self.starts, dtype=torch.int64, device=self.tokens.device).unsqueeze(1)
+        """Compute what follows from `start_columns`, `position_offsets`, `column` and the width."""
+        device, width = self.tokens.device, self.tokens.shape[1]
+        self.first_column = first = min(self.start_columns, default=self.column)
+        self.starts_R1 = torch.tensor(self.start_columns, dtype=torch.int64, device=device).unsqueeze(1)
         self.origins_R1 = self.starts_R1
-        if any(self.ahead):
-            self.origins_R1 = self.starts_R1 - torch.tensor(self.ahead, device=self.tokens.device).unsqueeze(1)
-        if not self.starts or max(self.starts) == self.first:
-            self.mask = None
-            return
-        dtype, device, width = self.keys[0].dtype, self.tokens.device, self.tokens.shape[1]
-        columns = torch.arange(self.first, self.first + aligned(width - self.first), device=device)
-        hidden = columns < self.starts_R1[:, :, None, None]
-        self.mask = torch.zeros(hidden.shape, dtype=dtype, device=device)
-        self.mask.masked_fill_(hidden, torch.finfo(dtype).min)
+        if any(self.position_offsets):
+            self.origins_R1 = self.starts_R1 - torch.tensor(self.position_offsets, device=device).unsqueeze(1)
+        self.mask = None
+        if self.start_columns and max(self.start_columns) > first:
+            dtype = self.keys[0].dtype
+            columns = torch.arange(first, first + aligned(width - first), device=device)
+            hidden = columns < self.starts_R1[:, :, None, None]
+            self.mask = torch.zeros(hidden.shape, dtype=dtype, device=device)
+            self.mask.masked_fill_(hidden, torch.finfo(dtype).min)
 
 
 def moves(rows: int, leaving: list[int]) -> tuple[list[int], list[int]]:

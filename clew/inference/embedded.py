@@ -39,7 +39,7 @@ from clew.models.vision import Vision
 
 log = logging.getLogger("clew.inference")
 
-_AHEAD = 32
+_UNIFORM_STEPS = 32
 """Number of steps for which uniform numbers are drawn at once."""
 _PREFILL_TOKENS = 16384
 """Maximum number of tokens, padding included, in one prefill."""
@@ -49,7 +49,7 @@ SEEN_TOLERANCE = 1e-4
 In some models, tokens of an image attend to later ones (Gemma 3); in the cached path they do not.
 """
 _PATIENCE = 4
-"""Maximum number of steps for which a free row stays empty until others are free, so that one prefill fills several."""
+"""Maximum number of steps for which a request waits at a free row until others are free: one prefill fills them all."""
 
 Prompt = tuple[tuple[int, ...], tuple[bytes, ...]]
 """Tokens and images of a request. Requests with equal ones share a prefill."""
@@ -57,27 +57,27 @@ Prompt = tuple[tuple[int, ...], tuple[bytes, ...]]
 
 @dataclass(eq=False, slots=True)
 class Row:
-    """A running sequence. Times are in ticks since the engine began, one tick per decoding step."""
+    """A running sequence. A tick is a decoding step, counted from the engine's start."""
 
     request: GenerateRequest
     stop_ids: tuple[int, ...]
     limit: int
     """Length of prompt and output together at which it ends."""
-    joined: int
-    """Tick at which its first token was drawn."""
+    first_tick: int
+    """Tick at which its first token was drawn; it draws one token at each tick from then on."""
     masks: list[Tensor] | None
     """IDs that each of its tokens was drawn from; None if nothing is cut off, or nobody asked."""
-    end: int = field(init=False)
+    last_tick: int = field(init=False)
     """Tick at which its last possible token is drawn."""
-    free: int = field(init=False)
+    stops_from_tick: int = field(init=False)
     """First tick at which it may draw a stop ID."""
     watched: bool = field(init=False)
     """True if its tokens are examined one by one, for stop strings or streaming."""
 
     def __post_init__(self) -> None:
         request = self.request
-        self.end = self.joined + self.limit - len(request.input_ids) - 1
-        self.free = self.joined + (request.params.min_new_tokens if self.stop_ids else 0)
+        self.last_tick = self.first_tick + self.limit - len(request.input_ids) - 1
+        self.stops_from_tick = self.first_tick + (request.params.min_new_tokens if self.stop_ids else 0)
         self.watched = bool(request.params.stop) or request.on_token is not None
 
 
@@ -101,8 +101,9 @@ class EmbeddedEngine(Core):
         self.cache = RowCache(self.device, int(cache_gib * 2**30))
         self.cache.bytes_per_token = self._prefill([[0]])[0].bytes_per_token()
         self._rows: list[Row] = []
+        """Running sequences, in the order of the cache's rows. A row's index changes when another row ends."""
         self._tick = 0
-        self._waited = 0
+        self._steps_held = 0  # see `_PATIENCE`
         self._rows_changed()
 
     def running(self) -> int:
@@ -124,7 +125,7 @@ class EmbeddedEngine(Core):
     @torch.inference_mode()
     def step(self) -> list[Finished]:
         finished: list[Finished] = []
-        if self.waiting and self._may_admit():
+        if self.waiting and self._admits_now():
             finished = self._admit()
         if self._rows:
             logits = self._decode(self.cache)
@@ -135,53 +136,55 @@ class EmbeddedEngine(Core):
 
     # Admission -------------------------------------------------------------------------------------------------------
 
-    def _may_admit(self) -> bool:
-        """Return whether to admit requests now. A few free rows wait for more of them: one prefill is cheaper."""
-        free = self.max_running - len(self._rows)
-        if not free:
+    def _admits_now(self) -> bool:
+        """Return whether to admit requests in this step, and count the steps in which they are held back."""
+        free_rows = self.max_running - len(self._rows)
+        if not free_rows:
             return False
-        if not self._rows or free * 8 >= self.max_running or self._waited >= _PATIENCE:
-            self._waited = 0
-            return True
-        self._waited += 1
-        return False
+        if self._rows and free_rows * 8 < self.max_running and self._steps_held < _PATIENCE:
+            self._steps_held += 1
+            return False
+        self._steps_held = 0
+        return True
 
     def _admit(self) -> list[Finished]:
         """Move requests from the queue to new rows, in order, as far as the cache and the size of a prefill allow."""
         admitted: list[GenerateRequest] = []
-        prompts: dict[Prompt, int] = {}
+        prompts: dict[Prompt, int] = {}  # the admitted requests' different prompts, and the row of each in the prefill
+        sources: list[int] = []  # the row in the prefill of each admitted request
         longest = max((row.limit for row in self._rows), default=0)
-        width = 0
+        prefill_width = 0
         while self.waiting and len(self._rows) + len(admitted) < self.max_running:
             request = self.waiting[0]
-            with_this = max(longest, self.limit(request))
-            if not self.cache.fits(len(self._rows) + len(admitted) + 1, with_this):
+            longest_with_it = max(longest, self.limit(request))
+            if not self.cache.fits(len(self._rows) + len(admitted) + 1, longest_with_it):
                 break
-            prompt = _prompt_of(request)
-            width = max(width, len(request.input_ids))
+            prompt = tuple(request.input_ids), request.images
+            prefill_width = max(prefill_width, len(request.input_ids))
             if prompt not in prompts:
                 alone = request.images or any(images for _, images in prompts)  # with images: a prefill of its own
-                if prompts and (alone or (len(prompts) + 1) * width > _PREFILL_TOKENS):
+                if prompts and (alone or (len(prompts) + 1) * prefill_width > _PREFILL_TOKENS):
                     break
                 prompts[prompt] = len(prompts)
             admitted.append(self.waiting.popleft())
-            longest = with_this
+            sources.append(prompts[prompt])
+            longest = longest_with_it
         if not admitted:
             return []
-        first = len(self._rows)
+
         ids, images = [list(prompt) for prompt, _ in prompts], admitted[0].images
-        filled, logits, ahead = self._prefill(ids, images)
+        filled, logits, position_offset = self._prefill(ids, images)
         self.prefilled_tokens += sum(map(len, ids))
-        sources = [prompts[_prompt_of(request)] for request in admitted]
-        self.cache.join(filled, sources, [request.input_ids for request in admitted], longest, ahead)
-        for each in admitted:
-            masks = [] if each.sampling_mask and each.params.truncates(self.vocab) else None
-            stop_ids = each.params.stop_ids(self.default_stop_ids)
-            self._rows.append(Row(each, stop_ids, self.limit(each), self._tick, masks))
+        self.cache.join(filled, sources, [request.input_ids for request in admitted], longest, position_offset)
+        first_row = len(self._rows)
+        for request in admitted:
+            masks = [] if request.sampling_mask and request.params.truncates(self.vocab) else None
+            stop_ids = request.params.stop_ids(self.default_stop_ids)
+            self._rows.append(Row(request, stop_ids, self.limit(request), self._tick, masks))
         self._rows_changed()
         if len(prompts) < len(admitted):
             logits = logits[sources]
-        return self._draw(logits, first)
+        return self._draw(logits, first_row)
 
     # The model -------------------------------------------------------------------------------------------------------
 
@@ -213,15 +216,15 @@ class EmbeddedEngine(Core):
         shown = self.vision.inputs(ids_1T, [images], self.model.dtype)
         with attention.attending_to(attention.Rows(None)):
             output = self.model(ids_1T, past_key_values=filled, use_cache=True, logits_to_keep=1, **shown)
-        ahead = getattr(self.model.base_model, "rope_deltas", None)
-        return filled, output.logits[:, -1], 0 if ahead is None else int(ahead.item())
+        offset = getattr(self.model.base_model, "rope_deltas", None)
+        return filled, output.logits[:, -1], 0 if offset is None else int(offset.item())
 
     def _decode(self, cache: RowCache) -> Tensor:
         """Feed each row's token at `column` to the model; return logits [rows, vocab]."""
         n, column = cache.rows, cache.column
         ids = cache.tokens[:n, column : column + 1]
         positions = column - cache.origins_R1
-        return self._forward(ids, positions, cache, attention.Rows(cache.step_mask()), column - cache.first + 1)
+        return self._forward(ids, positions, cache, attention.Rows(cache.step_mask()), column - cache.first_column + 1)
 
     def _forward(
         self, ids_RT: Tensor, positions_RT: Tensor, cache: Cache, rows: attention.Rows, longest: int
@@ -247,8 +250,8 @@ class EmbeddedEngine(Core):
             logits = self._prefill([input_ids])[1]
         else:
             cache = RowCache(self.device, self.cache.budget)
-            filled, _, ahead = self._prefill([prompt], images)
-            cache.join(filled, [0], [prompt], len(input_ids), ahead)
+            filled, _, position_offset = self._prefill([prompt], images)
+            cache.join(filled, [0], [prompt], len(input_ids), position_offset)
             cache.tokens[0, cache.column] = last
             logits = self._decode(cache)
         return torch.log_softmax(logits.float(), -1)[0]
@@ -264,11 +267,11 @@ class EmbeddedEngine(Core):
         """Compute everything that stays the same until rows come or go again."""
         rows = self._rows
         self._longest = max((row.limit for row in rows), default=0)
-        self._next_end = min((row.end for row in rows), default=0)
+        self._next_last_tick = min((row.last_tick for row in rows), default=0)
+        self._all_stop_from_tick = max((row.stops_from_tick for row in rows), default=0)
         self._watched = [index for index, row in enumerate(rows) if row.watched]
         self._masked = [index for index, row in enumerate(rows) if row.masks is not None]
-        self._all_free = max((row.free for row in rows), default=0)
-        self._uniforms_from = -_AHEAD
+        self._uniforms_from_tick = -_UNIFORM_STEPS  # none yet
         self._stops = self._bans = None
         if not rows:
             return
@@ -281,74 +284,80 @@ class EmbeddedEngine(Core):
     def _stack(self, rows: list[Row]) -> RowParams:
         return RowParams.stack([row.request.params for row in rows], self.vocab, self.device)
 
-    def _draw(self, logits: Tensor, first: int) -> list[Finished]:
-        """Choose the next token of the rows from `first` on (all, or those just admitted); release those that ended."""
+    def _draw(self, logits: Tensor, first_row: int) -> list[Finished]:
+        """Draw the next token of the rows from `first_row` on (all, or those just admitted). Release those that end."""
         cache = self.cache
         n, column = cache.rows, cache.column
-        params = self._params if first == 0 else self._stack(self._rows[first:])
-        banned = self._banned(first) if self._tick < self._all_free else self.never_drawn
-        drawn = choose(logits, params, self._next_uniforms()[first:], banned)
-        if masked := [index for index in self._masked if index >= first]:
-            for index, mask in zip(masked, drawn.masks([index - first for index in masked]), strict=True):
+        params = self._params if first_row == 0 else self._stack(self._rows[first_row:])
+        banned = self._banned()[first_row:] if self._tick < self._all_stop_from_tick else self.never_drawn
+        drawn = choose(logits, params, self._uniforms_now()[first_row:], banned)
+        if masked := [index for index in self._masked if index >= first_row]:
+            for index, mask in zip(masked, drawn.masks([index - first_row for index in masked]), strict=True):
                 self._rows[index].masks.append(mask)  # pyright: ignore[reportOptionalMemberAccess]
         ids, logprobs, _ = drawn
-        cache.tokens[first:n, column] = ids
-        cache.logprobs[first:n, column] = logprobs
+        cache.tokens[first_row:n, column] = ids
+        cache.logprobs[first_row:n, column] = logprobs
 
         ended: dict[int, tuple[FinishReason, int | str | None]] = {}
-        if self._next_end <= self._tick:
-            ended = {index: ("length", None) for index in range(first, n) if self._rows[index].end <= self._tick}
+        if self._next_last_tick <= self._tick:
+            ended = {
+                index: ("length", None) for index in range(first_row, n) if self._rows[index].last_tick <= self._tick
+            }
         for index in self._watched:
-            if index >= first and (matched := self._watch(index)) is not None:
+            if index >= first_row and (matched := self._watch(index)) is not None:
                 ended[index] = ("stop", matched)
         if self._stops is not None:  # last: a stop ID that is also the last possible token counts as a stop
-            hits = (ids.unsqueeze(1) == self._stops[first:]).any(1)
+            hits = (ids.unsqueeze(1) == self._stops[first_row:]).any(1)
             if hits.any():
                 for offset in hits.nonzero().flatten().tolist():
-                    ended[first + offset] = ("stop", int(ids[offset]))
+                    ended[first_row + offset] = ("stop", int(ids[offset]))
         return self._release(ended) if ended else []
 
-    def _next_uniforms(self) -> Tensor:
+    def _uniforms_now(self) -> Tensor:
         """Return the uniform number of each row for the token at this tick."""
-        ahead = self._tick - self._uniforms_from
-        if ahead >= _AHEAD:
-            now = [len(row.request.input_ids) + self._tick - row.joined for row in self._rows]
-            positions = torch.tensor(now, device=self.device)[:, None] + torch.arange(_AHEAD, device=self.device)
+        step = self._tick - self._uniforms_from_tick
+        if step >= _UNIFORM_STEPS:
+            now = [len(row.request.input_ids) + self._tick - row.first_tick for row in self._rows]
+            steps = torch.arange(_UNIFORM_STEPS, device=self.device)
+            positions = torch.tensor(now, device=self.device)[:, None] + steps
             self._uniforms = uniform(self._params.seeds[:, None], positions)
-            self._uniforms_from, ahead = self._tick, 0
-        return self._uniforms[:, ahead]
+            self._uniforms_from_tick, step = self._tick, 0
+        return self._uniforms[:, step]
 
-    def _banned(self, first: int) -> Tensor:
-        """Return the mask of stop IDs that rows from `first` on may not draw yet, because of their min_new_tokens."""
-        if self._bans is None or self._tick >= self._bans_until:
-            bound = [(index, row) for index, row in enumerate(self._rows) if self._tick < row.free]
-            pairs = [(index, token) for index, row in bound for token in row.stop_ids]
+    def _banned(self) -> Tensor:
+        """Return the mask [rows, vocab] of stop IDs that may not be drawn yet, because of min_new_tokens."""
+        if self._bans is None or self._tick >= self._bans_until_tick:
+            bound = {index: row for index, row in enumerate(self._rows) if self._tick < row.stops_from_tick}
+            assert bound, "there is such a row before `_all_stop_from_tick`"
+            pairs = [(index, token) for index, row in bound.items() for token in row.stop_ids]
             self._bans = torch.zeros(len(self._rows), self.vocab, dtype=torch.bool, device=self.device)
             self._bans[tuple(torch.tensor(pairs, device=self.device).T)] = True
             if self.never_drawn is not None:
                 self._bans |= self.never_drawn
-            self._bans_until = min(row.free for _, row in bound)
-        return self._bans[first:]
+            self._bans_until_tick = min(row.stops_from_tick for row in bound.values())
+        return self._bans
 
     def _watch(self, index: int) -> str | None:
         """Stream the row's newest token; return the stop string that it completes, if any."""
         row, column = self._rows[index], self.cache.column
         if row.request.on_token:
             row.request.on_token(int(self.cache.tokens[index, column]), float(self.cache.logprobs[index, column]))
-        return matched_stop(row.request, self._output_ids(index), self.tokenizer) if row.request.params.stop else None
+        if not row.request.params.stop:
+            return None
+        return matched_stop(row.request, self._output(index, self.cache.tokens), self.tokenizer)
 
-    def _output_ids(self, index: int) -> list[int]:
-        begin = self.cache.starts[index] + len(self._rows[index].request.input_ids)
-        return self.cache.tokens[index, begin : self.cache.column + 1].tolist()
+    def _output(self, index: int, tokens_or_logprobs: Tensor) -> list[Any]:
+        """Return the tokens, or the logprobs, of a row's output so far."""
+        begin = self.cache.start_columns[index] + len(self._rows[index].request.input_ids)
+        return tokens_or_logprobs[index, begin : self.cache.column + 1].tolist()
 
     def _release(self, ended: dict[int, tuple[FinishReason, int | str | None]]) -> list[Finished]:
         """Return the completions of these rows, and move the last rows into their places."""
         finished: list[Finished] = []
         for index, (reason, matched) in ended.items():
-            request, masks = self._rows[index].request, self._rows[index].masks
-            begin = self.cache.starts[index] + len(request.input_ids)
-            logprobs = self.cache.logprobs[index, begin : self.cache.column + 1].tolist()
-            finished.append((request, self.completion(self._output_ids(index), logprobs, reason, matched, masks)))
+            row, ids = self._rows[index], self._output(index, self.cache.tokens)
+            logprobs = self._output(index, self.cache.logprobs)
+            finished.append((row.request, self.completion(ids, logprobs, reason, matched, row.masks)))
         leaving = list(ended)
         for source, target in zip(*moves(len(self._rows), leaving), strict=True):
             self._rows[target] = self._rows[source]
@@ -407,10 +416,6 @@ def build_engine(
         model.set_attn_implementation(plain)
     log.warning("%s is served by the slow reference, one sequence at a time: %s", type(model).__name__, reason)
     return ReferenceEngine(model, tokenizer, vision)
-
-
-def _prompt_of(request: GenerateRequest) -> Prompt:
-    return tuple(request.input_ids), request.images
 
 
 def _stripes() -> bytes:
