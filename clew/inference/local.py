@@ -3,6 +3,15 @@
 One class can drive the engine in two ways. Inline, a task on the running event loop steps the engine on the loop's own
 thread, between everything else that the loop does: this is deterministic, and a breakpoint stops everything. In a
 thread, the loop stays free to talk to clients while the engine computes.
+
+::
+
+    the loop's thread      methods of `protocol.Engine`       _settle_all, _fail_all: the futures of requests
+                                   │ _on_engine                    ▲ _on_loop
+    the engine's thread            └──────► core: submit, step ────┘
+
+Inline, the two threads are one. A request waits in the core's queue while the engine is paused, or its memory is
+released: nothing steps then. Only while an engine that `waits` is updated, it waits before it reaches the core.
 """
 
 from __future__ import annotations
@@ -49,29 +58,30 @@ class LocalEngine:
         self.threaded = threaded
         self.gather_s = gather_s
         self._waits = waits
-        self._held: asyncio.Event | None = None
-        """Event that new requests wait for, set when the current update ends; None: nothing to wait for."""
+        self._update_ended: asyncio.Event | None = None
+        """Event that new requests wait for while there is an update; None: nothing to wait for."""
         self.failure: str | None = None
         """Reason why this process serves nothing any more, such as a failed step: every call raises EngineError."""
         self._futures: dict[GenerateRequest, asyncio.Future[Completion]] = {}
         self.released = False
         """True from `release_memory` until `resume_memory`, or until its lease or a pause ends. Requests wait."""
-        self._lease: asyncio.TimerHandle | None = None
+        self._pause_lease: asyncio.TimerHandle | None = None
         self._release_lease: asyncio.TimerHandle | None = None
+        # Inline, a task steps the engine while there is work; otherwise a thread does, which the first call starts.
         self._task: asyncio.Task[None] | None = None
+        self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._calls: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
         self._closing = False
-        self._thread: threading.Thread | None = None
 
     # protocol.Engine -------------------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> Completion:
         self._refuse_when_broken()
         self.core.check(request)  # on this thread: a refusal is raised at once
-        while self._held is not None:
-            await self._held.wait()
+        while self._update_ended is not None:
+            await self._update_ended.wait()
         loop = asyncio.get_running_loop()
         if (listener := request.on_token) is not None:
             # The loop calls the listener, so that an error in it does not count as a failed step of the engine.
@@ -79,12 +89,12 @@ class LocalEngine:
             request = replace(request, on_token=lambda token, logprob: soon(listener, token, logprob))
         future = loop.create_future()
         self._futures[request] = future
-        self._run(lambda: self._submit(request))
+        self._on_engine(lambda: self._submit(request))
         try:
             return await future
         except asyncio.CancelledError:
             if self.failure is None:
-                self._run(lambda: self._attempt("an abort", lambda: self.core.abort(request)))
+                self._on_engine(lambda: self._run_core("an abort", lambda: self.core.abort(request)))
             raise
         finally:
             del self._futures[request]
@@ -111,16 +121,16 @@ class LocalEngine:
             self.core.load_weights(ref, clock, weights)
 
         with waiting(f"weights of version {ref.version}", unblocks="the inference engine"):
-            if self._waits and self._held is None:
-                self._held = asyncio.Event()
+            if self._waits and self._update_ended is None:
+                self._update_ended = asyncio.Event()
             try:
                 if self._waits:
-                    await self._drained()
-                await self._call(load)
+                    await self._drain()
+                await self._call_engine(load)
             finally:
-                if self._held is not None:
-                    self._held.set()
-                    self._held = None
+                if self._update_ended is not None:
+                    self._update_ended.set()
+                    self._update_ended = None
         self._resume()
         return clock.seconds
 
@@ -129,11 +139,11 @@ class LocalEngine:
         clock = UpdateTimer()
 
         def receive() -> dict[str, torch.Tensor]:
-            device = next(self.core.model.parameters()).device
+            tensors: dict[str, torch.Tensor] = {}
             with joined(sent, 0) as group:
-                return {
-                    name: tensor for bucket in receive_buckets(sent, group, device) for name, tensor in bucket.items()
-                }
+                for bucket in receive_buckets(sent, group, self.core.device):
+                    tensors |= bucket
+            return tensors
 
         with clock("receive"):
             try:
@@ -142,9 +152,9 @@ class LocalEngine:
                 raise EngineError(f"version {sent.version} was not received: {error}") from error
         return clock.seconds
 
-    async def _drained(self) -> None:
+    async def _drain(self) -> None:
         """Abort the queued requests, and wait until those that are being generated have ended."""
-        await self._call(lambda: self._deliver(self.core.abort_waiting()))
+        await self._call_engine(lambda: self._deliver(self.core.abort_waiting()))
         with waiting(
             "generations in flight to end",
             unblocks="the inference engine",
@@ -156,7 +166,7 @@ class LocalEngine:
                 await asyncio.sleep(0)  # lets their callers remove them from `_futures`
 
     async def abort(self, request_id: str | None = None) -> None:
-        await self._call(lambda: self._deliver(self.core.abort(request_id)))
+        await self._call_engine(lambda: self._deliver(self.core.abort(request_id)))
 
     async def version(self) -> int:
         self._refuse_when_broken()
@@ -173,24 +183,24 @@ class LocalEngine:
     @property
     def paused(self) -> bool:
         """True while requests wait until `resume`, a load, or the end of the lease."""
-        return self._lease is not None
+        return self._pause_lease is not None
 
     async def pause(self, lease_s: float) -> None:
         """Abort all requests; start none for lease_s seconds, or until `resume` or a load. Call it again to renew."""
-        lease, self._lease = self._lease, asyncio.get_running_loop().call_later(lease_s, self._resume)
-        if lease is None:
+        earlier, self._pause_lease = self._pause_lease, asyncio.get_running_loop().call_later(lease_s, self._resume)
+        if earlier is None:
             await self.abort()
         else:
-            lease.cancel()
+            earlier.cancel()
 
     async def resume(self) -> None:
         self._resume()
 
     def _resume(self) -> None:
         """End a pause, and the release of memory in it."""
-        if self._lease is not None:
-            self._lease.cancel()
-            self._lease = None
+        if self._pause_lease is not None:
+            self._pause_lease.cancel()
+            self._pause_lease = None
         self._end_release()
 
     async def release_memory(self, lease_s: float | None = None) -> None:
@@ -204,7 +214,7 @@ class LocalEngine:
             self._release_lease.cancel()
         if lease_s is not None:
             self._release_lease = asyncio.get_running_loop().call_later(lease_s, self._release_expired)
-        await self._call(lambda: self._deliver(self.core.release_memory()))
+        await self._call_engine(lambda: self._deliver(self.core.release_memory()))
 
     async def resume_memory(self) -> None:
         """Serve again, unless there is a pause. The memory is taken as requests need it."""
@@ -219,11 +229,11 @@ class LocalEngine:
             self._release_lease.cancel()
             self._release_lease = None
         self.released = False
-        self._run(lambda: None)  # starts the requests that waited
+        self._on_engine(lambda: None)  # starts the requests that waited
 
-    # Drivers ---------------------------------------------------------------------------------------------------------
+    # From the loop's thread to the engine's --------------------------------------------------------------------------
 
-    def _run(self, call: Callable[[], None]) -> None:
+    def _on_engine(self, call: Callable[[], None]) -> None:
         """Run `call` between two steps, and make sure that the engine is driven."""
         if not self.threaded:
             call()
@@ -237,7 +247,7 @@ class LocalEngine:
         self._calls.append(call)
         self._wake.set()
 
-    async def _call(self, call: Callable[[], None]) -> None:
+    async def _call_engine(self, call: Callable[[], None]) -> None:
         """Run `call` between two steps and wait for it.
 
         Raises:
@@ -246,25 +256,19 @@ class LocalEngine:
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def run() -> None:
-            failure = None
+            outcome = None
             try:
                 if self.failure is not None:
                     raise EngineError(self.failure)
                 call()
             except EngineError as error:
-                failure = error
+                outcome = error
             except Exception as error:
-                failure = EngineError(self._stop("an abort or a load", error))
-            self._tell(_settle, done, failure)
+                outcome = EngineError(self._stop("an abort or a load", error))
+            self._on_loop(_settle, done, outcome)
 
-        self._run(run)
+        self._on_engine(run)
         await done
-
-    def _submit(self, request: GenerateRequest) -> None:
-        try:
-            self.core.submit(request)
-        except EngineError as error:
-            self._deliver([(request, error)])
 
     async def _drive(self) -> None:
         seen = 0
@@ -272,23 +276,31 @@ class LocalEngine:
             seen = len(self.core.waiting)
             await asyncio.sleep(self.gather_s)
         while self._may_step():
-            self._attempt("a step", self.core.step)
+            self._run_core("a step", self.core.step)
             await asyncio.sleep(0)
 
     def _drive_thread(self) -> None:
         while not self._closing:
-            self._wake.clear()
+            self._wake.clear()  # before the calls are taken: one that comes later wakes the thread again
             while self._calls:
                 self._calls.popleft()()
             if self._may_step():
-                self._attempt("a step", self.core.step)
+                self._run_core("a step", self.core.step)
             else:
                 self._wake.wait()
+
+    # On the engine's thread ------------------------------------------------------------------------------------------
 
     def _may_step(self) -> bool:
         return self.core.has_work and not (self.paused or self.released) and self.failure is None
 
-    def _attempt(self, what: str, call: Callable[[], list[Finished]]) -> None:
+    def _submit(self, request: GenerateRequest) -> None:
+        try:
+            self.core.submit(request)
+        except EngineError as error:
+            self._deliver([(request, error)])
+
+    def _run_core(self, what: str, call: Callable[[], list[Finished]]) -> None:
         """Deliver the outcomes that `call` returns. If it raises, stop the engine with an error that names `what`."""
         try:
             finished = call()
@@ -303,29 +315,29 @@ class LocalEngine:
         log.exception("%s of the inference engine failed", what)
         self.core.broken = f"{what} failed with {type(error).__name__}: {error}"
         self.failure = f"the inference engine stopped: {self.core.broken}"
-        self._tell(self._fail_all, self.failure)
+        self._on_loop(self._fail_all, self.failure)
         return self.failure
-
-    def _fail_all(self, failure: str) -> None:
-        for future in self._futures.values():
-            _settle(future, EngineError(failure))
 
     def _deliver(self, outcomes: Sequence[tuple[GenerateRequest, Completion | EngineError]]) -> None:
         if outcomes:
-            self._tell(self._settle_all, outcomes)
+            self._on_loop(self._settle_all, outcomes)
 
-    def _settle_all(self, outcomes: Sequence[tuple[GenerateRequest, Completion | EngineError]]) -> None:
-        for request, outcome in outcomes:
-            if request in self._futures:
-                _settle(self._futures[request], outcome)
-
-    def _tell(self, call: Callable[..., None], *arguments: Any) -> None:
+    def _on_loop(self, call: Callable[..., None], *arguments: Any) -> None:
         """Run `call` on the loop's thread."""
         if self.threaded:
             assert self._loop is not None
             self._loop.call_soon_threadsafe(call, *arguments)
         else:
             call(*arguments)
+
+    def _settle_all(self, outcomes: Sequence[tuple[GenerateRequest, Completion | EngineError]]) -> None:
+        for request, outcome in outcomes:
+            if request in self._futures:
+                _settle(self._futures[request], outcome)
+
+    def _fail_all(self, failure: str) -> None:
+        for future in self._futures.values():
+            _settle(future, EngineError(failure))
 
     async def close(self) -> None:
         if self.failure is None:
