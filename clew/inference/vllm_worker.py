@@ -4,9 +4,10 @@ vLLM's Python loads this file, and Clew's dependencies may be missing there. So 
 safetensors.
 
 vLLM can answer 200 to an update that went wrong: half of a fused tensor may not be loaded, or a kernel may compute from
-a packed copy of its own. So `clew_load` notes where each element of each tensor in the file is copied while vLLM's own
-loaders run, whatever they do with it (fused projections, tensor parallelism, experts). `clew_held` reads the weights
-back from there and returns their digests, which Clew compares with the trainer's. `clew_adapters` does so for adapters.
+a packed copy of its own. So while vLLM's own loaders run (`clew_load`, `clew_receive`), `CopyTrace` notes where each
+element is copied, whatever they do with it (fused projections, tensor parallelism, experts). `clew_held` then reads the
+weights back from there and returns their digests, which Clew compares with the trainer's. `clew_adapters` does so for
+adapters.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import ctypes
 import signal
 import sys
 from bisect import bisect_right
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -67,19 +69,23 @@ Copies = dict[str, tuple[Tensor, list[Copied]]]
 
 
 class CopyTrace(TorchDispatchMode):
-    """Notes which piece of which tensor is copied where, while vLLM's loaders run."""
+    """Notes which piece of which tensor is copied where, while vLLM's loaders run.
+
+    Loaders copy views of the tensors in the file. A view's address shows of which tensor it is, and of which piece.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.copies: dict[str, list[Copied]] = {}
-        self._starts: list[int] = []
-        self._sources: list[tuple[str, Tensor]] = []
+        self._addresses: list[int] = []
+        self._watched: list[tuple[str, Tensor]] = []
+        """Tensors that are followed, by name, in the order of their `_addresses`."""
 
     def watch(self, name: str, source: Tensor) -> None:
         """Follow a contiguous tensor, which has just been read. It is kept alive, so that no other gets its address."""
-        place = bisect_right(self._starts, source.data_ptr())
-        self._starts.insert(place, source.data_ptr())
-        self._sources.insert(place, (name, source))
+        place = bisect_right(self._addresses, source.data_ptr())
+        self._addresses.insert(place, source.data_ptr())
+        self._watched.insert(place, (name, source))
         self.copies.setdefault(name, [])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -90,25 +96,32 @@ class CopyTrace(TorchDispatchMode):
             self._follow(args[0], result)  # moved to the device before it is copied into the parameter
         return result
 
-    def _named(self, source: Tensor) -> tuple[str, int] | None:
-        """Return the name of the tensor that `source` is a view of, and the position at which it begins there."""
-        place = bisect_right(self._starts, source.data_ptr()) - 1
+    def _find(self, view: Tensor) -> tuple[str, int] | None:
+        """Return the name of the tensor that this is a view of, and the position at which it begins there."""
+        place = bisect_right(self._addresses, view.data_ptr()) - 1
         if place < 0:
             return None
-        name, whole = self._sources[place]
-        offset = (source.data_ptr() - whole.data_ptr()) // whole.element_size()
-        return (name, offset) if offset < whole.numel() and source.dtype == whole.dtype else None
+        name, whole = self._watched[place]
+        offset = (view.data_ptr() - whole.data_ptr()) // whole.element_size()
+        return (name, offset) if offset < whole.numel() and view.dtype == whole.dtype else None
 
     def _note(self, held: Tensor, source: Tensor) -> None:
-        if (named := self._named(source)) is not None:
-            name, offset = named
-            expanded = source.expand(held.shape)
-            self.copies[name].append(Copied(offset, expanded.stride(), held.detach()))
+        if (found := self._find(source)) is not None:
+            name, offset = found
+            strides = source.expand(held.shape).stride()
+            self.copies[name].append(Copied(offset, strides, held.detach()))
 
     def _follow(self, source: Tensor, moved: Tensor) -> None:
-        named = self._named(source)
-        if named is not None and named[1] == 0 and source.is_contiguous() and moved.is_contiguous():
-            self.watch(named[0], moved)
+        found = self._find(source)
+        if found is not None and found[1] == 0 and source.is_contiguous() and moved.is_contiguous():
+            self.watch(found[0], moved)
+
+
+def read_folder(folder: str) -> Iterator[dict[str, Tensor]]:
+    """Yield the tensors of each of a folder's *.safetensors by name, contiguous."""
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            yield {name: opened.get_tensor(name).contiguous() for name in opened.keys()}  # noqa: SIM118
 
 
 def load_traced(model: Any, tensors: dict[str, Tensor]) -> Copies:
@@ -126,13 +139,22 @@ def packed_weights(model: Any) -> list[tuple[Tensor, str]]:
     found: list[tuple[Tensor, str]] = []
     for module in model.modules():
         kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
-        isa = getattr(getattr(kernel, "fused_experts", None), "isa", None)
-        found += [(getattr(module, name), isa) for name in ("w13_weight", "w2_weight") if isa is not None]
+        layout = getattr(getattr(kernel, "fused_experts", None), "isa", None)
+        if layout is not None:
+            found += [(module.w13_weight, layout), (module.w2_weight, layout)]
     return found
 
 
+def storage_of(tensor: Tensor) -> int:
+    """Return the address of the memory that a tensor is a view of."""
+    return tensor.untyped_storage().data_ptr()
+
+
 class Extension:
-    """Methods that `/collective_rpc` can call on each of vLLM's workers, which have the first two attributes."""
+    """Methods that `/collective_rpc` can call on each of vLLM's workers, which have the first two attributes.
+
+    What one call leaves for the next is kept in this class, as a process has one worker.
+    """
 
     model_runner: Any
     rank: int
@@ -154,36 +176,31 @@ class Extension:
         manager: Any = self.model_runner.lora_manager._adapter_manager
         parse: Any = vars(import_module("vllm.lora.utils"))["parse_fine_tuned_lora_name"]
         mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
-        places = {  # vLLM joins q_proj, k_proj and v_proj into one layer, which has an adapter for each
-            part: (layer, number)
-            for name, layer in manager.modules.items()
-            for number, part in enumerate(manager.packed_modules.get(name, [name]))
-        }
+        places: dict[str, tuple[Any, int]] = {}  # layer with a module's adapter, and the adapter's number there
+        for name, layer in manager.modules.items():  # q_proj, k_proj and v_proj share a layer, with an adapter each
+            for number, part in enumerate(manager.packed_modules.get(name, [name])):
+                places[part] = layer, number
         slots = [slot for slot, adapter in enumerate(manager.lora_index_to_id) if adapter is not None]
         result: dict[str, list[Any]] = {}
-        for file in sorted(Path(folder).glob("*.safetensors")):
-            with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118
-                    written = opened.get_tensor(name)
-                    part, is_a = parse(name, mapper and mapper.get_rename_mapper())
-                    result[name] = ["0", 0, written.numel(), []]
-                    if part not in places or len(slots) != 1 or not self.holds_base:
-                        continue
-                    layer, number = places[part]
-                    held = (layer.lora_a_stacked if is_a else layer.lora_b_stacked)[number][slots[0], 0]
-                    rows, columns = written.shape
-                    held = held[:rows, :columns].contiguous()  # the rest is room for a larger rank
-                    cast = [str(held.dtype)] if held.dtype != written.dtype else []
-                    result[name] = [f"{digest_tensor(held, name=name):016x}", held.numel(), written.numel(), cast]
+        for tensors in read_folder(folder):
+            for name, written in tensors.items():
+                part, is_a = parse(name, mapper and mapper.get_rename_mapper())
+                result[name] = ["0", 0, written.numel(), []]
+                if part not in places or len(slots) != 1 or not self.holds_base:
+                    continue
+                layer, number = places[part]
+                stacked = layer.lora_a_stacked if is_a else layer.lora_b_stacked
+                rows, columns = written.shape
+                held = stacked[number][slots[0], 0, :rows, :columns].contiguous()  # the rest: room for a larger rank
+                cast = [str(held.dtype)] if held.dtype != written.dtype else []
+                result[name] = [f"{digest_tensor(held, name=name):016x}", held.numel(), written.numel(), cast]
         return result
 
     def clew_load(self, folder: str) -> None:
         """Load a folder's *.safetensors in place."""
         copies: Copies = {}
         with torch.no_grad():
-            for file in sorted(Path(folder).glob("*.safetensors")):
-                with safe_open(file, framework="pt") as opened:
-                    tensors = {name: opened.get_tensor(name).contiguous() for name in opened.keys()}  # noqa: SIM118
+            for tensors in read_folder(folder):
                 copies |= load_traced(self.model_runner.model, tensors)
         if copies:  # otherwise this call only asked whether Clew's extension is there
             Extension.holds_base = False
@@ -197,12 +214,13 @@ class Extension:
         """
         Extension.copies, Extension.before_packing = copies, {}
         if packed := packed_weights(self.model_runner.model):
-            places = {weight.untyped_storage().data_ptr() for weight, _ in packed}
-            inside = {n for n, (_, c) in copies.items() if {e.held.untyped_storage().data_ptr() for e in c} & places}
-            Extension.before_packing = {name: held for name, held in self.clew_held().items() if name in inside}
+            storages, held = {storage_of(weight) for weight, _ in packed}, self.clew_held()
+            for name, (_, pieces) in copies.items():
+                if any(storage_of(piece.held) in storages for piece in pieces):
+                    self.before_packing[name] = held[name]
             pack = vars(import_module("vllm._custom_ops"))["cpu_prepack_moe_weight"]
-            for weight, isa in packed:
-                weight.data.copy_(pack(weight.data, isa))
+            for weight, layout in packed:
+                weight.data.copy_(pack(weight.data, layout))
         if (reset := getattr(self.model_runner, "reset_lora_state", None)) is not None:
             reset()  # an older vLLM has no such function, and nothing that it would reset
         self.model_runner.reset_encoder_cache()
@@ -227,14 +245,19 @@ class Extension:
             elements that the engine still computes from count.
         """
         model = self.model_runner.model
-        alive = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+        alive = {storage_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
         result: dict[str, list[Any]] = {}
-        for name, (written, copies) in self.copies.items():
+        for name, (written, pieces) in self.copies.items():
             if name in self.before_packing:
                 result[name] = self.before_packing[name]
                 continue
-            live = [each for each in copies if each.held.untyped_storage().data_ptr() in alive]
-            digest = sum(digest_scattered(each.held, each.offset, each.strides, name=name) for each in live) % 2**64
-            cast = sorted({str(each.held.dtype) for each in live} - {str(written.dtype)})
-            result[name] = [f"{digest:016x}", sum(each.held.numel() for each in live), written.numel(), cast]
+            digest = count = 0
+            cast: set[str] = set()
+            for piece in pieces:
+                if storage_of(piece.held) in alive:
+                    digest += digest_scattered(piece.held, piece.offset, piece.strides, name=name)
+                    count += piece.held.numel()
+                    if piece.held.dtype != written.dtype:
+                        cast.add(str(piece.held.dtype))
+            result[name] = [f"{digest % 2**64:016x}", count, written.numel(), sorted(cast)]
         return result
