@@ -15,7 +15,7 @@ from clew.hang.equal_stacks import ranges
 from clew.hang.observed import Frame
 from clew.hang.roles import joins_as
 from clew.hang.sink import Sink
-from clew.hang.source import WITHOUT_RAISE, follows, outermost_loop
+from clew.hang.source import WITHOUT_RAISE, follows, is_past, outermost_loop, rounds_between
 from clew.hang.verdict import MESSAGES, Actor, Verdict, names, sentences, subject, verdict_about
 from clew.hang.waits_for import key_of
 
@@ -351,8 +351,12 @@ def _gone_on(sink: Sink) -> Verdict | None:
         "One side expects a message that the other does not send (or the reverse): the other side has gone on to "
         f"another operation. The numbers of micro-batches may differ. {sink.says}{more}"
     )
-    # At fault are the ranks that went on, and those whose peer is one of them or unknown.
+    # At fault are the ranks that went on, and those whose peer is one of them or unknown. If the others are all at one
+    # place, to which every rank comes first, only those that went on are.
+    still = [a for a in sink.culprits if a not in gone]
     sides = [a for a in sink.culprits if a in gone or a in waiting or not a.activity.peers]
+    if len(still) > len(gone) and len({a.activity.line for a in still}) == 1:
+        sides = gone if all(_is_past(a, b, sink.sources, loops=False) for a in gone for b in still) else sides
     return sink.blame("pipeline micro-batch mismatch", sides, why, structural=True)
 
 
@@ -385,6 +389,42 @@ def _wrong_group(sink: Sink) -> Verdict | None:
     return sink.blame("collective mismatch", [one], why, structural=True)
 
 
+def _gone_past(sink: Sink) -> Verdict | None:
+    """Judge ranks that are further on in the same round than a member of their group, which waits for them."""
+    inside = [a for a in sink.job if a.rank is not None and a.activity.kind == "collective"]
+    for still in (a for a in sink.culprits if a in inside):
+        group = still.activity.members
+        members = [a for a in inside if (still.activity.group == "world" if group is None else a.rank in group)]
+        gone = [
+            a
+            for a in members
+            if key_of(a.activity) != key_of(still.activity) and _is_past(a, still, sink.sources, loops=True)
+        ]
+        if gone and len(gone) <= len(members) / 2 and all(a in sink.culprits or a in sink.waiters for a in gone):
+            act = still.activity
+            why = (
+                f"{subject(gone, 'has', 'have')} gone past {act.op} of group {act.group} at {act.site} in this round "
+                f"without calling it, and rank {still.rank} waits there. {sink.says}"
+            )
+            return sink.blame("collective mismatch", gone, why, structural=True)
+    return None
+
+
+def _is_past(ahead: Actor, still: Actor, sources: Mapping[str, str], *, loops: bool) -> bool:
+    """Return whether a rank has come past the line at which another is, in the same round of every loop around it."""
+    for a, b in zip(reversed(ahead.process.user_frames), reversed(still.process.user_frames), strict=False):
+        if (a.file, a.function) != (b.file, b.function):
+            return False
+        text = sources.get(a.file, "")
+        for variables in rounds_between(text, b.line, a.line):
+            known = variables & a.locals.keys() & b.locals.keys()
+            if not known or any(a.locals[name] != b.locals[name] for name in known):
+                return False
+        if a.line != b.line:
+            return is_past(text, b.line, a.line, loops=loops)
+    return False
+
+
 def _crossed_groups(sink: Sink) -> Verdict | None:
     """Judge ranks that use two groups in opposite order."""
     culprits = sink.culprits
@@ -415,7 +455,7 @@ def _different_collectives(sink: Sink) -> Verdict:
 
 
 CYCLES: tuple[Callable[[Sink], Verdict | None], ...] = (
-    _cleaning_up, _elsewhere, _only_messages, _gone_on, _roots_differ, _wrong_group, _crossed_groups,
+    _cleaning_up, _elsewhere, _only_messages, _gone_on, _roots_differ, _wrong_group, _gone_past, _crossed_groups,
     _different_collectives,
 )  # fmt: skip
 """Rules in the order in which they are tried. Those after `_elsewhere` know that all ranks are in an operation."""

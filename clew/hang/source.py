@@ -316,6 +316,34 @@ def follows(text: str, line: int, later: int) -> bool:
     return True
 
 
+def is_past(text: str, line: int, later: int, *, loops: bool) -> bool:
+    """Return whether a program at `later` is past the statement around `line`, to which every round comes first.
+
+    Args:
+        loops: True also if `line` is in a loop that has ended there, maybe after fewer turns.
+    """
+    here, there = enclosing(text, line), enclosing(text, later)
+    depth = next((n for n, (a, b) in enumerate(zip(here, there, strict=False)) if a is not b), len(here))
+    around = here[depth - 1] if depth else parse(text)
+    if depth in (len(here), len(there)) or around is None:
+        return False
+    blocks = [block for _, block in ast.iter_fields(around) if isinstance(block, list)]
+    in_order = any(there[depth] in block and here[depth] in block[: block.index(there[depth])] for block in blocks)
+    branches = (ast.If, ast.Match, ast.While, ast.ExceptHandler, *(() if loops else (ast.For, ast.AsyncFor)))
+    return in_order and not any(isinstance(node, branches) for node in here[depth:])
+
+
+def rounds_between(text: str, line: int, later: int) -> list[set[str]]:
+    """Return, for each loop around both lines, the variables that tell one round from another."""
+    both = [loop for loop in _loops_at(text, line) if loop in _loops_at(text, later)]
+    return [
+        {each.id for each in ast.walk(loop.target) if isinstance(each, ast.Name)}
+        if isinstance(loop, ast.For)
+        else counted(loop)
+        for loop in both
+    ]
+
+
 @lru_cache(maxsize=4096)
 def function_named(text: str, name: str) -> Function | None:
     """Return the first function of a file with this name."""

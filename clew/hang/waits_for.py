@@ -14,6 +14,8 @@ TO_OTHERS = (
     "data_loader", "select", "tasks", "rpc", "ray", "barrier",
 )  # fmt: skip
 """Kinds of waits that another process may end."""
+FROM_SOURCE = ("broadcast", "scatter")
+"""Beginnings of the names of collectives in which one rank gives the others something."""
 THROUGH_PIPES = ("queue", "queue_full", "pipe")
 """Kinds of waits for whoever is at the other end of a pipe or socket."""
 
@@ -34,7 +36,10 @@ def collective_edges(ranks: Sequence[Actor]) -> Edges:
             others = {a.pid for a in ranks} - {actor.pid}
             edges[actor.pid] = {by_rank[peer].pid for peer in one.peers if peer in by_rank} or others
         elif one.kind in ("collective", "destroy"):
-            edges[actor.pid] = _members(one, ranks) - _present(one, ranks)
+            absent = _members(one, ranks) - _present(one, ranks)
+            # As long as the source has something else to do, it does not matter who else is absent.
+            away = {a.pid for a in ranks if one.root == str(a.rank) and a.activity.kind not in DISTRIBUTED}
+            edges[actor.pid] = (away & absent if one.op.startswith(FROM_SOURCE) else set()) or absent
         elif one.kind == "device":  # with NCCL the GPU waits for the others, and the host for the GPU
             edges[actor.pid] = {a.pid for a in ranks if a.activity.kind != "device"}
     return edges
