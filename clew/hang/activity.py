@@ -16,7 +16,7 @@ from clew.hang.observed import Frame, Process, Thread, installed
 C10D = "torch/distributed/distributed_c10d.py"
 INITIALISING = {"init_process_group", "rendezvous", "_store_based_barrier", "_create_c10d_store"}
 PARALLEL = re.compile(
-    r"torch/nn/parallel/distributed\.py$|torch/distributed/(utils|fsdp|_composable|tensor|_functional)"
+    r"torch/nn/parallel/distributed\.py$|torch/distributed/(utils|fsdp|_composable|tensor|_functional|optim/zero)"
 )
 SYNCHRONISES = re.compile(r"sync|verify|wait|all_gather|reduce|broadcast|__init__")
 COLLECTIVES = {
@@ -68,6 +68,7 @@ LIBRARY: Patterns = (
     (r"(urllib|http/client|http|requests|urllib3|httpx\w*|httpcore\w*|aiohttp)(/\w+)*\.py$",
      "readinto|_read_status|begin|getresponse|urlopen|request|create_connection|read|connect|send", "http"),
     (r"/(socket|ssl)\.py$", "readinto|create_connection|read|connect|send", "network"),
+    (r"/grpc/_channel\.py$", "_blocking|_next|result", "http"),
     (r"multiprocessing/connection\.py$", r"_?send\w*", "queue_full"),
     (r"multiprocessing/connection\.py$", "", "pipe"),
     (r"/selectors\.py$", "select", "select"),

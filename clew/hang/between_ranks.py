@@ -110,6 +110,28 @@ def _other_groups(ranks: list[Actor]) -> Verdict | None:
     return replace(found, sites=sites, runner_up="different addresses or ports: the ranks have made groups before")
 
 
+def _other_value(ranks: list[Actor]) -> Verdict | None:
+    """Judge the rank that alone has another value of a local variable, on the way to the call that all ranks are in.
+
+    Rank 0 often has values of its own, and so it is not judged.
+    """
+    for level in zip(*(a.process.user_frames for a in ranks), strict=False):
+        if len({(frame.file, frame.line) for frame in level}) > 1:
+            return None
+        for name in sorted(set.intersection(*(set(frame.locals) for frame in level))):
+            values = {a.pid: frame.locals[name] for a, frame in zip(ranks, level, strict=True)}
+            odd, said = deviating(ranks, values)
+            told = [values[a.pid] for a in odd]
+            if len(ranks) < 3 or len(odd) != 1 or odd[0].rank == 0 or re.search(r"0x|^(True|False|None)$", told[0]):
+                continue
+            why = (
+                f"All ranks are in {ranks[0].activity.op} and none proceeds. {name} differs: {said}. The ranks may "
+                f"look for one another under different names."
+            )
+            return verdict_about("initialisation", odd, why, ranks, confidence="medium")
+    return None
+
+
 def _new_ranks(actor: Actor) -> tuple[int, ...]:
     """Return the ranks of the group that a rank is making; () if its frames do not say."""
     texts = (frame.locals.get("ranks", "") for frame in _newest_frames(actor) if frame.name == "new_group")
@@ -155,7 +177,7 @@ def initialisation(ranks: list[Actor]) -> Verdict | None:
             sure = outside[0].activity.kind in DISTRIBUTED
             return verdict_about("initialisation", outside, why, inside, structural=sure)
         if inside and len(inside) == len(ranks) and len(ranks) > 1:
-            if found := _other_address(inside) or _other_groups(inside):
+            if found := _other_address(inside) or _other_groups(inside) or _other_value(inside):
                 return found
             why = f"All ranks are in {words} and none proceeds: they may use different addresses, ports or world sizes."
             return verdict_about("initialisation", [], why, inside, confidence="low")
@@ -297,6 +319,20 @@ def _cleaning_up(sink: Sink) -> Verdict | None:
         f"train. {hidden} {sink.says}"
     )
     return sink.blame("cleanup deadlock", cleaning, why, structural=True)
+
+
+def _blocks_its_loop(sink: Sink) -> Verdict | None:
+    """Judge a rank that calls a collective on the event loop that should answer another rank."""
+    blocked = [a for a in sink.culprits if a.activity.kind in DISTRIBUTED and a.activity.in_loop]
+    asking = [a for a in sink.culprits if a.activity.kind in ("http", "network")]
+    if not blocked or not asking:
+        return None
+    one = blocked[0].activity
+    why = (
+        f"{subject(blocked, 'calls', 'call')} {one.op} on an event loop, at {one.place}: nothing else on that loop can "
+        f"run, and {subject(asking, 'waits', 'wait')} for an answer that it should give. {sentences(asking)}"
+    )
+    return sink.blame("event loop blocked", blocked, why, cause="event loop blocked", structural=True)
 
 
 def _elsewhere(sink: Sink) -> Verdict | None:
@@ -455,8 +491,8 @@ def _different_collectives(sink: Sink) -> Verdict:
 
 
 CYCLES: tuple[Callable[[Sink], Verdict | None], ...] = (
-    _cleaning_up, _elsewhere, _only_messages, _gone_on, _roots_differ, _wrong_group, _gone_past, _crossed_groups,
-    _different_collectives,
+    _cleaning_up, _blocks_its_loop, _elsewhere, _only_messages, _gone_on, _roots_differ, _wrong_group, _gone_past,
+    _crossed_groups, _different_collectives,
 )  # fmt: skip
 """Rules in the order in which they are tried. Those after `_elsewhere` know that all ranks are in an operation."""
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from clew.hang.observed import Process
-from clew.hang.proc import ESTABLISHED, PROC, link_of, said_of
+from clew.hang.proc import ESTABLISHED, LISTENING, PROC, link_of, said_of
 
 READING = {"x86_64": (0, 19, 45, 47), "aarch64": (63, 65, 207, 212)}
 """Numbers of the system calls read, readv, recvfrom and recvmsg, whose first argument is the descriptor."""
@@ -106,14 +106,14 @@ def _descriptors(pid: int, call: int, first: int, second: int) -> list[tuple[int
 
 
 def ends_of(pid: int, wanted: set[str]) -> tuple[str, ...]:
-    """Return which of the wanted ends a process has open: `r pipe:[1]`, `w pipe:[1]` or `socket:[2]`."""
+    """Return which of the wanted ends a process has open, such as `r pipe:[1]`, `socket:[2]` or `l socket:[3]`."""
     links, found = {end.rpartition(" ")[2] for end in wanted}, set[str]()
     with suppress(OSError):
         for path in (PROC / str(pid) / "fd").iterdir() if wanted else ():
             link = link_of(path)
             if link not in links:
                 continue
-            found.add(link)
+            found |= {link, f"l {link}"}
             with suppress(OSError):
                 flags = re.search(r"flags:\s*(\d+)", said_of(pid, f"fdinfo/{path.name}"))
                 mode = int(flags[1], 8) & os.O_ACCMODE if flags else os.O_RDWR
@@ -123,13 +123,19 @@ def ends_of(pid: int, wanted: set[str]) -> tuple[str, ...]:
 
 
 def peers_of_sockets(machine: Mapping[str, tuple[str, int, int]]) -> dict[str, str]:
-    """Return the other end of each connected socket, if it is on this machine and the kernel reports it."""
+    """Return the other end of each connected socket, if it is on this machine and the kernel reports it.
+
+    As long as nobody has accepted a connection, its other end is the socket that listens: `l socket:[1]`.
+    """
     ports = {(local, remote): inode for inode, (state, local, remote) in machine.items() if state == ESTABLISHED}
-    found = {
-        f"socket:[{inode}]": f"socket:[{ports[remote, local]}]"
-        for (local, remote), inode in ports.items()
-        if (remote, local) in ports
-    }
+    listening = {local: inode for inode, (state, local, _) in machine.items() if state == LISTENING}
+    found: dict[str, str] = {}
+    for (local, remote), inode in ports.items():
+        other = ports.get((remote, local), "")
+        if other.isdigit():
+            found[f"socket:[{inode}]"] = f"socket:[{other}]"
+        elif other and remote in listening:
+            found[f"socket:[{inode}]"] = f"l socket:[{listening[remote]}]"
     with suppress(OSError, struct.error, AttributeError):  # no netlink, or a kernel without UNIX_DIAG
         found |= {f"socket:[{one}]": f"socket:[{other}]" for one, other in _unix_peers().items()}
     return found

@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import PurePath
+from itertools import takewhile
 
 from clew.hang.activity import DISTRIBUTED
 from clew.hang.collective_calls import behind, other_numbers, parting
@@ -354,8 +354,10 @@ def _polling(sink: Sink) -> Verdict | None:
 
 def _one_at_a_time(sink: Sink) -> Verdict | None:
     """Judge a server without threads that reads from one connection while a client waits on another one."""
-    names_of = {(PurePath(f.file).name, f.name) for thread in sink.one.process.threads for f in thread.frames}
-    reads = {("server.py", "handle_one_request"), ("socketserver.py", "serve_forever")} <= names_of
+    stacks = [list(takewhile(lambda f: f.name != "serve_forever", t.frames)) for t in sink.one.process.threads]
+    # Between requests, no function of the user's is called within the handler.
+    between = [frames for frames in stacks if not any(frame.of_user for frame in frames)]
+    reads = any(frame.name == "handle_one_request" for frames in between for frame in frames)
     asking = [a for a in sink.waiters if set(sink.one.process.listens) & set(a.process.peers)]
     if not reads or not asking or sink.act.kind not in ("http", "network"):
         return None

@@ -140,14 +140,17 @@ def descriptors_of(pid: int) -> list[str]:
 
 
 def sockets_of_machine() -> dict[str, tuple[str, int, int]]:
-    """Return state, local port and remote port of each TCP socket, by inode."""
+    """Return state, local port and remote port of each TCP socket, by inode.
+
+    A connection that nobody has accepted has no inode yet: its key is "0" and its ports.
+    """
     found: dict[str, tuple[str, int, int]] = {}
     for table in ("tcp", "tcp6"):
         with suppress(OSError):
             for line in (PROC / "net" / table).read_text().splitlines()[1:]:
                 words = line.split()
                 local, remote = (int(words[place].rpartition(":")[2], 16) for place in (1, 2))
-                found[words[9]] = (words[3], local, remote)
+                found[words[9] if words[9] != "0" else f"0 {local} {remote}"] = (words[3], local, remote)
     return found
 
 

@@ -377,7 +377,9 @@ def _waits_in_loop(process: Process, every: Sequence[Activity], sources: Mapping
     if not every or every[-1].idle_loop or any(each.kind in ("compute", "unknown", "ray") for each in every):
         return False
     asks = has_limit(process) or in_polling_loop(process, sources) or every[-1].op in DATABASE
-    asks = asks or any("/filelock/" in frame.file for thread in mains_of(process) for frame in thread.frames)
+    # These libraries wake up by themselves, and ask whether what they wait for has come.
+    files = (frame.file for thread in mains_of(process) for frame in thread.frames)
+    asks = asks or any("/filelock/" in file or "/grpc/" in file for file in files)
     return not asks and in_loop(process, sources)
 
 

@@ -29,8 +29,8 @@ HELPERS = (
 )  # fmt: skip
 LAUNCHER = re.compile(r"torch\.distributed\.(run|launch)|torchrun|accelerate.*launch")
 WORKER_PRIORITY = (
-    "stdin", "lock", "ray", "http", "network", "file", "process", "queue_full", "connections", "sleep", "pipe",
-    "compute", "collective", "condition", "signal", "future", "select", "queue", "barrier",
+    "stdin", "lock", "ray", "http", "network", "file", "process", "connections", "sleep", "pipe",
+    "compute", "collective", "condition", "queue_full", "signal", "future", "select", "queue", "barrier",
 )  # fmt: skip
 """Kinds of waits of threads and tasks, in the order in which they explain why the main thread waits for them."""
 WAITS_INSIDE = ("queue", "condition", "barrier", "thread", "future", "pool", "queue_full", "select", "tasks", "rpc")
@@ -246,7 +246,8 @@ def effective(every: Sequence[Activity], sources: Mapping[str, str]) -> Activity
         return Activity(kind="unknown")
     main = every[0]
     blocks_its_loop = main.in_loop and not main.idle_loop
-    accepts = main.op.endswith("accept")  # then the connections that it has accepted have threads of their own
+    # Connections that it has accepted have threads of their own, and so have the requests to a server of gRPC.
+    accepts = main.op.endswith("accept") or "wait_for_termination(" in main.text
     waits_inside = main.kind in WAITS_INSIDE or accepts
     if not waits_inside or main.cleanup == "destroy" or blocks_its_loop or main.op == "_shutdown":
         return main

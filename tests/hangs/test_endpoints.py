@@ -75,6 +75,16 @@ def test_a_reader_of_a_socket_waits_for_its_peer(tcp: bool) -> None:
     assert reader.awaits[0][2] == f"socket:[{inode}]" and writer.ends == (f"socket:[{inode}]",)
 
 
+def test_a_client_that_nobody_has_accepted_waits_for_whoever_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        theirs = socket.create_connection(server.getsockname())
+        with reading(theirs.fileno()) as one:
+            theirs.close()
+            reader, listener = endpoints.with_ends([one, Process(pid=os.getpid())], proc.sockets_of_machine())
+        end = f"l socket:[{os.fstat(server.fileno()).st_ino}]"
+    assert reader.awaits[0][2] == end and listener.ends == (end,) and not reader.ends
+
+
 def test_the_child_is_known_whose_end_is_waited_for() -> None:
     script = (
         "import subprocess, sys; child = subprocess.Popen(['sleep', '60']); print(child.pid, flush=True); child.wait()"
