@@ -29,7 +29,7 @@ from typing import Any, Literal
 import clew
 from clew.config import Config
 from clew.errors import ConfigError, EngineError, ImageError, RecordError
-from clew.inference.backend import Backend, Launch, check_model, options
+from clew.inference.backend import Backend, Launch, check_model, has_gpu, options
 from clew.inference.client import experts_of
 from clew.inference.protocol import (
     Completion,
@@ -134,6 +134,12 @@ class VLLMEngine(Backend):
         python, args = inference.python or sys.executable, inference.options
         if own := [name for name in args if name in OWN]:
             raise ConfigError(f"inference.args.{own[0]}: Clew sets this option of vLLM itself. Leave it out.")
+        if config.sends_adapters and config.model.dtype == "float32" and has_gpu():
+            raise ConfigError(
+                "model.dtype=float32, training.lora_rank: on a GPU, vLLM takes adapters only in bfloat16. Set "
+                "model.dtype to bfloat16, or inference.args.enable-lora to false: the adapters are then added to the "
+                "weights before they are sent."
+            )
         given = {
             "model": config.model.path,
             "host": "127.0.0.1",

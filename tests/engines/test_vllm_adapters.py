@@ -6,10 +6,10 @@ import asyncio
 import os
 import shutil
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 import torch
 from safetensors import safe_open
@@ -20,7 +20,7 @@ from clew.errors import EngineError
 from clew.inference.protocol import EngineUnreachable, GenerateRequest, SamplingParams
 from clew.inference.remote import RemoteCore, RemoteEngine
 from clew.inference.server_process import ServerProcess
-from clew.inference.vllm import LOAD_ADAPTER, VLLMEngine
+from clew.inference.vllm import EXTENSION, LOAD_ADAPTER, VLLMEngine
 from clew.processes import free_port
 from clew.record.weights import WeightRef
 from clew.training.engine import TrainEngine
@@ -35,10 +35,21 @@ pytestmark = [
 ]
 
 
+FORGETFUL = """
+from clew.inference import vllm_worker
+
+class Extension(vllm_worker.Extension):
+    def forget(self):
+        for tensor in self.model_runner.model.parameters():
+            tensor.data.zero_()
+"""
+"""Extension that can do to a server on a CPU what sleep level 2 and waking up do to one on a GPU."""
+
+
 class Served:
     """A vLLM server, and a trainer whose adapters it serves."""
 
-    def __init__(self, folder: Path, **args: Any) -> None:
+    def __init__(self, folder: Path) -> None:
         make_model(folder / "model")
         self.folder = folder
         self.config = Config.model_validate(
@@ -53,12 +64,14 @@ class Served:
                     "python": PYTHON,
                     "max_running": 8,
                     "cache_gib": 0.25,
-                    "args": {"enforce-eager": True, "gpu-memory-utilization": 0.2, **args},
+                    "args": {"enforce-eager": True, "gpu-memory-utilization": 0.2},
                 },
             }
         )
         self.address = f"127.0.0.1:{free_port()}"
         launch = VLLMEngine.launch(self.config, int(self.address.rpartition(":")[2]), folder / "engine")
+        (folder / "engine" / "forgetful.py").write_text(FORGETFUL)  # this folder is on the server's path
+        launch = replace(launch, command=["forgetful.Extension" if w == EXTENSION else w for w in launch.command])
         self.process = ServerProcess(launch, folder / "log")
         self.trainer = TrainEngine(self.config)
 
@@ -184,6 +197,23 @@ def test_a_folder_that_lacks_its_file_is_refused(served: Served) -> None:
         served.ask(lambda engine: load(engine, ref))
 
 
+def test_a_server_that_slept_and_woke_without_its_weights(served: Served, tmp_path: Path) -> None:
+    """Sleep level 2 discards the model, and an update brings only adapters: the probe shows what is missing."""
+    engine = RemoteEngine(served.config, RemoteCore(served.config), VLLMEngine.client(served.config, served.address))
+
+    async def scenario() -> None:
+        try:
+            await engine.start(Reporter(tmp_path / "status", "server"))
+            await engine.load_weights(served.published(8))
+            await engine._backend._post("/collective_rpc", {"method": "forget"})
+            with pytest.raises(EngineError, match=r"gives the probe the logprob .* sleep"):
+                await engine.load_weights(served.published(9))
+        finally:
+            await engine.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), START_S))
+
+
 def test_adapters_on_other_weights_than_the_model_of_the_server(served: Served) -> None:
     """The last test on this server, whose weights it replaces."""
     whole = shutil.copytree(served.folder / "model", served.folder / "replaced")
@@ -194,27 +224,3 @@ def test_adapters_on_other_weights_than_the_model_of_the_server(served: Served) 
     served.ask(replace)
     with pytest.raises(EngineError, match=r"0 of .* elements are held.*on the weights that the server began with"):
         served.ask(lambda engine: load(engine, served.published(7)))
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="vLLM's sleep mode needs CUDA")
-def test_a_server_that_slept_and_woke_without_its_weights(tmp_path: Path) -> None:
-    """Sleep level 2 discards the model, and an update brings only adapters: the probe shows what is missing."""
-    served = Served(tmp_path, **{"enable-sleep-mode": True})
-    engine = RemoteEngine(served.config, RemoteCore(served.config), VLLMEngine.client(served.config, served.address))
-
-    async def scenario() -> None:
-        try:
-            await engine.start(Reporter(tmp_path / "status", "server"))
-            await engine.load_weights(served.published(1))
-            async with aiohttp.ClientSession(f"http://{served.address}") as session:
-                for path in ("/sleep?level=2", "/wake_up"):
-                    (await session.post(path)).raise_for_status()
-            with pytest.raises(EngineError, match=r"gives the probe the logprob .* sleep"):
-                await engine.load_weights(served.published(2))
-        finally:
-            await engine.close()
-
-    try:
-        asyncio.run(asyncio.wait_for(scenario(), START_S))
-    finally:
-        served.process.end()
