@@ -6,7 +6,6 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import takewhile
 from math import prod
 from pathlib import PurePath
 
@@ -15,25 +14,11 @@ from clew.hang.collective_calls import behind, other_numbers, parting
 from clew.hang.equal_stacks import ranges
 from clew.hang.observed import Frame
 from clew.hang.roles import joins_as
+from clew.hang.rounds import is_past
 from clew.hang.sink import Sink
-from clew.hang.source import (
-    WITHOUT_RAISE,
-    calls_once,
-    follows,
-    is_past,
-    left_out_by_some,
-    outermost_loop,
-    rounds_between,
-    turns_before,
-)
+from clew.hang.source import WITHOUT_RAISE, follows, outermost_loop
 from clew.hang.verdict import MESSAGES, Actor, Verdict, names, sentences, subject, verdict_about
 from clew.hang.waits_for import key_of
-
-CALLS_ONCE = re.compile(
-    r"/(nn/modules/module|nn/parallel/\w+|_?contextlib|functools|autograd/function|autograd/grad_mode)\.py$|"
-    r"/(elastic|hydra|click|typer|fire|absl|multiprocessing)/"
-)
-"""Files of libraries that call a user's function once for each call of theirs."""
 
 
 def _joined_twice(job: list[Actor], missing: list[int]) -> Verdict | None:
@@ -408,7 +393,7 @@ def _gone_on(sink: Sink) -> Verdict | None:
     still = [a for a in sink.culprits if a not in gone]
     sides = [a for a in sink.culprits if a in gone or a in waiting or not a.activity.peers]
     if len(still) > len(gone) and len({a.activity.line for a in still}) == 1:
-        sides = gone if all(_is_past(a, b, sink.sources, loops=False) for a in gone for b in still) else sides
+        sides = gone if all(is_past(a, b, sink.sources, loops=False) for a in gone for b in still) else sides
     return sink.blame("pipeline micro-batch mismatch", sides, why, structural=True)
 
 
@@ -457,7 +442,7 @@ def _gone_past(sink: Sink) -> Verdict | None:
             for a in absent
             if a in inside
             and key_of(a.activity) != key_of(still.activity)
-            and _is_past(a, still, sink.sources, loops=True, job=inside)
+            and is_past(a, still, sink.sources, loops=True, job=inside)
         ]
         if gone and len(gone) <= len(members) / 2 and all(a in sink.culprits or a in sink.waiters for a in gone):
             act = still.activity
@@ -467,53 +452,6 @@ def _gone_past(sink: Sink) -> Verdict | None:
             )
             return sink.blame("collective mismatch", gone, why, structural=True)
     return None
-
-
-def _is_past(ahead: Actor, still: Actor, sources: Mapping[str, str], *, loops: bool, job: Sequence[Actor] = ()) -> bool:
-    """Return whether a rank has come past the line at which another is, in the same round of every loop around it.
-
-    Args:
-        ahead: The rank that may have come past.
-        still: The other one.
-        sources: Texts of the files.
-        loops: True also if the other rank is in a loop that this one has left.
-        job: Ranks that show how many turns such a loop should take.
-    """
-    ours, theirs = ahead.process.user_frames[::-1], still.process.user_frames[::-1]
-    for depth, (a, b) in enumerate(zip(ours, theirs, strict=False)):
-        if (a.file, a.function) != (b.file, b.function):
-            return False
-        text = sources.get(a.file, "")
-        for variables, numbers in rounds_between(text, b.line, a.line):
-            known = variables & a.locals.keys() & b.locals.keys()
-            known = {name for name in known if numbers or a.locals[name].startswith(("'", '"'))}
-            if not known or any(a.locals[name] != b.locals[name] for name in known):
-                return False
-        if a.line != b.line:
-            inner = theirs[depth + 1 :]
-            some = loops and any(left_out_by_some(sources.get(each.file, ""), each.line) for each in inner)
-            more = loops and any(_takes_more(name, a, b, job) for name in turns_before(text, b.line, a.line))
-            return not some and not more and is_past(text, b.line, a.line, loops=loops)
-        if not calls_once(text, a.line) or _called_by_library(b, still):
-            return False
-    return False
-
-
-def _takes_more(name: str, ended: Frame, still: Frame, job: Sequence[Actor]) -> bool:
-    """Return whether a rank is in a turn of a loop that no other has taken; `ended` is a frame that has left it."""
-    turn = still.locals.get(name, "")
-    frames = [f for a in job for f in a.process.user_frames if (f.file, f.function) == (ended.file, ended.function)]
-    turns = [f.locals[name] for f in frames if f is not still and f.locals.get(name, "").isdigit()]
-    fewer = turn.isdigit() and ended.locals.get(name, turn) != turn
-    return fewer and all(int(each) < int(turn) for each in turns)
-
-
-def _called_by_library(frame: Frame, actor: Actor) -> bool:
-    """Return whether a library calls the next frame of the user, and may do so several times."""
-    frames = actor.process.main.frames if actor.process.main else ()
-    place = next((n for n, each in enumerate(frames) if each is frame), 0)
-    between = takewhile(lambda each: not each.of_user, reversed(frames[:place]))
-    return any(not CALLS_ONCE.search(each.file) for each in between)
 
 
 def _crossed_groups(sink: Sink) -> Verdict | None:

@@ -7,7 +7,6 @@ what the process waits in. Nothing here runs the user's code.
 from __future__ import annotations
 
 import ast
-import builtins
 import re
 from collections.abc import Collection, Iterator, Sequence
 from functools import lru_cache
@@ -157,14 +156,14 @@ def _targets(target: ast.expr) -> list[ast.expr]:
     return list(target.elts) if isinstance(target, (ast.Tuple, ast.List)) else [target]
 
 
-def _holds_for_one(test: ast.expr) -> bool:
+def holds_for_one(test: ast.expr) -> bool:
     """Return whether a condition on the rank, such as `rank == 0` or `is_main`, holds for one rank, not for the others.
 
     `rank != 0`, `rank > 0`, `0 < rank`, `rank` alone and `not is_main` hold for all ranks but one.
     """
     match test:
         case ast.UnaryOp(op=ast.Not()):
-            return not _holds_for_one(test.operand)
+            return not holds_for_one(test.operand)
         case ast.Compare(left=ast.Constant()):
             return not isinstance(test.ops[0], (ast.NotEq, ast.Lt, ast.LtE))
         case ast.Compare():
@@ -174,7 +173,7 @@ def _holds_for_one(test: ast.expr) -> bool:
     return True
 
 
-def _tells_ranks(text: str, test: ast.expr) -> bool:
+def tells_ranks(text: str, test: ast.expr) -> bool:
     words = set(re.findall(r"\w+", ast.unparse(test)))
     return bool(words & rank_names(text)) or any(RANK_WORDS.search(word) for word in words)
 
@@ -184,9 +183,9 @@ def branch_of_rank(text: str, line: int) -> str:
     for outer, inner in pairwise(enclosing(text, line)):
         if not isinstance(outer, ast.If):
             continue
-        if not _tells_ranks(text, outer.test):
+        if not tells_ranks(text, outer.test):
             continue
-        if inner in (outer.body if _holds_for_one(outer.test) else outer.orelse):
+        if inner in (outer.body if holds_for_one(outer.test) else outer.orelse):
             return "side" if outer.orelse else "alone"
     return ""
 
@@ -240,15 +239,15 @@ def in_handler(text: str, line: int) -> bool:
 
 def loop_at(text: str, line: int) -> Loop | None:
     """Return the innermost loop around a line, within its function."""
-    return next(reversed(_loops_at(text, line)), None)
+    return next(reversed(loops_at(text, line)), None)
 
 
 def outermost_loop(text: str, line: int) -> Loop | None:
     """Return the outermost loop around a line, within its function."""
-    return next(iter(_loops_at(text, line)), None)
+    return next(iter(loops_at(text, line)), None)
 
 
-def _loops_at(text: str, line: int) -> list[Loop]:
+def loops_at(text: str, line: int) -> list[Loop]:
     found: list[Loop] = []
     for node in enclosing(text, line):
         if isinstance(node, Function):
@@ -319,85 +318,6 @@ def follows(text: str, line: int, later: int) -> bool:
         if here and there and here != there:
             return False
     return True
-
-
-def is_past(text: str, line: int, later: int, *, loops: bool) -> bool:
-    """Return whether a program at `later` is past the statement around `line`, to which every round comes first.
-
-    Args:
-        loops: True also if `line` is in a loop that has ended there, maybe after fewer turns.
-    """
-    here, there = enclosing(text, line), enclosing(text, later)
-    depth = next((n for n, (a, b) in enumerate(zip(here, there, strict=False)) if a is not b), len(here))
-    around = here[depth - 1] if depth else parse(text)
-    if depth in (len(here), len(there)) or around is None:
-        return False
-    blocks = [block for _, block in ast.iter_fields(around) if isinstance(block, list)]
-    in_order = any(there[depth] in block and here[depth] in block[: block.index(there[depth])] for block in blocks)
-    return in_order and not _left_out_by_some(text, [around, *here[depth:]], loops=loops)
-
-
-def left_out_by_some(text: str, line: int) -> bool:
-    """Return whether some calls of the function around a line may rightly leave the line out: it is on a branch."""
-    path = enclosing(text, line)
-    first = max((n for n, node in enumerate(path) if isinstance(node, Function)), default=0)
-    return _left_out_by_some(text, path[first:], loops=True)
-
-
-def _left_out_by_some(text: str, path: Sequence[ast.AST], *, loops: bool) -> bool:
-    """Return whether the last of these nodes is on a branch within the first, or after an exit for most ranks."""
-    branches = (ast.If, ast.Match, ast.While, ast.ExceptHandler, *(() if loops else (ast.For, ast.AsyncFor)))
-    for outer, inner in pairwise(path):
-        blocks = (getattr(outer, name, []) for name in ("body", "orelse", "finalbody"))
-        block = next((each for each in blocks if inner in each), [])
-        for node in block[: block.index(inner)] if block else ():
-            leaves = isinstance(node, ast.If) and isinstance(node.body[-1], (ast.Return, ast.Continue, ast.Break))
-            if leaves and _tells_ranks(text, node.test) and not _holds_for_one(node.test):
-                return True
-    return any(isinstance(node, branches) for node in path[1:])
-
-
-def calls_once(text: str, line: int) -> bool:
-    """Return whether a line calls each function once, as far as it shows: it has no comprehension, for example."""
-    calls = calls_at(text, line)
-    called = [dotted(call.func) for call in calls]
-    if any(name.rpartition(".")[2] in ("map", "filter", "reduce", "starmap") for name in called):
-        return False
-    called = [name for name in called if name not in vars(builtins)]
-    nodes = [each for call in calls for each in ast.walk(call)]
-    path = enclosing(text, line)
-    nodes += ast.walk(path[-1]) if path and not hasattr(path[-1], "body") else ()
-    several = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-    return len(called) == len(set(called)) and not any(isinstance(node, several) for node in nodes)
-
-
-def rounds_between(text: str, line: int, later: int) -> list[tuple[set[str], bool]]:
-    """Return, for each loop around both lines, variables that tell one round from another.
-
-    The second value is False if they do so only as texts: numbers of other sources than `range` may repeat.
-    """
-    both = [loop for loop in _loops_at(text, line) if loop in _loops_at(text, later)]
-    return [_rounds(loop, line, later) for loop in both]
-
-
-def turns_before(text: str, line: int, later: int) -> set[str]:
-    """Return the variables that number the turns of the `for` loops that are around a line, but not around another."""
-    left = [loop for loop in _loops_at(text, line) if loop not in _loops_at(text, later) and isinstance(loop, ast.For)]
-    return {name for loop in left for names, numbers in [_rounds(loop, line, later)] if numbers for name in names}
-
-
-def _rounds(loop: Loop, line: int, later: int) -> tuple[set[str], bool]:
-    if isinstance(loop, ast.While):  # a counter that each round counts, but not between the lines
-        steps = [node for node in loop.body if isinstance(node, ast.AugAssign)]
-        steps = [node for node in steps if isinstance(node.value, (ast.Constant, ast.Name))]
-        between = {dotted(node.target) for node in steps if line <= node.lineno <= later}
-        return {dotted(node.target) for node in steps} - between, True
-    source = ast.unparse(loop.iter)
-    target = loop.target
-    if "enumerate(" in source and isinstance(target, ast.Tuple):
-        target = target.elts[0]
-    names = {each.id for each in ast.walk(target) if isinstance(each, ast.Name)}
-    return names, re.search(r"(range|enumerate|count)\(", source) is not None
 
 
 @lru_cache(maxsize=4096)

@@ -1,0 +1,149 @@
+"""Finds out which of two ranks is further on in the same round of a program, from their stacks and its source.
+
+A rank that is past a collective in which another still waits has left it out. It is only blamed if every round comes to
+that collective, and if the two are surely in the same round: in the same turn of each loop, within one call.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import re
+from collections.abc import Mapping, Sequence
+from itertools import pairwise, takewhile
+
+from clew.hang.observed import Frame
+from clew.hang.source import Function, Loop, calls_at, dotted, enclosing, holds_for_one, loops_at, parse, tells_ranks
+from clew.hang.verdict import Actor
+
+CALLS_ONCE = re.compile(
+    r"/(nn/modules/module|nn/parallel/\w+|_?contextlib|functools|autograd/function|autograd/grad_mode)\.py$|"
+    r"/(elastic|hydra|click|typer|fire|absl|multiprocessing)/"
+)
+"""Files of libraries that call a user's function once for each call of theirs."""
+
+
+def is_past(ahead: Actor, still: Actor, sources: Mapping[str, str], *, loops: bool, job: Sequence[Actor] = ()) -> bool:
+    """Return whether a rank has come past the line at which another is, in the same round of every loop around it.
+
+    Args:
+        ahead: The rank that may have come past.
+        still: The other one.
+        sources: Texts of the files.
+        loops: True also if the other rank is in a loop that this one has left.
+        job: Ranks that show how many turns such a loop should take.
+    """
+    ours, theirs = ahead.process.user_frames[::-1], still.process.user_frames[::-1]
+    for depth, (a, b) in enumerate(zip(ours, theirs, strict=False)):
+        if (a.file, a.function) != (b.file, b.function):
+            return False
+        text = sources.get(a.file, "")
+        for variables, numbers in _rounds_between(text, b.line, a.line):
+            known = variables & a.locals.keys() & b.locals.keys()
+            known = {name for name in known if numbers or a.locals[name].startswith(("'", '"'))}
+            if not known or any(a.locals[name] != b.locals[name] for name in known):
+                return False
+        if a.line != b.line:
+            inner = theirs[depth + 1 :]
+            some = loops and any(_is_on_branch(sources.get(each.file, ""), each.line) for each in inner)
+            more = loops and any(_takes_more(name, a, b, job) for name in _turns_before(text, b.line, a.line))
+            return not some and not more and _has_passed(text, b.line, a.line, loops=loops)
+        if not _calls_once(text, a.line) or _called_by_library(b, still):
+            return False
+    return False
+
+
+def _takes_more(name: str, ended: Frame, still: Frame, job: Sequence[Actor]) -> bool:
+    """Return whether a rank is in a turn of a loop that no other has taken; `ended` is a frame that has left it."""
+    turn = still.locals.get(name, "")
+    frames = [f for a in job for f in a.process.user_frames if (f.file, f.function) == (ended.file, ended.function)]
+    turns = [f.locals[name] for f in frames if f is not still and f.locals.get(name, "").isdigit()]
+    fewer = turn.isdigit() and ended.locals.get(name, turn) != turn
+    return fewer and all(int(each) < int(turn) for each in turns)
+
+
+def _called_by_library(frame: Frame, actor: Actor) -> bool:
+    """Return whether a library calls the next frame of the user, and may do so several times."""
+    frames = actor.process.main.frames if actor.process.main else ()
+    place = next((n for n, each in enumerate(frames) if each is frame), 0)
+    between = takewhile(lambda each: not each.of_user, reversed(frames[:place]))
+    return any(not CALLS_ONCE.search(each.file) for each in between)
+
+
+def _has_passed(text: str, line: int, later: int, *, loops: bool) -> bool:
+    """Return whether a program at `later` is past the statement around `line`, to which every round comes first.
+
+    Args:
+        loops: True also if `line` is in a loop that has ended there, maybe after fewer turns.
+    """
+    here, there = enclosing(text, line), enclosing(text, later)
+    depth = next((n for n, (a, b) in enumerate(zip(here, there, strict=False)) if a is not b), len(here))
+    around = here[depth - 1] if depth else parse(text)
+    if depth in (len(here), len(there)) or around is None:
+        return False
+    blocks = [block for _, block in ast.iter_fields(around) if isinstance(block, list)]
+    in_order = any(there[depth] in block and here[depth] in block[: block.index(there[depth])] for block in blocks)
+    return in_order and not _branches_off(text, [around, *here[depth:]], loops=loops)
+
+
+def _is_on_branch(text: str, line: int) -> bool:
+    """Return whether some calls of the function around a line may rightly leave the line out: it is on a branch."""
+    path = enclosing(text, line)
+    first = max((n for n, node in enumerate(path) if isinstance(node, Function)), default=0)
+    return _branches_off(text, path[first:], loops=True)
+
+
+def _branches_off(text: str, path: Sequence[ast.AST], *, loops: bool) -> bool:
+    """Return whether the last of these nodes is on a branch within the first, or after an exit for most ranks."""
+    branches = (ast.If, ast.Match, ast.While, ast.ExceptHandler, *(() if loops else (ast.For, ast.AsyncFor)))
+    for outer, inner in pairwise(path):
+        blocks = (getattr(outer, name, []) for name in ("body", "orelse", "finalbody"))
+        block = next((each for each in blocks if inner in each), [])
+        for node in block[: block.index(inner)] if block else ():
+            leaves = isinstance(node, ast.If) and isinstance(node.body[-1], (ast.Return, ast.Continue, ast.Break))
+            if leaves and tells_ranks(text, node.test) and not holds_for_one(node.test):
+                return True
+    return any(isinstance(node, branches) for node in path[1:])
+
+
+def _calls_once(text: str, line: int) -> bool:
+    """Return whether a line calls each function once, as far as it shows: it has no comprehension, for example."""
+    calls = calls_at(text, line)
+    called = [dotted(call.func) for call in calls]
+    if any(name.rpartition(".")[2] in ("map", "filter", "reduce", "starmap") for name in called):
+        return False
+    called = [name for name in called if name not in vars(builtins)]
+    nodes = [each for call in calls for each in ast.walk(call)]
+    path = enclosing(text, line)
+    nodes += ast.walk(path[-1]) if path and not hasattr(path[-1], "body") else ()
+    several = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+    return len(called) == len(set(called)) and not any(isinstance(node, several) for node in nodes)
+
+
+def _rounds_between(text: str, line: int, later: int) -> list[tuple[set[str], bool]]:
+    """Return, for each loop around both lines, variables that tell one round from another.
+
+    The second value is False if they do so only as texts: numbers of other sources than `range` may repeat.
+    """
+    both = [loop for loop in loops_at(text, line) if loop in loops_at(text, later)]
+    return [_rounds(loop, line, later) for loop in both]
+
+
+def _turns_before(text: str, line: int, later: int) -> set[str]:
+    """Return the variables that number the turns of the `for` loops that are around a line, but not around another."""
+    left = [loop for loop in loops_at(text, line) if loop not in loops_at(text, later) and isinstance(loop, ast.For)]
+    return {name for loop in left for names, numbers in [_rounds(loop, line, later)] if numbers for name in names}
+
+
+def _rounds(loop: Loop, line: int, later: int) -> tuple[set[str], bool]:
+    if isinstance(loop, ast.While):  # a counter that each round counts, but not between the lines
+        steps = [node for node in loop.body if isinstance(node, ast.AugAssign)]
+        steps = [node for node in steps if isinstance(node.value, (ast.Constant, ast.Name))]
+        between = {dotted(node.target) for node in steps if line <= node.lineno <= later}
+        return {dotted(node.target) for node in steps} - between, True
+    source = ast.unparse(loop.iter)
+    target = loop.target
+    if "enumerate(" in source and isinstance(target, ast.Tuple):
+        target = target.elts[0]
+    names = {each.id for each in ast.walk(target) if isinstance(each, ast.Name)}
+    return names, re.search(r"(range|enumerate|count)\(", source) is not None
