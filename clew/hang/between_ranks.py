@@ -112,25 +112,27 @@ def _other_groups(ranks: list[Actor]) -> Verdict | None:
 
 
 def _other_value(ranks: list[Actor]) -> Verdict | None:
-    """Judge the rank that alone has another value of a local variable, on the way to the call that all ranks are in.
+    """Judge the rank that alone has other values of local variables, on the way to the call that all ranks are in.
 
-    Rank 0 often has values of its own, and so it is not judged.
+    Rank 0 often has values of its own, and so it is not judged. Nor is any rank if several have such values.
     """
+    found: list[tuple[Actor, str]] = []
     for level in zip(*(a.process.user_frames for a in ranks), strict=False):
         if len({(frame.file, frame.line) for frame in level}) > 1:
-            return None
+            break
         for name in sorted(set.intersection(*(set(frame.locals) for frame in level))):
             values = {a.pid: frame.locals[name] for a, frame in zip(ranks, level, strict=True)}
             odd, said = deviating(ranks, values)
-            told = [values[a.pid] for a in odd]
-            if len(ranks) < 3 or len(odd) != 1 or odd[0].rank == 0 or re.search(r"0x|^(True|False|None)$", told[0]):
-                continue
-            why = (
-                f"All ranks are in {ranks[0].activity.op} and none proceeds. {name} differs: {said}. The ranks may "
-                f"look for one another under different names."
-            )
-            return verdict_about("initialisation", odd, why, ranks, confidence="medium")
-    return None
+            plain = any(re.search(r"0x|^(True|False|None)$", values[a.pid]) for a in odd)
+            if len(ranks) > 2 and len(odd) == 1 and odd[0].rank != 0 and not plain:
+                found.append((odd[0], f"{name} differs: {said}"))
+    if len({actor.pid for actor, _ in found}) != 1:
+        return None
+    why = (
+        f"All ranks are in {ranks[0].activity.op} and none proceeds. {found[0][1]}. The ranks may look for one "
+        f"another under different names."
+    )
+    return verdict_about("initialisation", [found[0][0]], why, ranks, confidence="medium")
 
 
 def _new_ranks(actor: Actor) -> tuple[int, ...]:
