@@ -95,7 +95,12 @@ def _all_ended(actors: list[Actor]) -> Verdict | None:
 
 
 def _waited_for(actor: Actor, actors: list[Actor]) -> bool:
-    """Return whether a process has just ended, and its parent waits for it and is about to go on, or is no Python."""
+    """Return whether a process has just ended, and its parent waits for it and is about to go on, or is no Python.
+
+    One that had ended before anything of it could be read, such as a `sleep` of a shell, counts as well.
+    """
+    if not actor.process.command and not actor.process.exit and all(look.state == "X" for look in actor.process.looks):
+        return True
     parent = next((each for each in actors if each.pid == actor.process.parent), None)
     last = actor.process.last
     ended = next((look.at for look in actor.process.looks if look.state in "ZX"), last.at)

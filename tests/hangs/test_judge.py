@@ -865,6 +865,8 @@ def test_a_program_of_a_shell_that_has_ended_is_no_death() -> None:
     assert verdict.pattern != "dead"
     worker = replace(ended, command=("python", "worker.py"))
     assert judge(Snapshot(processes=(waits, shell, worker), seconds=3.0)).pattern == "dead"
+    unread = Process(pid=202, looks=(Look(at=0.0, state="X"), Look(at=2.5, state="X")))
+    assert judge(Snapshot(processes=(waits, shell, unread), seconds=3.0)).pattern != "dead"
 
 
 def test_threads_without_a_number_are_not_taken_for_one_that_moves() -> None:
