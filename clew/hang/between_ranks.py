@@ -16,7 +16,7 @@ from clew.hang.observed import Frame
 from clew.hang.roles import joins_as
 from clew.hang.rounds import is_past
 from clew.hang.sink import Sink
-from clew.hang.source import WITHOUT_RAISE, follows, outermost_loop
+from clew.hang.source import RANK_WORDS, WITHOUT_RAISE, follows, outermost_loop
 from clew.hang.verdict import MESSAGES, Actor, Verdict, names, sentences, subject, verdict_about
 from clew.hang.waits_for import key_of
 
@@ -114,17 +114,19 @@ def _other_groups(ranks: list[Actor]) -> Verdict | None:
 def _other_value(ranks: list[Actor]) -> Verdict | None:
     """Judge the rank that alone has other values of local variables, on the way to the call that all ranks are in.
 
-    Rank 0 often has values of its own, and so it is not judged. Nor is any rank if several have such values.
+    Rank 0 often has values of its own, and so it is not judged. Nor is any rank if several have such values, or if
+    there are so few ranks that a value such as `rank % 2` may be one rank's alone.
     """
     found: list[tuple[Actor, str]] = []
     for level in zip(*(a.process.user_frames for a in ranks), strict=False):
-        if len({(frame.file, frame.line) for frame in level}) > 1:
+        if len(ranks) < 4 or len({(frame.file, frame.line) for frame in level}) > 1:
             break
         for name in sorted(set.intersection(*(set(frame.locals) for frame in level))):
             values = {a.pid: frame.locals[name] for a, frame in zip(ranks, level, strict=True)}
             odd, said = deviating(ranks, values)
-            plain = any(re.search(r"0x|^(True|False|None)$", values[a.pid]) for a in odd)
-            if len(ranks) > 2 and len(odd) == 1 and odd[0].rank != 0 and not plain:
+            if len(odd) != 1 or odd[0].rank == 0 or RANK_WORDS.search(name):
+                continue
+            if not re.search(r"0x|^(True|False|None)$", values[odd[0].pid]):
                 found.append((odd[0], f"{name} differs: {said}"))
     if len({actor.pid for actor, _ in found}) != 1:
         return None
@@ -446,7 +448,7 @@ def _gone_past(sink: Sink) -> Verdict | None:
             and key_of(a.activity) != key_of(still.activity)
             and is_past(a, still, sink.sources, loops=True, job=inside)
         ]
-        if gone and len(gone) <= len(members) / 2 and all(a in sink.culprits or a in sink.waiters for a in gone):
+        if gone and len(gone) <= len(members) / 2:
             act = still.activity
             why = (
                 f"{subject(gone, 'has', 'have')} gone past {act.op} of group {act.group} at {act.site} in this round "

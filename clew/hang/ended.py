@@ -31,7 +31,7 @@ def dead(sink: Sink) -> Verdict | None:
     if gone and not asks:
         why = f"{'. '.join(a.says for a in gone[:4])}. So nothing can end this wait: {sink.one.says}."
         if sink.one.rank is not None and all(a.process.exit.endswith("code 0") for a in gone):
-            # They did what they were started for: the rank waits for more than that.
+            # They ended normally, so the rank may be at fault: it waits for more than they were to give.
             pattern = "data loading" if sink.act.kind == "data_loader" else "dead"
             return sink.blame(pattern, [sink.one, *gone], why, cause="dead")
         return sink.blame("dead", gone, why, cause="dead", structural=not all(map(done, gone)))

@@ -95,11 +95,12 @@ def _all_ended(actors: list[Actor]) -> Verdict | None:
 
 
 def _waited_for(actor: Actor, actors: list[Actor]) -> bool:
-    """Return whether a process has just ended, and its parent waits for it and is about to go on, or is no Python.
+    """Return whether a process that has ended is no fault.
 
-    One that had ended before anything of it could be read, such as a `sleep` of a shell, counts as well.
+    Its parent is about to notice, or is a shell, or it was gone before anything of it could be read.
     """
-    if not actor.process.command and not actor.process.exit and all(look.state == "X" for look in actor.process.looks):
+    one = actor.process
+    if one.looks and not (one.command or one.exit or one.name) and all(look.state == "X" for look in one.looks):
         return True
     parent = next((each for each in actors if each.pid == actor.process.parent), None)
     last = actor.process.last

@@ -354,7 +354,8 @@ def _polling(sink: Sink) -> Verdict | None:
 
 def _one_at_a_time(sink: Sink) -> Verdict | None:
     """Judge a server without threads that reads from one connection while a client waits on another one."""
-    stacks = [list(takewhile(lambda f: f.name != "serve_forever", t.frames)) for t in sink.one.process.threads]
+    served = [t.frames for t in sink.one.process.threads if any(f.name == "serve_forever" for f in t.frames)]
+    stacks = [list(takewhile(lambda f: f.name != "serve_forever", frames)) for frames in served]
     # Between requests, no function of the user's is called within the handler.
     between = [frames for frames in stacks if not any(frame.of_user for frame in frames)]
     reads = any(frame.name == "handle_one_request" for frames in between for frame in frames)

@@ -175,7 +175,8 @@ class Process:
     pipes: tuple[str, ...] = ()
     awaits: tuple[tuple[int, str, str], ...] = ()
     """Pipes and sockets that threads read or write at the moment: the thread, its end, and the other end. An end is
-    `r pipe:[1]`, `w pipe:[1]` or `socket:[2]`; "" if the peer of a socket is not known."""
+    `r pipe:[1]`, `w pipe:[1]`, `socket:[2]`, or `l socket:[3]` for whoever listens, if nobody has accepted the
+    connection yet; "" if the peer of a socket is not known."""
     ends: tuple[str, ...] = ()
     """Ends that it has open and for which a thread of some process waits."""
     awaited_child: int = 0

@@ -142,7 +142,7 @@ def descriptors_of(pid: int) -> list[str]:
 def sockets_of_machine() -> dict[str, tuple[str, int, int]]:
     """Return state, local port and remote port of each TCP socket, by inode.
 
-    A connection that nobody has accepted has no inode yet: its key is "0" and its ports.
+    Sockets without an inode (not accepted yet, or in TIME_WAIT) have the key `0 LOCAL REMOTE`, with their ports.
     """
     found: dict[str, tuple[str, int, int]] = {}
     for table in ("tcp", "tcp6"):

@@ -379,7 +379,7 @@ def _waits_in_loop(process: Process, every: Sequence[Activity], sources: Mapping
     asks = has_limit(process) or in_polling_loop(process, sources) or every[-1].op in DATABASE
     # These libraries wake up by themselves, and ask whether what they wait for has come.
     files = (frame.file for thread in mains_of(process) for frame in thread.frames)
-    asks = asks or any("/filelock/" in file or "/grpc/" in file for file in files)
+    asks = asks or any("/filelock/" in file or "/grpc/_" in file for file in files)
     return not asks and in_loop(process, sources)
 
 

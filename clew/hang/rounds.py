@@ -13,7 +13,18 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise, takewhile
 
 from clew.hang.observed import Frame
-from clew.hang.source import Function, Loop, calls_at, dotted, enclosing, holds_for_one, loops_at, parse, tells_ranks
+from clew.hang.source import (
+    Function,
+    Loop,
+    block_of,
+    calls_at,
+    dotted,
+    enclosing,
+    holds_for_one,
+    loops_at,
+    parse,
+    tells_ranks,
+)
 from clew.hang.verdict import Actor
 
 CALLS_ONCE = re.compile(
@@ -21,6 +32,9 @@ CALLS_ONCE = re.compile(
     r"/(elastic|hydra|click|typer|fire|absl|multiprocessing)/"
 )
 """Files of libraries that call a user's function once for each call of theirs."""
+
+NUMBERS = re.compile(r"(?<![\w.])(range|enumerate|count)\(|\bitertools\.count\(")
+"""Matches the source of what a `for` goes over, if its values number the turns."""
 
 
 def is_past(ahead: Actor, still: Actor, sources: Mapping[str, str], *, loops: bool, job: Sequence[Actor] = ()) -> bool:
@@ -30,7 +44,7 @@ def is_past(ahead: Actor, still: Actor, sources: Mapping[str, str], *, loops: bo
         ahead: The rank that may have come past.
         still: The other one.
         sources: Texts of the files.
-        loops: True also if the other rank is in a loop that this one has left.
+        loops: Count a rank as past, too, if it has left a loop in which the other still is.
         job: Ranks that show how many turns such a loop should take.
     """
     ours, theirs = ahead.process.user_frames[::-1], still.process.user_frames[::-1]
@@ -45,9 +59,9 @@ def is_past(ahead: Actor, still: Actor, sources: Mapping[str, str], *, loops: bo
                 return False
         if a.line != b.line:
             inner = theirs[depth + 1 :]
-            some = loops and any(_is_on_branch(sources.get(each.file, ""), each.line) for each in inner)
-            more = loops and any(_takes_more(name, a, b, job) for name in _turns_before(text, b.line, a.line))
-            return not some and not more and _has_passed(text, b.line, a.line, loops=loops)
+            optional = loops and any(_is_on_branch(sources.get(each.file, ""), each.line) for each in inner)
+            extra_turn = loops and any(_takes_more(name, a, b, job) for name in _turns_before(text, b.line, a.line))
+            return not optional and not extra_turn and _has_passed(text, b.line, a.line, loops=loops)
         if not _calls_once(text, a.line) or _called_by_library(b, still):
             return False
     return False
@@ -71,7 +85,7 @@ def _called_by_library(frame: Frame, actor: Actor) -> bool:
 
 
 def _has_passed(text: str, line: int, later: int, *, loops: bool) -> bool:
-    """Return whether a program at `later` is past the statement around `line`, to which every round comes first.
+    """Return whether line `later` comes after the statement at `line`, which every round has to run first.
 
     Args:
         loops: True also if `line` is in a loop that has ended there, maybe after fewer turns.
@@ -88,7 +102,8 @@ def _has_passed(text: str, line: int, later: int, *, loops: bool) -> bool:
 
 def _is_on_branch(text: str, line: int) -> bool:
     """Return whether some calls of the function around a line may rightly leave the line out: it is on a branch."""
-    path = enclosing(text, line)
+    module = parse(text)
+    path = [*([module] if module else ()), *enclosing(text, line)]
     first = max((n for n, node in enumerate(path) if isinstance(node, Function)), default=0)
     return _branches_off(text, path[first:], loops=True)
 
@@ -97,8 +112,7 @@ def _branches_off(text: str, path: Sequence[ast.AST], *, loops: bool) -> bool:
     """Return whether the last of these nodes is on a branch within the first, or after an exit for most ranks."""
     branches = (ast.If, ast.Match, ast.While, ast.ExceptHandler, *(() if loops else (ast.For, ast.AsyncFor)))
     for outer, inner in pairwise(path):
-        blocks = (getattr(outer, name, []) for name in ("body", "orelse", "finalbody"))
-        block = next((each for each in blocks if inner in each), [])
+        block = block_of(outer, inner)
         for node in block[: block.index(inner)] if block else ():
             leaves = isinstance(node, ast.If) and isinstance(node.body[-1], (ast.Return, ast.Continue, ast.Break))
             if leaves and tells_ranks(text, node.test) and not holds_for_one(node.test):
@@ -146,4 +160,4 @@ def _rounds(loop: Loop, line: int, later: int) -> tuple[set[str], bool]:
     if "enumerate(" in source and isinstance(target, ast.Tuple):
         target = target.elts[0]
     names = {each.id for each in ast.walk(target) if isinstance(each, ast.Name)}
-    return names, re.search(r"(range|enumerate|count)\(", source) is not None
+    return names, NUMBERS.search(source) is not None

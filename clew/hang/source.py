@@ -11,6 +11,7 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
+from typing import Any
 
 RANK_WORDS = re.compile(
     r"^(?!lora_|low_|r_).*rank(?!ing|ed|er)|is_main|is_master|master_process|(global|process)_zero|is_chief|is_primary",
@@ -174,6 +175,7 @@ def holds_for_one(test: ast.expr) -> bool:
 
 
 def tells_ranks(text: str, test: ast.expr) -> bool:
+    """Return whether a condition tells the ranks apart."""
     words = set(re.findall(r"\w+", ast.unparse(test)))
     return bool(words & rank_names(text)) or any(RANK_WORDS.search(word) for word in words)
 
@@ -216,12 +218,17 @@ def _cleans_up(path: Sequence[ast.AST], text: str, line: int) -> bool | None:
     return any(isinstance(node, ast.Raise) for node in ast.walk(path[0]))
 
 
+def block_of(outer: ast.AST, inner: ast.AST) -> list[Any]:
+    """Return the statements of `outer` among which `inner` is; [] if it is in none of its blocks."""
+    blocks = (getattr(outer, name, []) for name in ("body", "orelse", "finalbody"))
+    return next((each for each in blocks if inner in each), [])
+
+
 def _leads_to_raise(path: Sequence[ast.AST]) -> bool:
     """Return whether a program that goes on from the last of these nodes always raises or exits within the first."""
     for place in range(len(path) - 1, 0, -1):
         outer, inner = path[place - 1 : place + 1]
-        blocks = (getattr(outer, name, []) for name in ("body", "orelse", "finalbody"))
-        block = next((each for each in blocks if inner in each), [])
+        block = block_of(outer, inner)
         for node in block[block.index(inner) :] if block else ():
             call = node.value if isinstance(node, ast.Expr) else None
             if isinstance(node, ast.Raise) or (isinstance(call, ast.Call) and dotted(call.func) in ENDS):
@@ -248,6 +255,7 @@ def outermost_loop(text: str, line: int) -> Loop | None:
 
 
 def loops_at(text: str, line: int) -> list[Loop]:
+    """Return the loops around a line, within its function, outermost first."""
     found: list[Loop] = []
     for node in enclosing(text, line):
         if isinstance(node, Function):

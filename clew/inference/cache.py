@@ -57,7 +57,8 @@ class RowCache(Cache):
     Between two calls, these things hold:
 
     - All these tensors have storage for the same numbers of rows (`capacity`) and columns (`width`).
-    - This storage is within the budget, because `fits` is asked before each `join`.
+    - This storage is within the budget, because `fits` is asked before each `join`. Without `bytes_per_token` there is
+      no limit.
     - While there are rows, there is storage for the next key: `column` < `width`.
     - `first_column`, `starts_R1`, `origins_R1` and `mask` belong to the present rows: `_refresh` ends each change.
     """

@@ -49,7 +49,7 @@ SEEN_TOLERANCE = 1e-4
 In some models, tokens of an image attend to later ones (Gemma 3); in the cached path they do not.
 """
 _PATIENCE = 4
-"""Maximum number of steps for which a request waits at a free row until others are free: one prefill fills them all."""
+"""Maximum number of steps for which requests wait although a row is free, so that one prefill can fill several rows."""
 
 Prompt = tuple[tuple[int, ...], tuple[bytes, ...]]
 """Tokens and images of a request. Requests with equal ones share a prefill."""

@@ -270,6 +270,8 @@ class LocalEngine:
         self._on_engine(run)
         await done
 
+    # On the engine's thread ------------------------------------------------------------------------------------------
+
     async def _drive(self) -> None:
         seen = 0
         while self.gather_s and len(self.core.waiting) > seen:  # a burst is still coming in
@@ -288,8 +290,6 @@ class LocalEngine:
                 self._run_core("a step", self.core.step)
             else:
                 self._wake.wait()
-
-    # On the engine's thread ------------------------------------------------------------------------------------------
 
     def _may_step(self) -> bool:
         return self.core.has_work and not (self.paused or self.released) and self.failure is None
@@ -329,6 +329,8 @@ class LocalEngine:
             self._loop.call_soon_threadsafe(call, *arguments)
         else:
             call(*arguments)
+
+    # Back on the loop's thread ---------------------------------------------------------------------------------------
 
     def _settle_all(self, outcomes: Sequence[tuple[GenerateRequest, Completion | EngineError]]) -> None:
         for request, outcome in outcomes:

@@ -364,8 +364,8 @@ class RemoteEngine:
                 f"{self._backend.kind} at {self._backend.address} answered that it loaded version {ref.version}, and "
                 f"its tensors are the trainer's, but it gives the probe the logprob {logprob:.6f}, and the trainer "
                 f"gave it {ref.probe_logprob:.6f} (tolerance {self._tolerance:g}). It computes from other weights "
-                f"(a packed or tied lm_head; a model that a sleep discarded), or computes another model. It serves "
-                f"nothing now."
+                f"(for example a packed copy of lm_head, or what was left after sleep level 2 discarded the model), or "
+                f"computes another model. It serves nothing now."
             )
 
     async def _ended(self) -> None:

@@ -134,11 +134,11 @@ class VLLMEngine(Backend):
         python, args = inference.python or sys.executable, inference.options
         if own := [name for name in args if name in OWN]:
             raise ConfigError(f"inference.args.{own[0]}: Clew sets this option of vLLM itself. Leave it out.")
-        if config.sends_adapters and config.model.dtype == "float32" and has_gpu():
+        if config.sends_adapters and config.model.dtype != "bfloat16" and has_gpu():
             raise ConfigError(
-                "model.dtype=float32, training.lora_rank: on a GPU, vLLM takes adapters only in bfloat16. Set "
-                "model.dtype to bfloat16, or inference.args.enable-lora to false: the adapters are then added to the "
-                "weights before they are sent."
+                f"Cannot serve adapters with vLLM on a GPU: model.dtype is {config.model.dtype}, and vLLM takes "
+                f"adapters only in bfloat16 there. Set model.dtype to bfloat16, or inference.args.enable-lora to false "
+                f"to add the adapters to the weights before they are sent."
             )
         given = {
             "model": config.model.path,

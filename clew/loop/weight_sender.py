@@ -99,8 +99,10 @@ class WeightSender:
         size = 1 + self._workers * len(servers)
         try:
             store = weight_group.meeting_point("127.0.0.1", 0, size, leads=True)
-        except weight_group.MemberLost as lost:  # no port is free, for example
-            return self._stream(engine, tensors, None)[0], [], dict.fromkeys(servers, str(lost))
+        except weight_group.MemberLost as lost:
+            reason = f"the trainer could not open a port for the broadcast: {lost}"
+            log.warning("the broadcast of version %d did not start: %s", engine.version, reason)
+            return self._stream(engine, tensors, None)[0], [], dict.fromkeys(servers, reason)
         backend = "nccl" if engine.policy.device.type == "cuda" else "gloo"
         name = f"clew-{engine.version}-{uuid.uuid4().hex[:8]}"
         sent = {

@@ -79,12 +79,12 @@ async def run_episode(
         admitted_version: Version of the weights when the group was admitted.
         admitted_at: Time when the group was admitted, in seconds since the epoch.
     """
-    session = EpisodeEngine(resources, episode_id)
+    engine = EpisodeEngine(resources, episode_id)
     started_at = time.time()
     reward: Reward | None = None
     error = None
     try:
-        reward = await _reward_of(workflow, session, data, timeout_s)
+        reward = await _reward_of(workflow, engine, data, timeout_s)
     except ConfigError:
         raise
     except ClewError as failure:
@@ -107,38 +107,38 @@ async def run_episode(
         "finished_at": time.time(),
     }
     if reward is None:
-        sequences, whole = [_failed(episode_id, error or "", session, columns)], math.nan
+        sequences, whole = [_failed(episode_id, error or "", engine, columns)], math.nan
     else:
-        sequences = sequences_of(session, by_name(reward), columns)
-        whole = total(reward) + math.fsum(session.turn_rewards.values())
-    return Episode(id=episode_id, sequences=sequences, reward=whole, warnings=list(session.warnings))
+        sequences = sequences_of(engine, by_name(reward), columns)
+        whole = total(reward) + math.fsum(engine.turn_rewards.values())
+    return Episode(id=episode_id, sequences=sequences, reward=whole, warnings=list(engine.warnings))
 
 
 async def _reward_of(
-    workflow: Workflow, session: EpisodeEngine, data: dict[str, Any], timeout_s: float | None
+    workflow: Workflow, engine: EpisodeEngine, data: dict[str, Any], timeout_s: float | None
 ) -> Reward:
     own = f"{type(workflow).__module__}.{type(workflow).__qualname__}.run_episode"
     name = getattr(workflow, "name_in_errors", own)  # set for an agent: its workflow only calls it
     limit = asyncio.timeout(timeout_s)
     try:
         async with limit:
-            returned = await workflow.run_episode(session, copy.deepcopy(data))
+            returned = await workflow.run_episode(engine, copy.deepcopy(data))
     except TimeoutError:
         if not limit.expired():
             raise  # the workflow's own
         raise EpisodeError(
             f"{name} was cancelled after {timeout_s:g} s (rollout.episode_timeout_s). The model had given "
-            f"{counted(len(session.interactions), 'response')}."
+            f"{counted(len(engine.interactions), 'response')}."
         ) from None
     reward = checked(returned, name)
-    if not session.interactions:
+    if not engine.interactions:
         raise EpisodeError(
             f"{name} returned {returned!r} without a response of the model, so there is nothing to train on."
         )
     return reward
 
 
-def _failed(episode_id: str, error: str, session: EpisodeEngine, columns: dict[str, Any]) -> Sequence:
+def _failed(episode_id: str, error: str, engine: EpisodeEngine, columns: dict[str, Any]) -> Sequence:
     return Sequence(
         id=f"{episode_id}.s0",
         reward=math.nan,
@@ -147,7 +147,7 @@ def _failed(episode_id: str, error: str, session: EpisodeEngine, columns: dict[s
         # No sequence holds the tokens of a failed episode, and `clew agent replay` answers with them.
         interactions=[
             {**each.record_entry(), "tokens": {name: getattr(each, name) for name in TOKENS}}
-            for each in session.interactions
+            for each in engine.interactions
         ],
         **{name: np.empty(0, dtype) for name, dtype in ALIGNED.items()},
         **columns,

@@ -40,7 +40,8 @@ AVOID_S = 0.25
 PLACES = 65536
 """Maximum number of episodes whose server is remembered."""
 
-SENT_AGAIN = "a request is sent again, to another server if there is one: %s"
+SENT_AGAIN = "a request failed, and may be tried again, on another server if there is one: %s"
+"""Warning, with the error of the request."""
 
 _episode: ContextVar[str] = ContextVar("_episode", default="")
 """ID of the episode that the request under way belongs to; "" if it has none."""

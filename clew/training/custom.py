@@ -76,6 +76,14 @@ class UserFunction:
         ]
         """Parameters that have no default."""
 
+    def takes(self, count: int) -> bool:
+        """Return whether the function can be called with this number of positional arguments."""
+        try:
+            inspect.signature(self._function).bind(*range(count))
+        except TypeError:
+            return False
+        return True
+
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Call the function. Raises TrainingError if it raises anything."""
         try:
@@ -117,9 +125,9 @@ class CustomAdvantages:
     def __init__(self, path: str) -> None:
         """Load the function. Raises ConfigError if there is none, or it has other parameters."""
         self._function = UserFunction(path, "algorithm.advantages")
-        self.takes_values = len(self._function.required) == 3
+        self.takes_values = self._function.takes(3) and not self._function.takes(1)
         """True if the function takes a critic's values, as `clew.algorithms.ppo.advantages` does."""
-        if len(self._function.required) not in (0, 1, 3) or not self._function.parameters:
+        if not self.takes_values and not self._function.takes(1):
             raise ConfigError(
                 f"algorithm.advantages={path} takes ({', '.join(self._function.parameters)}); expected one parameter, "
                 f"the sequences of a step, as in def {path.rpartition('.')[2]}(sequences): ..., or three, for "

@@ -198,7 +198,10 @@ def test_a_folder_that_lacks_its_file_is_refused(served: Served) -> None:
 
 
 def test_a_server_that_slept_and_woke_without_its_weights(served: Served, tmp_path: Path) -> None:
-    """Sleep level 2 discards the model, and an update brings only adapters: the probe shows what is missing."""
+    """Sleep level 2 discards the model, and an update brings only adapters: the probe shows what is missing.
+
+    From here on the server has no weights. Only tests that replace them, or need none, may follow.
+    """
     engine = RemoteEngine(served.config, RemoteCore(served.config), VLLMEngine.client(served.config, served.address))
 
     async def scenario() -> None:

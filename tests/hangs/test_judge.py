@@ -1387,3 +1387,18 @@ def test_a_port_that_speaks_no_http_does_not_hide_the_answer_of_another() -> Non
         http, mute = server.server_port, other.getsockname()[1]
         assert answers(process, (mute, http), "") == answers(process, (http, mute), "") == {"health": "200"}
         server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("options", "blamed"),
+    [(["a", "a", "b", "a"], (2,)), (["a", "a", "a", "a"], ()), (["a", "b", "a"], ()), (["b", "a", "a", "a"], ())],
+)
+def test_the_rank_whose_options_alone_differ_is_named_in_init(options: list[str], blamed: tuple[int, ...]) -> None:
+    ranks = []
+    for number, option in enumerate(options):
+        made = rank(number, 5, "init_process_group", world=len(options))
+        torch, user = made.threads[0].frames
+        thread = replace(made.threads[0], frames=(torch, replace(user, locals={"run": option, "stage": str(number)})))
+        ranks.append(replace(made, looks=tuple(replace(look, threads=(thread,)) for look in made.looks)))
+    verdict = judged(*ranks)
+    assert (verdict.pattern, verdict.ranks) == ("initialisation", blamed)

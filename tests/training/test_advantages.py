@@ -192,7 +192,7 @@ def response(name: str, *turns: tuple[int, int], **columns: Any) -> Sequence:
 
 
 def test_the_overlong_penalty_by_hand():
-    """DAPO, equation 13, with a limit of 100 and a cache of 20."""
+    """DAPO, equation 13, with a limit of 100 and a buffer of 20 (L_cache)."""
     lengths = {10: 0, 80: 0, 81: 0.05, 90: 0.5, 99: 0.95, 100: 1}
     assert [largest_penalty(response("g0.e0.s0", (length, 100)), 20) for length in lengths] == pytest.approx(
         list(lengths.values())
@@ -284,6 +284,10 @@ def two(sequences: list[Sequence], more: int) -> list[float]:
     return []
 
 
+def only_named(*, step=0, **options):
+    return [step]
+
+
 def none_at_all() -> list[float]:
     return []
 
@@ -339,6 +343,7 @@ def test_advantages_of_the_users_own_may_differ_from_token_to_token():
         ("assigning", TrainingError, r"FrozenInstanceError in [^ ]*test_advantages.py:\d+: cannot assign"),
         ("two", ConfigError, r"takes \(sequences, more\); expected one parameter, .* or three, for"),
         ("none_at_all", ConfigError, r"takes \(\); expected one parameter"),
+        ("only_named", ConfigError, r"takes \(step, options\); expected one parameter"),
         ("nobody", ConfigError, "has no 'nobody'"),
     ],
 )
