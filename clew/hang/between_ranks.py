@@ -432,10 +432,10 @@ def _wrong_group(sink: Sink) -> Verdict | None:
 
 def _gone_past(sink: Sink) -> Verdict | None:
     """Judge ranks that are further on in the same round than a member of their group, which waits for them."""
-    inside = [a for a in sink.job if a.rank is not None and a.activity.kind == "collective"]
+    ranks = [a for a in sink.job if a.rank is not None]
+    inside = [a for a in ranks if a.activity.kind == "collective"]
     for still in (a for a in sink.culprits if a in inside):
         group = still.activity.members
-        ranks = [a for a in sink.job if a.rank is not None]
         members = [a for a in ranks if (still.activity.group == "world" if group is None else a.rank in group)]
         call = key_of(still.activity), still.activity.op
         absent = [a for a in members if (key_of(a.activity), a.activity.op) != call]

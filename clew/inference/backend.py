@@ -119,11 +119,6 @@ class Backend(HTTPEngine):
         raise NotImplementedError
 
 
-def has_gpu() -> bool:
-    """Return whether this machine has an NVIDIA GPU."""
-    return Path("/dev/nvidiactl").exists()
-
-
 def check_model(kind: str, address: str, served: str, wanted: str) -> None:
     """Raise EngineError if a server's model has another architecture, size or vocabulary than the run's.
 

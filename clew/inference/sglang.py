@@ -18,8 +18,9 @@ from typing import Any
 import orjson
 
 from clew.config import Config
+from clew.devices import gpus
 from clew.errors import ConfigError, EngineError, ImageError, RecordError, first_line
-from clew.inference.backend import Backend, Launch, check_model, config_field, has_gpu, options
+from clew.inference.backend import Backend, Launch, check_model, config_field, options
 from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, SamplingParams
 from clew.inference.sglang_checksums import Tensors, checksums, read_folder
 from clew.models.vision import Vision
@@ -118,7 +119,7 @@ class SGLangEngine(Backend):
             "port": port,
             "max-running-requests": inference.max_running,
         }
-        on_cpu = config.model.device == "cpu" or not has_gpu()
+        on_cpu = config.model.device == "cpu" or not gpus()
         known = known_options(python) if inference.args else set()
         arguments = server_arguments(own, CPU_OPTIONS if on_cpu else {}, inference.options, known)
         environment = {"SGLANG_USE_CPU_ENGINE": "1"} if on_cpu else {}

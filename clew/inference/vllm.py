@@ -28,8 +28,9 @@ from typing import Any, Literal
 
 import clew
 from clew.config import Config
+from clew.devices import gpus
 from clew.errors import ConfigError, EngineError, ImageError, RecordError
-from clew.inference.backend import Backend, Launch, check_model, has_gpu, options
+from clew.inference.backend import Backend, Launch, check_model, options
 from clew.inference.client import experts_of
 from clew.inference.protocol import (
     Completion,
@@ -134,7 +135,7 @@ class VLLMEngine(Backend):
         python, args = inference.python or sys.executable, inference.options
         if own := [name for name in args if name in OWN]:
             raise ConfigError(f"inference.args.{own[0]}: Clew sets this option of vLLM itself. Leave it out.")
-        if config.sends_adapters and config.model.dtype != "bfloat16" and has_gpu():
+        if config.sends_adapters and config.model.dtype != "bfloat16" and gpus():
             raise ConfigError(
                 f"Cannot serve adapters with vLLM on a GPU: model.dtype is {config.model.dtype}, and vLLM takes "
                 f"adapters only in bfloat16 there. Set model.dtype to bfloat16, or inference.args.enable-lora to false "

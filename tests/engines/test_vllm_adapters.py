@@ -16,6 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from clew.config import Config
+from clew.devices import gpus
 from clew.errors import EngineError
 from clew.inference.protocol import EngineUnreachable, GenerateRequest, SamplingParams
 from clew.inference.remote import RemoteCore, RemoteEngine
@@ -32,6 +33,7 @@ PYTHON = os.environ.get("CLEW_VLLM_PYTHON")
 pytestmark = [
     pytest.mark.engines,
     pytest.mark.skipif(PYTHON is None, reason="CLEW_VLLM_PYTHON names no Python with vLLM; see make test-engines"),
+    pytest.mark.skipif(bool(gpus()), reason="on a GPU, vLLM takes no adapters in float32"),
 ]
 
 

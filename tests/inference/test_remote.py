@@ -77,9 +77,9 @@ def test_options_that_clew_sets_are_refused(tmp_path: Path, name: str) -> None:
 def test_adapters_in_float32_are_refused_for_vllm_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = config()
     lora = given.model_copy(update={"training": given.training.model_copy(update={"lora_rank": 4})})
-    monkeypatch.setattr(vllm, "has_gpu", lambda: False)
+    monkeypatch.setattr(vllm, "gpus", list)
     assert "--enable-lora" in VLLMEngine.launch(lora, 1, tmp_path).command
-    monkeypatch.setattr(vllm, "has_gpu", lambda: True)
+    monkeypatch.setattr(vllm, "gpus", lambda: ["0"])
     with pytest.raises(ConfigError, match=r"only in bfloat16.*enable-lora to false"):
         VLLMEngine.launch(lora, 1, tmp_path)
     assert "--enable-lora" not in VLLMEngine.launch(given, 1, tmp_path).command
