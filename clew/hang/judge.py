@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -20,14 +21,24 @@ from clew.hang.observed import Snapshot
 from clew.hang.progress import cpu_share, pace, recent, wakeups, woken_once
 from clew.hang.roles import actors_of, world_of
 from clew.hang.sink import Sink
-from clew.hang.source import calls_of, enclosing_function, goes_on_for_ever, loop_at, outermost_loop
-from clew.hang.verdict import SOUND, Actor, Verdict, names, verdict_about
+from clew.hang.source import (
+    calls_of,
+    enclosing_function,
+    goes_on_for_ever,
+    loop_at,
+    may_ask_again,
+    outermost_loop,
+    sleeps_s,
+)
+from clew.hang.verdict import SOUND, Actor, Verdict, names, sentences, verdict_about
 from clew.hang.waits_for import TO_OTHERS, Edges, all_edges, application_edges, collective_edges, key_of
 
 SUPERVISING = ("process", "thread", "pool", "future", "tasks", "ray")
 """Kinds of waits of a main process that only waits for its children to end."""
 UNTIL_END = re.compile(r"\(\)$|stop|shut|exit|quit", re.I)
 """Matches an event that has no name, so that nobody can set it, and the names of those that are set at the end."""
+SOON_S = 60.0
+"""Longest sleep, in seconds, whose end is worth waiting for: the process is slow then, not hung."""
 REAPED_S = 1.0
 """Seconds that a parent may take to notice that its child has ended."""
 
@@ -66,7 +77,7 @@ def judge(snapshot: Snapshot) -> Verdict:
         or _by_graph(job, ranks, snapshot)
     )
     if verdict.pattern not in SOUND:
-        verdict = _perhaps_slow(verdict, _mains(job, ranks), snapshot)
+        verdict = _perhaps_slow(_unless_asleep(verdict, job, snapshot), _mains(job, ranks), snapshot)
         verdict = replace(verdict, evidence=(*verdict.evidence, *record_lines(ranks)))
     return with_advice(_hedged(verdict, snapshot, job), job)
 
@@ -80,6 +91,26 @@ def _perhaps_slow(verdict: Verdict, mains: list[Actor], snapshot: Snapshot) -> V
     labels = ", ".join(a.process.label for a in mains)
     why = f"{labels}: woken up only once in {snapshot.seconds:.0f} s. It may be slow. Ask again."
     return verdict_about("undetermined", [], why, mains, confidence="low")
+
+
+def _unless_asleep(verdict: Verdict, job: list[Actor], snapshot: Snapshot) -> Verdict:
+    """Return the verdict, or "slow" if each process at fault is in one short sleep, and goes on when that ends."""
+    blamed = [a for a in job if a.pid in verdict.pids]
+    times = [_sleeps_s(a, snapshot.sources) for a in blamed]
+    if not blamed or not all(snapshot.seconds < seconds <= SOON_S for seconds in times):
+        return verdict
+    why = f"{sentences(blamed)}. That sleep ends by itself after {max(times):g} s. Ask again then."
+    return verdict_about("slow", blamed, why, job, confidence="medium", cause="slow")
+
+
+def _sleeps_s(actor: Actor, sources: Mapping[str, str]) -> float:
+    """Return the seconds of the one sleep that a process is in; infinity if it is in none, or nobody knows how long."""
+    one = actor.activity
+    frames = [f for each in actor.process.threads if each.name == one.thread for f in each.user_frames]
+    if one.kind != "sleep" or not frames or any(may_ask_again(sources.get(f.file, ""), f.line) for f in frames[1:]):
+        return math.inf
+    seconds = sleeps_s(sources.get(one.file, ""), one.line, frames[0].locals)
+    return math.inf if seconds is None else seconds
 
 
 def _all_ended(actors: list[Actor]) -> Verdict | None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -430,6 +431,28 @@ def heartbeat(text: str, line: int) -> bool:
             return False
     leaves = any(isinstance(node, (ast.Break, ast.Return, ast.Raise)) for node in ast.walk(loop))
     return not leaves and polls(loop, text, also=MEASURES)
+
+
+def may_ask_again(text: str, line: int) -> bool:
+    """Return whether a line is in a `while`, in a loop that tries again what failed, or where a failure is handled."""
+    return in_handler(text, line) or any(isinstance(each, ast.While) or retries(each) for each in loops_at(text, line))
+
+
+def sleeps_s(text: str, line: int, names: Mapping[str, str]) -> float | None:
+    """Return the seconds that the sleep at a line takes; None if they are not known, or if it may be a round of many.
+
+    Args:
+        text: Source of the file.
+        line: Line of the call.
+        names: Variables of its function, as text.
+    """
+    call = next((each for each in calls_at(text, line) if dotted(each.func).endswith("sleep") and each.args), None)
+    if call is None or may_ask_again(text, line):
+        return None
+    given = ast.unparse(call.args[0])
+    with suppress(ValueError):
+        return float(names.get(given, given))
+    return None
 
 
 def dispatches(text: str, line: int) -> bool:

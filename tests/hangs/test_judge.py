@@ -61,6 +61,9 @@ def rank(number: int, line: int, op: str = "", *, world: int = 2, state: str = "
     return Process(pid=100 + number, rank=number, world=world, looks=looks, waits_in=waits, command=("python",))
 
 
+SIX = rank(0, 8).looks
+
+
 def judged(*ranks: Process) -> Verdict:
     return judge(Snapshot(processes=ranks, seconds=3.0, sources={"train.py": SCRIPT}))
 
@@ -69,6 +72,29 @@ def test_a_rank_that_sleeps_is_at_fault() -> None:
     verdict = judged(rank(0, 5, "all_reduce"), rank(1, 8))
     assert (verdict.pattern, verdict.ranks, verdict.sites) == ("missing rank", (1,), ("train.py:8",))
     assert verdict.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    "code, seconds, pattern",
+    [
+        ("for step in range(9):\n    work(step)\n    time.sleep(40)", "", "slow"),
+        ("for each in rows:\n    work()\n    time.sleep(pause)", "12.5", "slow"),
+        ("for each in rows:\n    work()\n    time.sleep(pause)", "3600", "missing rank"),
+        ("for each in rows:\n    work()\n    time.sleep(pause)", "", "missing rank"),
+        ("while not ready():\n    work()\n    time.sleep(40)", "", "missing rank"),
+        ("try:\n    work()\nexcept OSError: time.sleep(40)", "", "missing rank"),
+    ],
+)
+def test_a_rank_in_one_short_sleep_is_slow(code: str, seconds: str, pattern: str) -> None:
+    frame = Frame(function="load", file="load.py", line=3, locals={"pause": seconds})
+    looks = tuple(replace(look, threads=(Thread(name="MainThread", os_id=101, frames=(frame,)),)) for look in SIX)
+    late = replace(rank(1, 8), looks=looks)
+    for op in ("all_reduce", "init_process_group"):
+        snapshot = Snapshot(
+            processes=(rank(0, 5, op), late), seconds=3.0, sources={"train.py": SCRIPT, "load.py": code}
+        )
+        expected = pattern if op == "all_reduce" or pattern == "slow" else "initialisation"
+        assert (judge(snapshot).pattern, judge(snapshot).ranks) == (expected, (1,))
 
 
 def on_gpu(number: int, line: int = 10) -> Process:
