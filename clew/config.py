@@ -47,6 +47,9 @@ DPO_BETA = 0.1
 SHARED_BY = {"vllm": "tensor-parallel-size", "sglang": "tp-size"}
 """Name of each server's option for the number of devices that share the model (tensor parallelism)."""
 
+MORE_WORKERS = ("pipeline-parallel-size", "data-parallel-size", "pp-size", "dp-size")
+"""Servers' options that add workers in other ways."""
+
 SERVERS_VARIABLE = "CLEW_LLM_SERVER_ADDRS"
 SERVERS_ALIAS = "AREAL_LLM_SERVER_ADDRS"
 """AReaL's name for the same variable. It is read if Clew's is not set."""
@@ -236,6 +239,12 @@ class Config(Section):
             raise ValueError(
                 f"weights.via=collective sends all weights of a model to servers, and {field} is set. Use "
                 f"weights.via=disk"
+            )
+        more = next((name for name in MORE_WORKERS if self.inference.options.get(name, 1) != 1), "")
+        if self.weights.via == "collective" and more:
+            raise ValueError(
+                f"weights.via=collective reaches the workers of tensor parallelism only, and inference.args.{more} "
+                f"adds others. Use weights.via=disk, or more servers (launch.devices)"
             )
         if self.inference.backend == "embedded" and self.inference.args:
             raise ValueError(

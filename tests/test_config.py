@@ -98,6 +98,11 @@ def test_a_section_that_may_be_null_is_set_and_unset_like_a_field(good: Path) ->
         ("", ["launch.devices=d1", "launch.colocate=true"], "launch.colocate shares one"),
         ("", ["inference.backend=vllm", "launch.colocate=true"], "launch.colocate needs the engine inside Clew's own"),
         ("", ["inference.args={max-num-seqs: 3}"], "inference.args (max-num-seqs) are options of vLLM or SGLang"),
+        (
+            "",
+            ["inference.backend=vllm", "weights.via=collective", "inference.args={data_parallel_size: 2}"],
+            "inference.args.data-parallel-size adds others. Use weights.via=disk",
+        ),
         ("", ["inference.backend=vllm", "sampling.top_k=3"], "sampling.top_k cuts the distribution"),
         ("", ["sampling.min_new_tokens=300"], "sampling.min_new_tokens (300) is above sampling.max_new_tokens (256)"),
         ("", ["algorithm.preset=gpro"], "your own module, such as my_project.gpro. Did you mean 'grpo'?"),

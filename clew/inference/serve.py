@@ -88,6 +88,7 @@ def serve(
         reporter = stack.enter_context(run.report(name))
         listener = stack.enter_context(bind(config.inference.listen))
         stack.callback(run.remove_server, name)
+        stack.enter_context(suppress(asyncio.CancelledError))  # a signal has ended it before it served
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(name, attach, config, run, listener, reporter, beside, api_key, allow_weights))
 
@@ -162,6 +163,10 @@ async def _open_engine(name: str, attach: str, config: Config, run: RunDirectory
     if config.inference.backend == "embedded":
         return load_engine(config, gather_s=GATHER_S)
     engine = start_remote(config, run, name, attach)
+    starting = asyncio.current_task()
+    assert starting is not None
+    for number in (signal.SIGTERM, signal.SIGINT):  # once; `_end_on_signal` replaces this when the server is up
+        asyncio.get_running_loop().add_signal_handler(number, lambda: starting.cancelling() or starting.cancel())
     try:
         await engine.start(reporter)
     except BaseException:

@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 from clew.errors import EngineError
+from clew.inference import server_watch
 from clew.inference.backend import Launch
 from clew.processes import how_it_ended, written_since
 
 GRACE_S = 5.0
 """Seconds between asking a server to end and killing it with all that it has started."""
 
-_DIES_WITH_PARENT = (
-    "import ctypes, os, sys\n"
-    "ctypes.CDLL(None).prctl(1, 9) if sys.platform == 'linux' else None\n"
-    "os.getppid() == int(sys.argv[1]) or os._exit(1)\n"
-    "os.execvpe(sys.argv[2], sys.argv[2:], os.environ)"
-)
-"""Program that has the kernel kill it with its parent (prctl(2), PR_SET_PDEATHSIG), and then becomes the server.
-
-It ends at once if its parent is gone already: the kernel would not kill it then.
-"""
-
 _CAUSE = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|error|Killed)\b: .+")
+_VALIDATION = re.compile(r"\d+ validation errors? for \S+$")
+"""Matches an error of pydantic, which says on the next line what is wrong."""
 _CONSEQUENCE = re.compile(r"[Ss]ee (?:root cause|stack trace)|EngineDeadError|Engine core initialization failed")
 
 
@@ -43,7 +37,6 @@ class ServerProcess:
         """
         self.log = log
         self._skip = log.stat().st_size if log.exists() else 0
-        shim = [sys.executable, "-P", "-S", "-c", _DIES_WITH_PARENT, str(os.getpid()), *launch.command]
         if not Path(launch.command[0]).is_file():
             raise EngineError(
                 f"Cannot start the inference server: {launch.command[0]} does not exist. inference.python names the "
@@ -51,16 +44,17 @@ class ServerProcess:
             )
         with log.open("ab") as output:
             self._process = subprocess.Popen(
-                shim,
+                [sys.executable, "-P", "-S", server_watch.__file__, str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**os.environ, **launch.environment},
+                env={**os.environ, **launch.environment, server_watch.COMMAND_VARIABLE: json.dumps(launch.command)},
             )
 
     @property
     def pid(self) -> int:
+        """Return the pid of the server's parent (`server_watch`), which leads the group of all its processes."""
         return self._process.pid
 
     def ended(self) -> str | None:
@@ -83,8 +77,14 @@ class ServerProcess:
     def cause(self) -> str:
         """Return the error in the log that the others follow from, or else the log's last line."""
         lines = [line for line in written_since(self.log, self._skip).splitlines() if line.strip()]
-        causes = [found[0] for line in lines if not _CONSEQUENCE.search(line) and (found := _CAUSE.search(line))]
-        return causes[-1].strip() if causes else lines[-1].strip() if lines else "it wrote nothing"
+        cause = lines[-1].strip() if lines else "it wrote nothing"
+        for line, following in pairwise([*lines, ""]):
+            if (found := _CAUSE.search(line)) and not _CONSEQUENCE.search(line):
+                cause = found[0].strip()
+                if _VALIDATION.search(cause):
+                    detail = following.removeprefix(line[: found.start()]).partition(" [type=")[0]
+                    cause = f"{cause}: {detail.strip()}"
+        return cause
 
     def end(self) -> None:
         """End the process and all that it has started."""

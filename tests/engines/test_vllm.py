@@ -108,9 +108,8 @@ class Serving:
 
     def vllm(self) -> psutil.Process:
         """The API server."""
-        return next(
-            child for child in psutil.Process(self.process.pid).children() if "api_server" in " ".join(child.cmdline())
-        )
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        return next(child for child in children if "api_server" in " ".join(child.cmdline()))
 
 
 def until(condition: Callable[[], Any], seconds: float = START_S) -> None:
@@ -250,7 +249,7 @@ def test_weights_that_are_held_but_computed_otherwise_fail_the_probe(serving: Se
     model = make_model(serving.folder / "probed", seed=3)
     ref = published(serving.folder / "version-10", model, 10)
     wrong = WeightRef(**{**ref.__dict__, "probe_logprob": ref.probe_logprob - 0.1})
-    with pytest.raises(EngineError, match=r"it gives the probe the logprob .* \(a packed or tied lm_head"):
+    with pytest.raises(EngineError, match=r"it gives the probe the logprob .* \(for example a packed copy of lm_head"):
         serving.ask(lambda engine: engine.load_weights(wrong))
     serving.ask(lambda engine: engine.load_weights(ref))
 

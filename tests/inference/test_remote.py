@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -90,11 +90,8 @@ def started(tmp_path: Path, program: str) -> ServerProcess:
 
 
 def until_ended(process: ServerProcess) -> str:
-    deadline = time.monotonic() + 60
-    while (ended := process.ended()) is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return ended
+    until(process.ended, "the server does not end")
+    return process.ended() or ""
 
 
 def test_the_cause_of_a_servers_end_is_the_error_that_the_others_follow_from(tmp_path: Path) -> None:
@@ -108,29 +105,75 @@ def test_the_cause_of_a_servers_end_is_the_error_that_the_others_follow_from(tmp
     assert ended.startswith("ended with code 1: ValueError: the cache is too small (its log: ")
 
 
+def test_the_cause_is_told_with_the_line_on_which_pydantic_says_what_is_wrong(tmp_path: Path) -> None:
+    process = started(
+        tmp_path,
+        "print('(APIServer pid=7) pydantic_core.ValidationError: 1 validation error for ModelConfig')\n"
+        "print('(APIServer pid=7)   Value error, max_model_len (99) is greater than 64 [type=value_error, input=…]')\n"
+        "raise SystemExit(1)",
+    )
+    said = "pydantic_core.ValidationError: 1 validation error for ModelConfig: Value error, max_model_len (99) is"
+    assert f"{said} greater than 64 (its log" in until_ended(process)
+
+
 def test_a_server_that_says_nothing(tmp_path: Path) -> None:
     assert "ended with code 3: it wrote nothing" in until_ended(started(tmp_path, "raise SystemExit(3)"))
 
 
-def test_what_a_server_has_started_ends_with_it(tmp_path: Path) -> None:
-    process = started(
-        tmp_path,
-        "import signal, subprocess, sys, time\n"
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
-        "print(child.pid, flush=True)\ntime.sleep(600)",
-    )
+STARTS_CHILD = (
+    "import signal, subprocess, sys, time\n"
+    "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+    "print(child.pid, flush=True)\n"
+    "time.sleep(600)"
+)
+"""Program of a server that leaves SIGTERM alone, and writes the pid of a process that it starts to its log."""
+
+
+def child_in(log: Path) -> int:
+    until(lambda: log.exists() and log.read_text().strip(), "the server starts no child")
+    return int(log.read_text())
+
+
+def until(condition: Callable[[], Any], otherwise: str) -> None:
     deadline = time.monotonic() + 60
-    while not process.log.read_text().strip():
-        assert time.monotonic() < deadline
+    while not condition():
+        assert time.monotonic() < deadline, otherwise
         time.sleep(0.02)
-    child = int(process.log.read_text())
+
+
+def gone(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status")
+    return not status.exists() or "\nState:\tZ" in status.read_text()
+
+
+def test_what_a_server_has_started_ends_with_it(tmp_path: Path) -> None:
+    process = started(tmp_path, STARTS_CHILD)
+    child = child_in(process.log)
     os.kill(process.pid, signal.SIGKILL)
     process.end()
-    deadline = time.monotonic() + 10
-    while Path(f"/proc/{child}").exists() and "\nState:\tZ" not in Path(f"/proc/{child}/status").read_text():
-        assert time.monotonic() < deadline, "the child of a dead server lives on"
-        time.sleep(0.05)
+    until(lambda: gone(child), "the child of a dead server lives on")
+
+
+def test_what_a_server_has_started_ends_with_the_killed_process_of_clew(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from clew.inference.backend import Launch\n"
+        "from clew.inference.server_process import ServerProcess\n"
+        "launch = Launch(command=[sys.executable, '-c', sys.argv[1]], environment={})\n"
+        "ServerProcess(launch, Path(sys.argv[2]))\n"
+        "sys.stdin.read()"
+    )
+    arguments = [sys.executable, "-c", code, STARTS_CHILD, str(tmp_path / "log")]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE) as parent:
+        child = child_in(tmp_path / "log")
+        parent.kill()
+    until(lambda: gone(child), "the child of a server lives on without Clew")
+
+
+def test_a_server_that_is_killed_is_said_to_be_killed(tmp_path: Path) -> None:
+    process = started(tmp_path, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    assert until_ended(process).startswith("was killed by signal 9: it wrote nothing")
 
 
 def test_no_such_python(tmp_path: Path) -> None:
@@ -138,28 +181,39 @@ def test_no_such_python(tmp_path: Path) -> None:
         ServerProcess(Launch(command=["/no/python"], environment={}), tmp_path / "log")
 
 
-def test_a_server_that_cannot_start_ends_clew_serve_with_the_cause(tmp_path: Path) -> None:
-    """A real `clew serve` with a Python that has no vLLM."""
-    tiny_tokenizer(tmp_path / "model")
-    tiny_model(tmp_path / "model")
+def serve_command(folder: Path, python: str) -> list[str]:
+    """Return the command of a real `clew serve` of a tiny model with vLLM, as far as this Python has it."""
+    tiny_tokenizer(folder / "model")
+    tiny_model(folder / "model")
     sections = {
         "experiment": "e",
-        "root": str(tmp_path / "runs"),
-        "model": {"path": str(tmp_path / "model")},
+        "root": str(folder / "runs"),
+        "model": {"path": str(folder / "model")},
         "data": {"path": "none"},
-        "inference": {"backend": "vllm", "python": sys.executable},
+        "inference": {"backend": "vllm", "python": python},
     }
-    (tmp_path / "c.yaml").write_text(json.dumps(sections))
-    ended = subprocess.run(
-        [sys.executable, "-P", "-m", "clew", "serve", str(tmp_path / "c.yaml")],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    (folder / "c.yaml").write_text(json.dumps(sections))
+    return [sys.executable, "-P", "-m", "clew", "serve", str(folder / "c.yaml")]
+
+
+def test_a_server_that_cannot_start_ends_clew_serve_with_the_cause(tmp_path: Path) -> None:
+    ended = subprocess.run(serve_command(tmp_path, sys.executable), capture_output=True, text=True, timeout=120)
     assert ended.returncode == 2
     assert "vLLM did not start: it ended with code 1:" in ended.stderr
     assert "No module named" in ended.stderr or "ModuleNotFoundError" in ended.stderr
     assert "vllm.log" in ended.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_the_server_starts_ends_what_it_has_started(tmp_path: Path, number: signal.Signals) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n[ $1 = -c ] && exit 1\nsleep 600 & echo $! > {tmp_path}/child; wait\n")
+    python.chmod(0o755)
+    with subprocess.Popen(serve_command(tmp_path, str(python)), stderr=subprocess.PIPE, text=True) as serving:
+        child = child_in(tmp_path / "child")
+        serving.send_signal(number)
+        assert serving.wait(30) == 0 and "Traceback" not in serving.communicate()[1]
+    until(lambda: gone(child), "what the server has started lives on")
 
 
 class Answers(BaseHTTPRequestHandler):

@@ -1,0 +1,56 @@
+"""Program that runs an inference server, and kills all that the server has started when Clew's process dies.
+
+The kernel could kill the server alone with Clew's process. What it has started, such as vLLM's engine process, would
+live on and keep its memory. Python runs this file by itself, with none of Clew's or other packages.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+
+COMMAND_VARIABLE = "CLEW_SERVER_COMMAND"
+"""Environment variable with the server's command, as JSON. As arguments it would look as if this were the server."""
+
+
+def _signal_when_parent_dies(number: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG, see prctl(2)
+
+
+def main(parent: int, command: list[str]) -> int:
+    """Run the server until it ends, and return its exit code; end by the same signal if a signal has killed it.
+
+    Args:
+        parent: Clew's process, which has made this process the leader of a group.
+        command: The server's program and its arguments.
+    """
+
+    def kill_group_of_orphans(*_: object) -> None:
+        if os.getppid() != parent:
+            os.killpg(0, signal.SIGKILL)
+
+    signal.signal(signal.SIGTERM, kill_group_of_orphans)  # while Clew lives, the server itself handles SIGTERM
+    _signal_when_parent_dies(signal.SIGTERM)
+    kill_group_of_orphans()  # the parent may have died before
+    server = os.fork()
+    if not server:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        _signal_when_parent_dies(signal.SIGKILL)
+        try:
+            os.execvpe(command[0], command, os.environ)
+        except OSError as error:
+            sys.exit(f"{command[0]}: {error}")
+    code = os.waitstatus_to_exitcode(os.waitpid(server, 0)[1])
+    if code < 0:
+        if -code != signal.SIGKILL:  # which has no handler
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), json.loads(os.environ.pop(COMMAND_VARIABLE))))
