@@ -210,9 +210,12 @@ def test_a_signal_while_the_server_starts_ends_what_it_has_started(tmp_path: Pat
     python.write_text(f"#!/bin/sh\n[ $1 = -c ] && exit 1\nsleep 600 & echo $! > {tmp_path}/child; wait\n")
     python.chmod(0o755)
     with subprocess.Popen(serve_command(tmp_path, str(python)), stderr=subprocess.PIPE, text=True) as serving:
-        child = child_in(tmp_path / "child")
-        serving.send_signal(number)
-        assert serving.wait(30) == 0 and "Traceback" not in serving.communicate()[1]
+        try:
+            child = child_in(tmp_path / "child")
+            serving.send_signal(number)
+            assert serving.wait(30) == 0 and "Traceback" not in serving.communicate()[1]
+        finally:
+            serving.kill()
     until(lambda: gone(child), "what the server has started lives on")
 
 
