@@ -13,7 +13,7 @@ import html
 import logging
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 shown = threading.Event()
@@ -40,6 +40,12 @@ def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
     """Return how many leading items are equal, which is the index of the first difference."""
     pairs = zip(one, other, strict=False)
     return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+def around(text: str, place: int, length: int, write: Callable[[str], str] = str) -> str:
+    """Return `length` characters before and after a place in a text, written by `write`. An ellipsis marks a cut."""
+    begin, end = max(0, place - length), place + length
+    return f"{'…' * (begin > 0)}{write(text[begin:end])}{'…' * (end < len(text))}"
 
 
 def counted(number: int, noun: str) -> str:

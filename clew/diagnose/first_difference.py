@@ -21,7 +21,7 @@ from clew.diagnose.causes import Pair, differing
 from clew.errors import RecordError
 from clew.loop import differences
 from clew.loop.differences import EXACT, TOLERANCES, Computed, Difference, Tolerance
-from clew.printing import common_length
+from clew.printing import around, common_length
 from clew.reading import RESTORE, flat
 from clew.record.batch_digest import digest_rows, from_hex, to_hex
 from clew.record.rows import ALIGNED, COLUMNS, TIMES, Sequence, timeless
@@ -272,17 +272,16 @@ def _in_column(step: int, column: str, a: Sequence, b: Sequence, tolerance: Tole
 def _in_field(step: int, where: str, then: Any, now: Any) -> Difference | None:
     """Return the difference between two values that are not aligned with tokens; None if they are equal.
 
-    Long values are shown from just before the place where they first differ.
+    Of long values, only the part around the place where they first differ is shown.
     """
     if then == now:
         return None
     a, b = (json.dumps(each, sort_keys=True, default=str, ensure_ascii=False) for each in (then, now))
     if a == b:  # both NaN
         return None
-    first = common_length(a, b)
-    cut = max(0, first - 60) if max(len(a), len(b)) > 200 else 0
-    shown = [("…" if cut else "") + each[cut : cut + 200] + ("…" if len(each) > cut + 200 else "") for each in (a, b)]
-    return Difference(step=step, stage="data", where=where, recorded=shown[0], found=shown[1])
+    length = 100 if max(len(a), len(b)) > 200 else 200
+    then, now = (around(text, common_length(a, b), length) for text in (a, b))
+    return Difference(step=step, stage="data", where=where, recorded=then, found=now)
 
 
 def _fields(row: Sequence) -> Iterator[tuple[str, Any]]:

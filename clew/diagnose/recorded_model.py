@@ -15,7 +15,7 @@ from clew.gateway.interactions import Interaction
 from clew.inference.protocol import SamplingParams
 from clew.models.loading import load_tokenizer
 from clew.models.vision import load_vision
-from clew.printing import common_length
+from clew.printing import around, common_length
 from clew.record.media import media_name
 from clew.record.rows import Sequence as Row
 from clew.record.run import RunDirectory
@@ -213,14 +213,9 @@ def _role(pair: Sequence[Any]) -> str:
 
 
 def _around(text: str, at: int) -> str:
-    begin, end = max(0, at - AROUND), at + AROUND
-    shown = _with_blanks(text[begin:end])
-    return f"{'…' if begin else ''}{shown}{'…' if end < len(text) else ''}" if shown else "(nothing)"
-
-
-def _with_blanks(text: str) -> str:
-    """Return the text on one line, with a mark for each space, line break and tab."""
-    return text.translate({ord(" "): "·", ord("\n"): "⏎", ord("\r"): "␍", ord("\t"): "⇥", 0xA0: "⍽"})
+    """Return the text around a place on one line, with a mark for each space, line break and tab."""
+    marks = {ord(" "): "·", ord("\n"): "⏎", ord("\r"): "␍", ord("\t"): "⇥", 0xA0: "⍽"}
+    return around(text, at, AROUND).translate(marks) or "(nothing)"
 
 
 def _lines(prompt: Any) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from clew.gateway.dialect import Message
-from clew.printing import common_length
+from clew.printing import around, common_length
 
 AROUND = 24
 """Number of characters shown before and after the first one that differs."""
@@ -113,16 +113,12 @@ def _changed(before: Message, after: Message, index: int, field: str, *, reply: 
 def excerpt(before: str, after: str) -> str:
     """Return a clause with the place of the first difference between two texts, and both texts around it as `repr`."""
     place = common_length(before, after)
-    return f"at character {place + 1}: {_around(before, place)} became {_around(after, place)}"
-
-
-def _around(text: str, place: int) -> str:
-    begin, end = max(0, place - AROUND), place + AROUND
-    return f"{'…' * (begin > 0)}{text[begin:end]!r}{'…' * (end < len(text))}"
+    then, now = (around(text, place, AROUND, repr) for text in (before, after))
+    return f"at character {place + 1}: {then} became {now}"
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= 2 * AROUND else f"{text[: 2 * AROUND]}…"
+    return around(text, 0, 2 * AROUND)
 
 
 def _text(message: Message, field: str) -> str:

@@ -104,15 +104,15 @@ def _find_prompt(run: RunDirectory, config: Mapping[str, Any], wanted: str) -> t
         raise RecordError(f"{no_row} {_nothing(run, wanted, row, column)}".lstrip())
     texts = {content: text_of(rows.parse_data(content)) for content in groups_by_row}
     exact = [content for content, text in texts.items() if text == wanted]
-    if len(groups_by_row) > 1 and len(exact) != 1:
+    meant = exact if len(exact) == 1 else [*texts]
+    if len(meant) > 1:
         listed = "; ".join(repr(text[:80]) for text in list(texts.values())[:CANDIDATES])
         more = f"; and {len(texts) - CANDIDATES} more" if len(texts) > CANDIDATES else ""
         raise RecordError(
             f"--prompt {wanted!r} is in {len(texts)} prompts of this run: {listed}{more}. Give more of its text, or "
             f"the number of its row in the data file. {no_row}".rstrip()
         )
-    content = exact[0] if len(exact) == 1 else next(iter(groups_by_row))
-    return content, groups_by_row[content], False
+    return meant[0], groups_by_row[meant[0]], False
 
 
 def _row_of_file(config: Mapping[str, Any], place: int) -> dict[str, Any]:

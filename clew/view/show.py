@@ -282,19 +282,18 @@ def _show_evaluations(console: Console, evaluations: list[dict[str, Any]]) -> No
         *("evaluation of", *passes, "reward", "length", "truncated", "episodes", "failed"),
         spare=("truncated", "length", "episodes", "reward", "failed"),
     )
-    left_out = evaluations[1 : 1 - EVALUATIONS_SHOWN] if len(evaluations) > EVALUATIONS_SHOWN else []
-    for place, evaluation in enumerate(evaluations):
+    left_out = max(0, len(evaluations) - EVALUATIONS_SHOWN)
+    for place, evaluation in enumerate([evaluations[0], *evaluations[1 + left_out :]]):
         if left_out and place == 1:
-            rows.add_row(f"… {len(left_out)} more …")
-        if not 1 <= place <= len(left_out):
-            rows.add_row(
-                f"version {evaluation['version']}",
-                *(number(evaluation.get(name)) for name in (*passes, "reward")),
-                number(evaluation.get("length"), ".1f"),
-                number(evaluation.get("truncated")),
-                number(evaluation.get("episodes"), ".0f"),
-                number(evaluation.get("failed"), ".0f"),
-            )
+            rows.add_row(f"… {left_out} more …")
+        rows.add_row(
+            f"version {evaluation['version']}",
+            *(number(evaluation.get(name)) for name in (*passes, "reward")),
+            number(evaluation.get("length"), ".1f"),
+            number(evaluation.get("truncated")),
+            number(evaluation.get("episodes"), ".0f"),
+            number(evaluation.get("failed"), ".0f"),
+        )
     console.print(rows)
 
 
