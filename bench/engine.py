@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import uvloop
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, Qwen2Config
 
+from clew.http_server import new_event_loop
 from clew.inference.client import HTTPEngine
 from clew.inference.embedded import EmbeddedEngine
 from clew.inference.engine_core import Core
@@ -135,7 +135,7 @@ class Served:
         )
         assert self.process.stdout is not None
         self.address = self.process.stdout.readline().strip().rpartition("=")[2]
-        self.runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+        self.runner = asyncio.Runner(loop_factory=new_event_loop)
         self.engine = HTTPEngine(self.address)
 
     def run(self, work: Work) -> None:

@@ -20,12 +20,21 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Any, cast
 
+import h11
 import orjson
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from clew.config import TOKEN_VARIABLE
 from clew.errors import EngineError
+
+try:
+    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol as Protocol
+except ModuleNotFoundError:  # for `make gpu`, on images without it; uvicorn always brings h11
+    from uvicorn.protocols.http.h11_impl import H11Protocol as Protocol
+try:
+    from uvloop import new_event_loop as new_event_loop
+except ModuleNotFoundError:
+    from asyncio import new_event_loop as new_event_loop
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -303,7 +312,7 @@ async def respond(send: Send, status: int, content: Any) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-class Connection(HttpToolsProtocol):
+class Connection(Protocol):  # type: ignore[misc]  # one of two classes
     """A connection of uvicorn with time limits.
 
     uvicorn itself waits for ever for the rest of a request, and for a client to read its answer.
@@ -344,6 +353,12 @@ class Connection(HttpToolsProtocol):
         self._incomplete = False
         super().on_message_complete()
 
+    def handle_events(self) -> None:
+        """See h11's protocol, which has this instead of the three above, and limits the headers itself."""
+        super().handle_events()
+        self._incomplete = self.conn.their_state is h11.SEND_BODY or bool(self.conn.trailing_data[0])
+        self._watch()  # uvicorn also calls this after an answer, for requests that had arrived before it
+
     def data_received(self, data: bytes) -> None:
         self._bytes += len(data)
         super().data_received(data)
@@ -354,6 +369,10 @@ class Connection(HttpToolsProtocol):
             if self._header_bytes > MAX_HEADERS:
                 self.send_400_response(f"The headers have more than {MAX_HEADERS >> 10} KiB.")
                 return
+        self._watch()
+
+    def _watch(self) -> None:
+        """Start the timer if the rest of a request is awaited; otherwise stop it."""
         answering = self.cycle is not None and not self.cycle.response_complete
         idle = self.timeout_keep_alive_task is not None
         if self._incomplete or not (answering or idle):
@@ -401,6 +420,7 @@ class GuardedServer(uvicorn.Server):
                 cast(Any, Guard(application, access)),
                 loop="none",
                 http=Connection,
+                h11_max_incomplete_event_size=MAX_HEADERS,
                 lifespan="off",
                 log_level="warning",
                 access_log=False,

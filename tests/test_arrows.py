@@ -64,7 +64,7 @@ MAY_IMPORT = {
     },
 }
 LINES = {
-    "top": 3094,  # printing.around; weights.via; launch.devices; asyncio; names of fields elsewhere; user's errors
+    "top": 3130,  # servers without httptools; weights.via; launch.devices; asyncio; names; user's errors
     "algorithms": 770,  # rejection.py: the corrections that other systems have for lag and mismatch
     "cli": 1040,  # clew hang, on several nodes; clew sft and clew learn watch themselves; refused options
     "diagnose": 2824,  # 2750 before the search of clew diff had a file of its own

@@ -7,8 +7,7 @@ NEEDED = {
     "torch": (2, 11),
     "transformers": (5, 0),
     **dict.fromkeys(("numpy", "pyarrow", "safetensors", "jinja2", "pillow", "aiohttp"), (0, 0)),
-    **dict.fromkeys(("pydantic", "omegaconf", "orjson", "tensorboard"), (0, 0)),
-    **dict.fromkeys(("fastapi", "uvicorn", "httptools", "uvloop"), (0, 0)),
+    **dict.fromkeys(("pydantic", "omegaconf", "orjson", "fastapi", "uvicorn"), (0, 0)),
 }
 """Packages that the script uses, and their lowest versions."""
 

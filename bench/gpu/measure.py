@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import platform
 import statistics
 import sys
@@ -128,6 +129,7 @@ class Table:
 
 def main(result: Path = RESULT) -> None:
     """Measure, and write the table."""
+    logging.basicConfig(format="%(levelname)s: %(message)s")  # otherwise a run's warnings are only in its record
     cuda, began = torch.cuda.is_available(), time.perf_counter()
     form, table = FULL if cuda else SMALL, Table()
     with tempfile.TemporaryDirectory() as name:

@@ -15,7 +15,6 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx2
-import uvloop
 from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -25,7 +24,7 @@ from clew.errors import EngineError
 from clew.gateway.app import disconnected
 from clew.gateway.episode_engine import sampling_params
 from clew.gateway.standalone import make_gateway
-from clew.http_server import Access, GuardedServer, bind, is_loopback
+from clew.http_server import Access, GuardedServer, bind, is_loopback, new_event_loop
 from clew.inference.detect_server import FoundEngine, find_engine
 from clew.models.loading import load_tokenizer
 from clew.models.vision import load_vision
@@ -117,7 +116,7 @@ def serve_in_front(config: Config, url: str, record: Path | None, *, api_key: st
         EngineError: Nothing answers at `url`, its tokens cannot be recorded, or the listening address cannot be used.
         ModelError: The tokenizer cannot be loaded.
     """
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(_serve(config, url, record, api_key))
 
 

@@ -10,13 +10,11 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
-import uvloop
-
 from clew.gateway.agent_session import AgentSession, Limits
 from clew.gateway.app import ASGI, AnyBase, application
 from clew.gateway.dialect import Refusal
 from clew.gateway.episode_engine import EpisodeEngine
-from clew.http_server import Access, GuardedServer
+from clew.http_server import Access, GuardedServer, new_event_loop
 
 T = TypeVar("T")
 
@@ -84,7 +82,7 @@ class ServingThread:
 
     def __init__(self, app: ASGI, close: Callable[[], Awaitable[None]] | None = None) -> None:
         """Start serving. `close`, if given, is called on the application's loop after all requests were served."""
-        self.loop = uvloop.new_event_loop()
+        self.loop = new_event_loop()
         """Event loop that the application runs on."""
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
         self.base_url = f"http://127.0.0.1:{self._listener.getsockname()[1]}/v1"

@@ -15,11 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-import uvloop
-
 from clew.config import SERVERS_VARIABLE, Config, server_token
 from clew.errors import EngineError, RecordError
-from clew.http_server import ASGI, Access, GuardedServer, bind
+from clew.http_server import ASGI, Access, GuardedServer, bind, new_event_loop
 from clew.inference.app import Application, ServedEngine
 from clew.inference.local import load_engine
 from clew.inference.protocol import EngineUnreachable
@@ -89,7 +87,7 @@ def serve(
         listener = stack.enter_context(bind(config.inference.listen))
         stack.callback(run.remove_server, name)
         stack.enter_context(suppress(asyncio.CancelledError))  # a signal has ended it before it served
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
             runner.run(_serve(name, attach, config, run, listener, reporter, beside, api_key, allow_weights))
 
 

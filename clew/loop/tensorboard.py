@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from clew.record.files import only_shown
 from clew.record.run import RunDirectory
+
+log = logging.getLogger("clew.trainer")
 
 
 class Tensorboard:
@@ -13,13 +16,19 @@ class Tensorboard:
 
     def __init__(self, run: RunDirectory, first_step: int) -> None:
         """Open the files, and hide what an earlier, killed trainer wrote from `first_step` on."""
-        from torch.utils.tensorboard import SummaryWriter
-
         self._run = run
+        self._writer = None
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ModuleNotFoundError as error:
+            log.warning("No files for TensorBoard are written: %s is not installed. Nothing else needs it.", error.name)
+            return
         self._writer = SummaryWriter(str(run.reports / "tensorboard"), purge_step=first_step, flush_secs=10)
         self._evaluated = {each["version"] for each in run.read_evals() if each["version"] < first_step - 1}
 
     def add(self, step: int, summary: dict[str, Any]) -> None:
+        if self._writer is None:
+            return
         with only_shown("TensorBoard's files"):
             for name, value in summary["metrics"].items():
                 self._writer.add_scalar(name, value, step)
@@ -36,4 +45,5 @@ class Tensorboard:
 
     def close(self) -> None:
         with only_shown("TensorBoard's files"):
-            self._writer.close()
+            if self._writer is not None:
+                self._writer.close()
