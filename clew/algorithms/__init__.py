@@ -42,12 +42,13 @@ WITH_CRITIC = ("gae",)
 LOSSES = {"clip": "ppo", "cispo": "cispo"}
 """Built-in losses, and the page that defines each. Anything else is the dotted path of a function."""
 
-FORMULAS = 3
+FORMULAS = 4
 """Version of Clew's own formulas, so that a replay knows which ones a record was made with.
 
-It is raised when a formula gives other numbers than before from the same inputs. 2: k3 is computed with expm1, and
-clip_share also counts the tokens that CISPO and the dual clip hold. 3: logits of half precision reach the softmax
-without a float32 copy, so CUDA rounds differently.
+It is raised when a formula gives other numbers than before from the same inputs, if only by rounding. 2: k3 is computed
+with expm1, and clip_share also counts the tokens that CISPO and the dual clip hold. 3: logits of half precision reach
+the softmax without a float32 copy, so CUDA rounds differently. 4: transformers' own code computes rotary embedding,
+RMSNorm and the attention of short rows on the CPU, too.
 """
 
 

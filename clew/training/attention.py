@@ -1,9 +1,7 @@
 """The attention of transformers' models while they are trained, for rows that are padded or packed into one.
 
 It calls transformers' own attention (`sdpa`, or `eager` for architectures that have no other, such as Gemma 2) as if
-the rows were not packed. On the CPU, this module computes short float32 rows by two matrix products and a softmax. That
-is up to a fifth faster, forward and backward together, than torch's kernel, which is made for many tokens. Such rows
-are common in training on a laptop.
+the rows were not packed.
 
 On CUDA, torch's kernel for rows of any length (`varlen_attn`, which is FlashAttention) takes packed rows as they lie,
 without padding. It supports only bfloat16 and float16 with plain causal attention. Other packed rows, such as those in
@@ -17,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,9 +29,6 @@ from clew.training.packing import Packed
 
 NAMES = {"sdpa": "clew_sdpa", "eager": "clew_eager"}
 """Name under which this module registers its version of each of transformers' attentions."""
-
-SHORT = 128
-"""Number of tokens up to which two products and a softmax are faster than torch's kernel."""
 
 SHARED_KEYS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 """Argument that tells `varlen_attn` that heads share keys; versions of torch without it detect this themselves."""
@@ -87,7 +82,7 @@ def attend(
         assert not repeated, "packed rows are recomputed outside their packing: pass context_fn=checkpoint_contexts"
         return inner(module, query, key, value, attention_mask, **kwargs)[0], None
     assert attention_mask is not None, f"{type(module).__name__} attends without a mask"
-    if inner is _sdpa and not attention_mask.numel() and _kernel_takes(module, query, value, **kwargs):
+    if inner is sdpa_attention_forward and not attention_mask.numel() and _kernel_takes(module, query, value, **kwargs):
         return _attend_packed(query, key, value, packed, kwargs.get("scaling")), None
     masks = [attention_mask[..., :length, :length] if attention_mask.numel() else None for _, length in packed.shapes]
     parts = (packed.spread(each) for each in (query, key, value))
@@ -114,38 +109,6 @@ def _attend_packed(query: Tensor, key: Tensor, value: Tensor, packed: Packed, sc
     return found[None]
 
 
-def _sdpa(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Return the attention of transformers' `sdpa`. Short float32 rows on the CPU are computed without torch's
-    kernel."""
-    n, heads, length, dim = query.shape
-    plain = attention_mask is None and not dropout and kwargs.get("position_bias") is None  # a mask: a sliding window
-    kernel_is_faster = query.dtype != torch.float32 or query.device.type != "cpu" or length > SHORT
-    if not plain or kernel_is_faster or key.shape[2] != length or not getattr(module, "is_causal", True):
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
-    kv_heads = key.shape[1]  # grouped queries: heads that share a key become more rows of queries; no key is copied
-    query = (query * (scaling if scaling is not None else dim**-0.5)).reshape(n, kv_heads, -1, dim)
-    scores = (query @ key.transpose(2, 3)).view(n, kv_heads, -1, length, length) + _future(length)
-    weights = torch.softmax(scores, -1).view(n, kv_heads, -1, length)
-    return (weights @ value).view(n, heads, length, -1).transpose(1, 2).contiguous(), None
-
-
-@cache
-def _future(length: int) -> Tensor:
-    """Return the [T, T] matrix that hides later tokens when it is added to the scores."""
-    return torch.full((length, length), float("-inf")).triu(1)
-
-
 def _mask(plain: Callable[..., Tensor | None], *, attention_mask: Tensor | None, **kwargs: Any) -> Tensor | None:
     """Return transformers' mask.
 
@@ -165,6 +128,6 @@ def _eager(module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, 
     return sys.modules[type(module).__module__].eager_attention_forward(module, *args, **kwargs)
 
 
-for _name, _inner, _plain in (("sdpa", _sdpa, sdpa_mask), ("eager", _eager, eager_mask)):
+for _name, _inner, _plain in (("sdpa", sdpa_attention_forward, sdpa_mask), ("eager", _eager, eager_mask)):
     AttentionInterface.register(NAMES[_name], partial(attend, inner=_inner))
     AttentionMaskInterface.register(NAMES[_name], partial(_mask, _plain))

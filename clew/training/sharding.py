@@ -35,7 +35,6 @@ from clew.config import Training
 from clew.training.attention import checkpoint_contexts
 from clew.training.isolation import check_causal, prepare_for_packing
 from clew.training.ranks import Ranks
-from clew.training.rotary_and_norm import quicken
 from clew.training.tensor_parallel import split
 
 
@@ -48,7 +47,6 @@ def prepare_for_training(
         ModelError: The model cannot be trained at all.
     """
     check_causal(model)
-    quicken(model)
     prepare_for_packing(model)
     if training.activation_checkpointing:
         checkpoint_activations(model)
