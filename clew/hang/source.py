@@ -357,13 +357,14 @@ def ends_wait(around: Function | Loop, text: str, wait: Wait, by_argument: bool 
     arguments = around.args.args if by_argument and isinstance(around, Function) else ()
     given = {each.arg for each in arguments} - {"self"}
     for call in (node for node in ast.walk(around) if isinstance(node, ast.Call)):
-        for called in map(dotted, (call.func, *call.args)):  # a call can be handed on: call_soon(future.set_result, 1)
+        # A call can be handed on, as in call_soon(future.set_result, 1) and pool.submit(self.score).
+        for called in map(dotted, (call.func, *call.args)):
             found = re.fullmatch(ENDING.get(kind, ENDING[""]), called)
             if found and (not target or found[1] in given or same_name(found[1], target)):
                 return True
-        inner = function_named(text, dotted(call.func).rpartition(".")[2]) if depth else None
-        if inner is not None and ends_wait(inner, text, wait, by_argument, depth - 1):
-            return True
+            inner = function_named(text, called.rpartition(".")[2]) if depth else None
+            if inner is not None and ends_wait(inner, text, wait, by_argument, depth - 1):
+                return True
     return False
 
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clew.hang import equal_stacks, source
-from clew.hang.activity import C10D, Activity, new_group_members
+from clew.hang.activity import C10D, Activity, new_group_members, receiver
 from clew.hang.advice import AGAIN, UNLESS
 from clew.hang.engines import answers
 from clew.hang.examine import enough, just_stopped
@@ -821,6 +821,18 @@ def test_a_callback_of_an_exit_stack_is_cleanup_if_there_was_an_exception(raised
     assert judged(first, replace(second, looks=looks)).pattern == pattern
 
 
+@pytest.mark.parametrize("does, line", [("self.pool.submit(self.episode)", 4), ("self.beat(self.episodes)", 9)])
+def test_a_thread_that_hands_on_what_fills_the_main_threads_queue_explains_its_wait(does: str, line: int) -> None:
+    text = (
+        "def dispatch(self):\n    while True:\n        while self.room() <= 0:\n            time.sleep(0.05)\n"
+        f"        {does}\ndef episode(self):\n    self.results.put(1)\n"
+        "def wait(self):\n    rows.append(self.results.get())\n"
+    )
+    gets = main_in(within("Condition.wait", "threading.py"), within("Queue.get", "queue.py"), at(9, "wait"))
+    sleeps = Thread(name="dispatcher", os_id=101, frames=(at(4, "dispatch"),))
+    assert watched(text, *([gets, sleeps] for _ in range(6))).sites == (f"train.py:{line}",)
+
+
 @pytest.mark.parametrize("does, line", [("write(state)", 5), ("published.set()", 3)])
 def test_an_idle_thread_explains_the_main_threads_wait_only_if_it_could_end_it(does: str, line: int) -> None:
     text = f"def saver():\n    while True:\n        state = saves.get()\n        {does}\npublished.wait()\n"
@@ -1120,6 +1132,12 @@ def test_a_snapshot_survives_json() -> None:
 
     snapshot = Snapshot(processes=(rank(0, 5, "all_reduce"),), sources={"train.py": SCRIPT})
     assert snapshot_from(json.loads(json.dumps(snapshot.as_dict()))) == snapshot
+
+
+def test_a_wait_within_another_call_has_the_receiver_of_the_method_that_runs() -> None:
+    text = "rows.append(self.answers.get())\nwith lock:\n    pass\nrows.append(take())\n"
+    assert (receiver(text, 1, "get"), receiver(text, 1), receiver(text, 2)) == ("self.answers", "rows", "lock")
+    assert receiver(text, 4, "get") == "rows"
 
 
 def test_groups_are_evaluated_without_running_code() -> None:
