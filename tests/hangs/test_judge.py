@@ -1371,6 +1371,32 @@ def test_what_has_ended_normally_explains_only_a_wait_that_it_could_have_ended(
         assert "Beside it, " in verdict.explanation
 
 
+@pytest.mark.parametrize("line, pattern", [(6, "dead"), (3, "rollout blocked")])
+def test_a_worker_that_starves_at_the_same_place_does_not_feed_the_other_one(line: int, pattern: str) -> None:
+    text = (
+        "def feed(prompts):\n    prompts.put(row)\n    link.recv()\ndef answer(prompts, answers):\n    while True:\n"
+        "        row = prompts.get()\n        answers.put(row)\nProcess(target=feed)\nProcess(target=answer)\n"
+        "answers.get()\n"
+    )
+    gets = (within("Connection._recv", "multiprocessing/connection.py"), within("get", "multiprocessing/queues.py"))
+
+    def one(pid: int, function: str, line: int, reads: int, *ends: str) -> Process:
+        thread = Thread(name="MainThread", os_id=pid, frames=(*gets, at(line, function)))
+        looks = tuple(Look(at=0.5 * n, state="S", switches=7, threads=(thread,)) for n in range(6))
+        awaits = ((pid, f"r pipe:[{reads}]", f"w pipe:[{reads}]"),)
+        return Process(pid=pid, parent=100, looks=looks, waits_in="pipe_read", awaits=awaits, ends=ends)
+
+    pipes = ("w pipe:[1]", "w pipe:[2]")
+    main = replace(one(100, "<module>", 10, 2, *pipes), parent=1)
+    workers = [one(101, "answer", 6, 1, *pipes), one(102, "feed" if line == 3 else "answer", line, 1, *pipes)]
+    feeder = Process(pid=103, parent=100, name="feeder", looks=(Look(at=2.5, state="Z"),), exit="with exit code 0")
+    verdict = judge(Snapshot(processes=(main, *workers, feeder), seconds=3.0, sources={"train.py": text}))
+    assert verdict.pattern == pattern
+    if pattern == "dead":
+        assert (verdict.pids, verdict.sites) == ((103,), ("train.py:10", "train.py:6"))
+        assert "Nothing that lives can end this wait: pid 101 waits for an item" in verdict.explanation
+
+
 @pytest.mark.parametrize("kind, edges", [("condition", set()), ("future", set()), ("process", {2, 3})])
 def test_a_child_that_waits_for_its_parent_cannot_end_another_wait_of_it(kind: str, edges: set[int]) -> None:
     def one(pid: int, kind: str, parent: int, awaits: int, *ends: int) -> Actor:
