@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clew.hang import equal_stacks, source
-from clew.hang.activity import C10D, Activity, new_group_members, receiver
+from clew.hang.activity import C10D, JOBS, Activity, new_group_members, receiver
 from clew.hang.advice import AGAIN, UNLESS
 from clew.hang.engines import answers
 from clew.hang.examine import enough, just_stopped
@@ -338,6 +338,23 @@ def test_a_blocked_event_loop_that_waits_for_a_coroutine_of_its_own_says_so() ->
         verdict = judge(Snapshot(processes=(process,), sources={"train.py": text}))
         assert verdict.pattern == "event loop blocked"
         assert ("given to this same loop" in verdict.explanation) is own
+
+
+@pytest.mark.parametrize("blocks, pattern", [(True, "event loop blocked"), (False, "rollout blocked")])
+def test_a_loop_that_blocks_in_a_thread_decides_although_the_main_thread_waits_for_a_result_too(
+    blocks: bool, pattern: str
+) -> None:
+    text = "def call(self, job):\n    return run_coroutine_threadsafe(job, self.loop).result()\nscore()\n"
+    result = (within("Condition.wait", "threading.py"), within("Future.result", "concurrent/futures/_base.py"))
+    runs = (within("Handle._run", "asyncio/events.py"), within("_run_once", "asyncio/base_events.py"))
+    inside = (*result, at(2, "call"), *runs) if blocks else (within("select", "selectors.py"), runs[1])
+    looks = [
+        main_in(*result, at(2, "call"), at(3, "<module>")),
+        Thread(name="gateway", os_id=101, frames=inside),
+        Thread(name="pool_0", os_id=102, frames=(*result, at(2, "call"), within("_worker", JOBS["_worker"]))),
+    ]
+    verdict = watched(text, *[looks] * 6)
+    assert (verdict.pattern, verdict.sites) == (pattern, ("train.py:2",))
 
 
 def test_a_rank_that_awaits_a_message_when_its_peers_are_through_is_to_be_looked_at_first() -> None:
@@ -1408,6 +1425,20 @@ def test_a_child_that_waits_for_its_parent_cannot_end_another_wait_of_it(kind: s
 
     main, first, second = one(1, kind, 0, 0, 11, 21), one(2, "pipe", 1, 10), one(3, "pipe", 1, 20, 11)
     assert application_edges([main, first, second])[1] == edges
+
+
+@pytest.mark.parametrize("reads, edges", [("w pipe:[9]", set()), ("", {1}), ("w pipe:[7]", {1})])
+def test_a_process_that_reads_its_programs_output_waits_for_no_parent_that_has_another_pipe(
+    reads: str, edges: set[int]
+) -> None:
+    def one(pid: int, kind: str, **more: Any) -> Actor:
+        looks = (Look(at=0.0, state="S", threads=(Thread(name="MainThread", os_id=pid),)),)
+        process = Process(pid=pid, looks=looks, pipes=("pipe:[7]",), ends=("w pipe:[7]",), **more)
+        return Actor(process=process, activity=Activity(kind=kind, thread="MainThread"))
+
+    client = one(1, "http", peers=(80,))
+    server = one(2, "process", parent=1, listens=(80,), awaits=((2, "r pipe:[8]", reads),) * bool(reads))
+    assert application_edges([client, server]) == {1: {2}, 2: edges}
 
 
 def test_only_a_fork_of_a_server_is_no_server_of_the_port_that_it_is_connected_to() -> None:
