@@ -154,6 +154,8 @@ class Activity:
 
 WORKS = re.compile(r"\.len\([^)]*(pending|work|handle|future|req|flight|outstanding)", re.I)
 """Matches names in `Activity.counters` that are lengths of lists of unfinished asynchronous operations."""
+LENGTH = re.compile(r"\.len\([\w.]+\)$")
+"""Matches names in `Activity.counters` that are lengths of collections."""
 LOOP_COUNTER = re.compile(r"\.(self\.)?(\w*step\w*|it|iter\w*|i|n|epoch|batch\w*|micro\w*|idx|index)$")
 """Matches names in `Activity.counters` that count the rounds of a loop."""
 

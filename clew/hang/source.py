@@ -46,6 +46,8 @@ EVENT = re.compile(r"\.(wait|is_set)\(|running|alive|stop|clos|shut|exit|quit|ca
 CLOCK = re.compile(r"(^|\.)(time|monotonic|perf_counter)(_ns)?$")
 MEASURES = re.compile(rf"{REPORTS.pattern}|^(os\.getloadavg|(psutil|pynvml|resource|torch\.cuda)\..*)$")
 """Calls by which a heartbeat looks at the machine, and those by which it reports."""
+GROWS = ("append", "extend", "add", "update", "appendleft")
+"""Methods by which a collection grows."""
 NUMBERS = {"int", "round", "float", "max", "min", "abs"}
 """Calls that only change the form of a number."""
 UNLIMITED = re.compile(r"\.(get|wait|acquire|read)$")
@@ -270,6 +272,15 @@ def counted(loop: ast.AST) -> set[str]:
     """Return the names and attributes that a loop counts up or down, such as `tries` in `tries += 1`."""
     targets = (node.target for node in ast.walk(loop) if isinstance(node, ast.AugAssign))
     return {dotted(each).rpartition(".")[2] for each in targets if isinstance(each, (ast.Name, ast.Attribute))}
+
+
+def filled(loop: ast.AST) -> set[str]:
+    """Return the names and attributes of the collections to which a loop adds items, such as `rows` in `rows[n] = 1`."""
+    functions = (node.func for node in ast.walk(loop) if isinstance(node, ast.Call))
+    grown = [each.value for each in functions if isinstance(each, ast.Attribute) and each.attr in GROWS]
+    targets = [each for node in ast.walk(loop) if isinstance(node, ast.Assign) for each in node.targets]
+    grown += [each.value for each in targets if isinstance(each, ast.Subscript)]
+    return {dotted(each).rpartition(".")[2] for each in grown}
 
 
 @lru_cache(maxsize=4096)

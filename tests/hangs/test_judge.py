@@ -186,6 +186,31 @@ def test_the_rank_in_the_rarer_collective_is_at_fault() -> None:
     assert judged(*ranks, rank(2, 9, "barrier", world=4)).ranks == (2,)
 
 
+@pytest.mark.parametrize(
+    "keeps, guard, ranks, confidence",
+    [
+        ("self.got[name] = x", "with timer", (2,), "high"),
+        ("self.other[name] = x", "with timer", (0,), "medium"),
+        ("if mine(name): self.got[name] = x", "with timer", (0,), "medium"),
+        ("self.got[name] = x", "if rank == 0", (0,), "high"),
+    ],
+)
+def test_a_source_that_waits_for_one_that_left_out_its_broadcast_is_not_alone_for_that(
+    keeps: str, guard: str, ranks: tuple[int, ...], confidence: str
+) -> None:
+    text = f"for name in names:\n    dist.broadcast(x, src=0)\n    {keeps}\n{guard}:\n    dist.broadcast(x, src=0)\n"
+    others = [
+        with_locals(rank(n, 6, "all_gather", world=3), **{"len(self.got)": length})
+        for n, length in ((1, "10"), (2, "9"))
+    ]
+    source = rank(0, 5, "broadcast", world=3, src="0")
+    sources = {"train.py": text + "dist.all_gather(xs, x)\n"}
+    verdict = judge(Snapshot(processes=(source, *others), seconds=3.0, sources=sources))
+    assert (verdict.pattern, verdict.ranks) == ("collective mismatch", ranks)
+    assert verdict.confidence == confidence
+    assert ("rank 2 has received less than others in broadcast" in verdict.explanation.lower()) is (ranks == (2,))
+
+
 def test_one_collective_everywhere_blames_no_rank() -> None:
     verdict = judged(rank(0, 5, "all_reduce"), rank(1, 5, "all_reduce"))
     assert (verdict.pattern, verdict.ranks) == ("same collective everywhere", ())
