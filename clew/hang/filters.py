@@ -40,11 +40,12 @@ def refuses(job: list[Actor], snapshot: Snapshot) -> tuple[Actor, str] | None:
     """Return the process that rejects everything, and its counter; None if nobody waits, or a process accepts work."""
     if found := next(((a, name) for a in job if (name := _keeps_nothing(a.process, snapshot.sources))), None):
         return found
-    # Rejecting everything is a fault only if somebody waits for what is accepted.
-    asks = len(job) == 1 or any(not a.moving and a.activity.kind in (*TO_OTHERS, "sleep", *DISTRIBUTED) for a in job)
-    if not asks or any(accepts(a.process, snapshot.sources) for a in job):
+    if any(accepts(a.process, snapshot.sources) for a in job):
         return None
-    return next(((a, name) for a in job if (name := _rejecting(a.process, snapshot.sources))), None)
+    # Rejecting everything is a fault only if somebody waits for what is accepted, or has collected nothing of it.
+    asks = len(job) == 1 or any(not a.moving and a.activity.kind in (*TO_OTHERS, "sleep", *DISTRIBUTED) for a in job)
+    found = ((a, name) for a in job if (name := _rejecting(a.process, snapshot.sources)))
+    return next(((a, name) for a, name in found if asks or _stays_empty(a.process, name, snapshot.sources)), None)
 
 
 def rejecting(sink: Sink) -> Verdict | None:
@@ -137,6 +138,20 @@ def _keeps_nothing(process: Process, sources: Mapping[str, str]) -> str:
             if values and values[0] < values[-1] >= BARREN:
                 return f"{frame.name}.{name} (beside {kept})"
     return ""
+
+
+def _stays_empty(process: Process, refused: str, sources: Mapping[str, str]) -> bool:
+    """Return whether a loop has collected nothing while the counter `refused` grew by at least `MANY`."""
+    moved = moved_counters(process, sources).items()
+    if not any(name.endswith(f":{refused}") and last - first >= MANY for name, (first, last) in moved):
+        return False
+    for frame in process.main_frames:
+        loop = loop_at(sources.get(frame.file, ""), frame.line)
+        goals = _collected(loop) if loop is not None else set[str]()
+        every = [f.locals for t in mains_of(process) for f in t.frames if f.function == frame.function]
+        if goals and {each.get(goal) for each in every for goal in goals} == {"0"}:
+            return True
+    return False
 
 
 def _puts_nothing(process: Process, sources: Mapping[str, str]) -> tuple[Activity, Frame, str] | None:

@@ -275,7 +275,7 @@ def counted(loop: ast.AST) -> set[str]:
 
 
 def filled(loop: ast.AST) -> set[str]:
-    """Return the names and attributes of the collections to which a loop adds items, such as `rows` in `rows[n] = 1`."""
+    """Return the names and attributes of the collections to which a loop adds items, such as `rows` in rows[n] = 1."""
     functions = (node.func for node in ast.walk(loop) if isinstance(node, ast.Call))
     grown = [each.value for each in functions if isinstance(each, ast.Attribute) and each.attr in GROWS]
     targets = [each for node in ast.walk(loop) if isinstance(node, ast.Assign) for each in node.targets]

@@ -589,6 +589,38 @@ def test_a_loop_that_keeps_nothing_in_many_rounds_never_fills_its_batch(
     assert verdict.pattern == pattern
 
 
+@pytest.mark.parametrize(
+    "dropped, kept, goal, pattern",
+    [
+        (4, 0, "len(rows) < n", "rollout blocked"),
+        (1, 0, "len(rows) < n", "healthy"),  # it may keep one in ten
+        (4, 1, "len(rows) < n", "healthy"),
+        (4, 0, "not late()", "healthy"),
+    ],
+)
+def test_a_filter_that_keeps_nothing_is_a_fault_although_all_processes_move(
+    dropped: int, kept: int, goal: str, pattern: str
+) -> None:
+    text = (
+        f"def collect(n):\n    while {goal}:\n        group = groups.get()\n        if not keep(group):\n"
+        "            self.dropped += 1\n            continue\n        rows.append(group)\n"
+        "for number in count():\n    groups.put(generate())\n"
+    )
+
+    def one(pid: int, parent: int, *frames: Frame) -> Process:
+        looks = (
+            Look(at=0.5 * n, state="S", switches=7 + n, threads=(Thread(name="MainThread", os_id=pid, frames=(each,)),))
+            for n, each in enumerate(frames)
+        )
+        return Process(pid=pid, parent=parent, looks=tuple(looks), waits_in="pipe_read", command=("python",))
+
+    values = [{"len(rows)": f"{kept}", "self.dropped": f"{50 + dropped * n}"} for n in range(6)]
+    filters = one(100, 1, *(at(3, "collect", **each) for each in values))
+    generates = one(101, 100, *(at(9, "generate", number=f"{dropped * n}") for n in range(6)))
+    verdict = judge(Snapshot(processes=(filters, generates), seconds=3.0, sources={"train.py": text}))
+    assert verdict.pattern == pattern
+
+
 @pytest.mark.parametrize("call, pattern", [("db.execute(LATEST).fetchone()", "external wait"), ("work()", "healthy")])
 def test_a_loop_that_asks_a_database_polls_beside_a_heartbeat_that_writes(call: str, pattern: str) -> None:
     text = (
