@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import takewhile
 
-from clew.hang.activity import DISTRIBUTED
+from clew.hang.activity import DISTRIBUTED, Activity
 from clew.hang.collective_calls import behind, other_numbers, parting
 from clew.hang.ended import dead, joined_too_early, lost_task, outlived, pipe_kept_open
 from clew.hang.filters import never_holds, rejecting, starved
@@ -16,8 +16,8 @@ from clew.hang.locks import left_locked, lock_holders, locked_file, locked_outsi
 from clew.hang.progress import busy, cpu_share, fails_in_loop, moved_counters, own_code_only, pace, places
 from clew.hang.roles import WAITS_INSIDE
 from clew.hang.sink import Sink
-from clew.hang.source import calls_at, calls_of, dotted, loop_at, origin, outermost_loop
-from clew.hang.verdict import LOCAL, MESSAGES, Actor, Verdict, names, subject, words_of
+from clew.hang.source import calls_at, calls_of, dotted, enclosing_function, loop_at, origin, outermost_loop, texts_in
+from clew.hang.verdict import LOCAL, MESSAGES, Actor, Verdict, names, sentences, subject, words_of
 from clew.hang.waits_for import THROUGH_PIPES, TO_OTHERS, surely_awaits
 
 FILE_CALLS = re.compile(
@@ -335,12 +335,44 @@ def _both_poll(sink: Sink) -> Verdict | None:
     sources = sink.sources
     if not all(loop_at(sources.get(each.file, ""), each.line) for each in (sink.act, by.activity)):
         return None
+    children = [a for a in sink.job if a.process.parent == by.pid and not (a.moving or a.dead)]
+    if circle := [a for a in children if any(_wait_for_each_other(a, b, sources) for b in children if b is not a)]:
+        why = f"{by.says}. Its children wait for one another: each asks again and again for what another one sets."
+        why = " ".join([why, sentences(circle)])
+        return sink.blame("rollout blocked", circle, why, cause="sleep", confidence="medium")
     why = (
         f"{by.says}. Its worker {sink.one.process.label} waits for work at {sink.act.place}. So what "
         f"is awaited was never given to a worker, or was lost."
     )
     found = sink.blame("rollout blocked", [by], why, cause="sleep", confidence="medium")
     return found.at(sink.act.site)
+
+
+def _wait_for_each_other(one: Actor, other: Actor, sources: Mapping[str, str]) -> bool:
+    """Return whether each of two processes sleeps until something holds that the function of the other one sets."""
+    return all(
+        _asked_at(a.activity, sources) & _set_around(b.activity, sources) for a, b in ((one, other), (other, one))
+    )
+
+
+def _asked_at(one: Activity, sources: Mapping[str, str]) -> set[str]:
+    """Return the words and attributes in the condition of the loop in which a thread sleeps."""
+    loop = loop_at(sources.get(one.file, ""), one.line)
+    if one.kind != "sleep" or not isinstance(loop, ast.While):
+        return set()
+    attributes = (node for node in ast.walk(loop.test) if isinstance(node, (ast.Attribute, ast.Subscript)))
+    return texts_in(loop.test) | {dotted(node) for node in attributes}
+
+
+def _set_around(one: Activity, sources: Mapping[str, str]) -> set[str]:
+    """Return the attributes that the function around a line assigns, and the words that it gives to calls."""
+    around, found = enclosing_function(sources.get(one.file, ""), one.line), set[str]()
+    for node in ast.walk(around) if around else ():
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            found |= texts_in(node)
+        elif isinstance(node, (ast.Assign, ast.AugAssign)):
+            found |= {dotted(each) for each in (node.targets if isinstance(node, ast.Assign) else [node.target])}
+    return found
 
 
 def _polling(sink: Sink) -> Verdict | None:

@@ -268,6 +268,12 @@ def loops_at(text: str, line: int) -> list[Loop]:
     return found
 
 
+def texts_in(node: ast.AST) -> set[str]:
+    """Return the string constants in an expression or statement."""
+    constants = (each.value for each in ast.walk(node) if isinstance(each, ast.Constant))
+    return {each for each in constants if isinstance(each, str)}
+
+
 def counted(loop: ast.AST) -> set[str]:
     """Return the names and attributes that a loop counts up or down, such as `tries` in `tries += 1`."""
     targets = (node.target for node in ast.walk(loop) if isinstance(node, ast.AugAssign))

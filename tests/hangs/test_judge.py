@@ -490,6 +490,34 @@ both[0].join()
 """
 
 
+@pytest.mark.parametrize(
+    "asks, sets, pids",
+    [
+        ("board.get('scored') < due", "board.set('scored', due)", (101, 102)),
+        ("self.board.scored < due", "self.board.scored = due", (101, 102)),
+        ("not glob('jobs/*')", "board.set('scored', due)", (100,)),  # it waits for work of its parent
+        ("not scored(due)", "board.set('scored', due)", (100,)),
+    ],
+)
+def test_children_that_poll_for_one_another_are_no_idle_workers(asks: str, sets: str, pids: tuple[int, ...]) -> None:
+    text = (
+        f"def save():\n    while True:\n        while {asks}:\n            sleep(1)\n        board.set('saved', due)\n"
+        f"def score():\n    while True:\n        while board.get('saved') < due:\n            sleep()\n        {sets}\n"
+        "while board.get('step') < due:\n    time.sleep(1)\n"
+    )
+
+    def one(pid: int, function: str, line: int) -> Process:
+        thread = Thread(name="MainThread", os_id=pid, frames=(at(line, function),))
+        looks = tuple(Look(at=0.5 * n, state="S", switches=7 + n, threads=(thread,)) for n in range(6))
+        parent, command = 100 if pid > 100 else 1, ("python",)
+        return Process(pid=pid, parent=parent, looks=looks, waits_in="hrtimer_nanosleep", command=command)
+
+    every = (one(100, "<module>", 12), one(101, "save", 4), one(102, "score", 9))
+    verdict = judge(Snapshot(processes=every, seconds=3.0, sources={"train.py": text}))
+    assert (verdict.pattern, verdict.pids) == ("rollout blocked", pids)
+    assert ("Its children wait for one another" in verdict.explanation) is (len(pids) > 1)
+
+
 @pytest.mark.parametrize("line, steps, pattern", [(4, 9, "healthy"), (4, 0, "external wait"), (5, 9, "external wait")])
 def test_a_process_that_sleeps_between_its_rounds_does_not_stop_another(line: int, steps: int, pattern: str) -> None:
     def one(pid: int, line: int, parent: int, steps: int, *library: Frame) -> Process:
