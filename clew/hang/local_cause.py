@@ -9,8 +9,9 @@ from dataclasses import replace
 from itertools import takewhile
 
 from clew.hang.activity import DISTRIBUTED, Activity
+from clew.hang.between_ranks import with_callers
 from clew.hang.collective_calls import behind, other_numbers, parting
-from clew.hang.ended import dead, joined_too_early, lost_task, outlived, pipe_kept_open
+from clew.hang.ended import dead, done, joined_too_early, lost_task, outlived, pipe_kept_open
 from clew.hang.filters import never_holds, rejecting, starved
 from clew.hang.locks import left_locked, lock_holders, locked_file, locked_outside
 from clew.hang.progress import busy, cpu_share, fails_in_loop, moved_counters, own_code_only, pace, places
@@ -119,12 +120,17 @@ def _paused(sink: Sink) -> Verdict | None:
 def _slow(sink: Sink) -> Verdict | None:
     """Judge a process that makes progress as slow, not as hung."""
     generates = sink.one.process.answers.get("metrics") == "moving"
-    if not sink.one.moving and not generates:
+    # In a circle, one that moves is slow if it only seems to wait for another: the end that it awaits is not known.
+    moving = [
+        a for a in sink.culprits if a.moving and (a is sink.one or (a.rank is None and not surely_awaits(a, sink.job)))
+    ]
+    if not moving and not generates:
         return None
-    work = f": it {sink.one.work}" if sink.one.work else ""
-    how = ": its counters of tokens grow" if generates else work or pace(sink.one.process, sink.sources)
-    why = f"{sink.one.process.label} moves, but slowly{how}; others wait for it."
-    return sink.blame("slow", sink.culprits, why, cause="slow", confidence="medium")
+    one = sink.one if generates else moving[0]
+    work = f": it {one.work}" if one.work else ""
+    how = ": its counters of tokens grow" if generates else work or pace(one.process, sink.sources)
+    why = f"{one.process.label} moves, but slowly{how}; others wait for it."
+    return sink.blame("slow", [one] if generates else moving, why, cause="slow", confidence="medium")
 
 
 def _unexplained(sink: Sink) -> Verdict | None:
@@ -456,6 +462,37 @@ def _asked(sink: Sink) -> str:
     return f" That server is in this job: {asked.says}." if asked else ""
 
 
+def _through_server(sink: Sink) -> Verdict | None:
+    """Judge clients that all wait for a server whose handlers wait for what another of these clients should bring."""
+    server, ports = sink.one, set(sink.one.process.listens)
+    asking = [a for a in sink.waiters if a.activity.kind in ("http", "network") and ports & set(a.process.peers)]
+    places = {tuple((f.file, f.line) for f in a.process.user_frames) for a in asking}
+    others = [
+        a for a in sink.waiters if a not in asking and not done(a) and a.activity.kind not in ("process", "thread")
+    ]
+    handlers = [each for each in server.threads if each.kind == "condition" and _waits_as_asked(each, sink.sources)]
+    working = [each for each in server.threads if each.of_user and each not in handlers and each.kind != "select"]
+    working = [each for each in working if "serve_forever(" not in each.text]
+    if len(places) < 2 or len(handlers) < len(asking) or others or working or sink.blocked_ranks:
+        return None
+    why = (
+        f"{', '.join(a.process.label for a in asking)} wait for one another through {server.process.label}: its "
+        f"handlers wait at {handlers[0].place} for what a client should bring, and no client is left to bring it."
+    )
+    found = sink.blame("rollout blocked", asking, why, cause="condition", confidence="medium")
+    return with_callers(found, asking).at(handlers[0].site)
+
+
+def _waits_as_asked(one: Activity, sources: Mapping[str, str]) -> bool:
+    """Return whether a handler waits for a condition that depends on its request: no event that resumes the server."""
+    text = sources.get(one.file, "")
+    handler, loop = enclosing_function(text, one.line), loop_at(text, one.line)
+    given = {each.arg for each in handler.args.args} - {"self"} if handler is not None else set[str]()
+    tests = [loop.test] if isinstance(loop, ast.While) else []
+    tests += [each for call in calls_at(text, one.line) for each in call.args if isinstance(each, ast.Lambda)]
+    return any(node.id in given for test in tests for node in ast.walk(test) if isinstance(node, ast.Name))
+
+
 def _parties(sink: Sink) -> str:
     """Return words about how many threads have come to the barrier at which the culprit waits, if variables say it."""
     names = [f"{sink.act.target}.{name}" for name in ("_parties", "_count")]
@@ -484,7 +521,7 @@ RULES: tuple[Callable[[Sink], Verdict | None], ...] = (
     _paused, _blocked_loop, rejecting, starved, outlived, locked_outside, pipe_kept_open, joined_too_early,
     _joins_its_producer, dead, _own_waits, never_holds, _slow, locked_file, _cleaned_up, _store, _unexplained,
     _loader, _silent_server, _outside, _retrying, device, _unscheduled, _computing, _both_poll, _threads_poll,
-    _polling, _one_at_a_time, lost_task, _blocked,
+    _polling, _one_at_a_time, _through_server, lost_task, _blocked,
 )  # fmt: skip
 """Rules in the order in which they are tried: the first that answers decides, so facts come before guesses.
 

@@ -501,7 +501,7 @@ both[0].join()
 )
 def test_children_that_poll_for_one_another_are_no_idle_workers(asks: str, sets: str, pids: tuple[int, ...]) -> None:
     text = (
-        f"def save():\n    while True:\n        while {asks}:\n            sleep(1)\n        board.set('saved', due)\n"
+        f"def save():\n    while True:\n        while {asks}:\n            sleep()\n        board.set('saved', due)\n"
         f"def score():\n    while True:\n        while board.get('saved') < due:\n            sleep()\n        {sets}\n"
         "while board.get('step') < due:\n    time.sleep(1)\n"
     )
@@ -837,6 +837,66 @@ def test_a_rank_that_has_a_file_locked_and_waits_for_those_who_want_it_is_at_fau
     assert (verdict.pattern, verdict.ranks, verdict.sites) == ("lock or I/O", (0,), ("train.py:8", "train.py:9"))
     assert "Rank 1 (pid 101) waits for a file lock at train.py:8" in verdict.explanation
     assert verdict.explanation.partition("train.py:9")[2].startswith(": dist.barrier(). It is in a collective there")
+
+
+@pytest.mark.parametrize(
+    "condition, line, works, pids",
+    [
+        ("not self.lists[key]", 10, False, (301, 302)),
+        ("self.paused", 10, False, (200,)),  # a client that resumes it may be missing
+        ("not self.lists[key]", 9, False, (200,)),  # two alike: the one that brings it is elsewhere
+        ("not self.lists[key]", 10, True, (200,)),
+    ],
+)
+def test_clients_that_wait_for_one_another_through_a_server_are_at_fault(
+    condition: str, line: int, works: bool, pids: tuple[int, ...]
+) -> None:
+    text = (
+        f"def pop(self, key):\n    with self.changed:\n        while {condition}:\n            self.changed.wait()\n"
+        "def sample():\n    engine.lock.acquire()\ndef ask(key):\n    return file.readline()\n"
+        "weights = ask('weights')\nrows = ask('rows')\nserver.serve_forever()\n"
+    )
+
+    def one(pid: int, *threads: tuple[Frame, ...], **more: Any) -> Process:
+        every = tuple(Thread(name=f"T{n}", os_id=pid + n, frames=frames) for n, frames in enumerate(threads))
+        every = (replace(every[0], name="MainThread"), *every[1:])
+        looks = tuple(Look(at=0.5 * n, state="S", switches=7, threads=every) for n in range(6))
+        return Process(pid=pid, command=("python",), looks=looks, waits_in="futex_do_wait", **more)
+
+    waits = (within("Condition.wait", "threading.py"), at(4, "pop"))
+    serves = (within("select", "selectors.py"), within("serve_forever", "socketserver.py"), at(11, "<module>"))
+    samples = (within("Condition.wait", "threading.py"), at(6, "sample"))
+    server = one(200, serves, waits, waits, *([samples] if works else []), listens=(80,))
+    reads = (within("SocketIO.readinto", "socket.py"), at(8, "ask"))
+    clients = [one(pid, (*reads, at(n, "<module>")), peers=(80,)) for pid, n in ((301, 9), (302, line))]
+    verdict = judge(Snapshot(processes=(server, *clients), seconds=3.0, sources={"train.py": text}))
+    assert (verdict.pattern, verdict.pids) == ("rollout blocked", pids)
+    if len(pids) > 1:
+        assert verdict.sites == ("train.py:10", "train.py:4", "train.py:8", "train.py:9")
+
+
+@pytest.mark.parametrize("step, known, pattern", [(1, False, "slow"), (0, False, "external wait"), (1, True, "cycle")])
+def test_of_two_that_seem_to_wait_for_one_another_one_that_moves_is_slow(step: int, known: bool, pattern: str) -> None:
+    text = "answer = file.readline()\nreply = sys.stdin.readline()\n"
+    reads = (within("SocketIO.readinto", "socket.py"), at(1, "ask"))
+    looks, served = [], []
+    for n in range(6):
+        looks.append(
+            Look(at=0.5 * n, state="S", switches=7, threads=(Thread(name="MainThread", os_id=100, frames=reads),))
+        )
+        frames = (at(2, "decode", **{"self.tokens": f"{9 * step * n}"}),)
+        served.append(
+            Look(at=0.5 * n, state="S", switches=7, threads=(Thread(name="MainThread", os_id=101, frames=frames),))
+        )
+    awaits = ((101, "r pipe:[7]", "w pipe:[7]"),) if known else ()
+    client = Process(pid=100, looks=tuple(looks), peers=(80,), pipes=("pipe:[7]",), ends=("w pipe:[7]",))
+    server = Process(pid=101, parent=100, looks=tuple(served), listens=(80,), pipes=("pipe:[7]",), awaits=awaits)
+    server, client = (
+        replace(each, command=("python",), waits_in=w) for each, w in ((server, "pipe_read"), (client, ""))
+    )
+    verdict = judge(Snapshot(processes=(client, server), seconds=3.0, sources={"train.py": text}))
+    expected = ("slow", (101,)) if pattern == "slow" else ("external wait", (100, 101))
+    assert (verdict.pattern, verdict.pids) == expected
 
 
 @pytest.mark.parametrize("asks, site", [(False, "train.py:2"), (True, "train.py:1")])
