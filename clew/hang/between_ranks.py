@@ -488,13 +488,14 @@ def _different_collectives(sink: Sink) -> Verdict:
     why = f"The ranks are in different collectives, which can never meet. {sink.says}"
     odd = _deviating(culprits)
     parted = parting(culprits) or other_numbers(culprits)
-    if found := _left_a_loop(culprits, sink.sources) or (None if parted else _received_less(odd, sink)):
+    left = _left_a_loop(culprits, sink.sources)
+    if found := left or (None if parted else _received_less(odd, sink)):
         odd, said = found
         why = f"{why} {said}"
     if parted:
         odd = parted[0] if len(parted[0]) < len(culprits) else odd
         why = f"{why} {parted[1]}"
-    guessed = len(odd) == len(culprits) or (not found and not parted and _is_root(odd))
+    guessed = len(odd) == len(culprits) or (_is_root(odd) and not left and not parted)
     sure = "medium" if guessed else "high"
     return sink.blame("collective mismatch", odd, why, structural=True, confidence=sure)
 
@@ -508,12 +509,15 @@ def _is_root(odd: Sequence[Actor]) -> bool:
 
 
 def _received_less(odd: Sequence[Actor], sink: Sink) -> tuple[list[Actor], str] | None:
-    """Return the ranks that have received less than others from the one that still sends, and words about it."""
+    """Return the ranks that have received less than others from the one that still sends, and words about it.
+
+    It is that one itself if no number shows who has. None if none of the ranks at fault is such a root.
+    """
     if not _is_root(odd):
         return None
     op, rest = odd[0].activity.op, [a for a in sink.culprits if a not in odd]
-    loops = (each for text in sink.sources.values() for each in ast.walk(parse(text) or ast.Module([], [])))
-    loops = (loop for loop in loops if isinstance(loop, Loop))
+    nodes = (node for text in sink.sources.values() for node in ast.walk(parse(text) or ast.Module([], [])))
+    loops = (node for node in nodes if isinstance(node, Loop))
     receiving = [loop for loop in loops if any(name.rpartition(".")[2] == op for name in calls_of(loop))]
     # What is kept only if it belongs to a rank differs between ranks that are in step.
     lists = {name for loop in receiving for node in loop.body if not isinstance(node, ast.If) for name in filled(node)}
@@ -523,7 +527,7 @@ def _received_less(odd: Sequence[Actor], sink: Sink) -> tuple[list[Actor], str] 
             late = [a for a in rest if numbers[a.pid] == min(numbers.values())]
             told = f"{name} is {deviating(rest, numbers)[1]}: {subject(late, 'has', 'have')} received less than others"
             return late, f"{told} in {op}."
-    return None
+    return list(odd), f"Or the others have had their part in {op} and gone on, all but one, which has left it out."
 
 
 CYCLES: tuple[Callable[[Sink], Verdict | None], ...] = (

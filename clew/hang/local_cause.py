@@ -334,7 +334,7 @@ def _threads_poll(sink: Sink) -> Verdict | None:
 
 
 def _both_poll(sink: Sink) -> Verdict | None:
-    """Judge a program that asks again and again whether its workers are done, while they ask for work."""
+    """Judge a program that asks again and again for its children's work, while they ask for work or for one another."""
     by = next((a for a in sink.waiters if a.pid == sink.one.process.parent), None)
     if by is None or sink.act.kind != "sleep" or sink.one.rank is not None or by.activity.kind != "sleep":
         return None
@@ -362,22 +362,22 @@ def _wait_for_each_other(one: Actor, other: Actor, sources: Mapping[str, str]) -
 
 
 def _asked_at(one: Activity, sources: Mapping[str, str]) -> set[str]:
-    """Return the words and attributes in the condition of the loop in which a thread sleeps."""
+    """Return the words, attributes and items in the condition of the loop in which a thread sleeps."""
     loop = loop_at(sources.get(one.file, ""), one.line)
     if one.kind != "sleep" or not isinstance(loop, ast.While):
         return set()
-    attributes = (node for node in ast.walk(loop.test) if isinstance(node, (ast.Attribute, ast.Subscript)))
-    return texts_in(loop.test) | {dotted(node) for node in attributes}
+    items = (node for node in ast.walk(loop.test) if isinstance(node, (ast.Attribute, ast.Subscript)))
+    return texts_in(loop.test) | {ast.unparse(node) for node in items}
 
 
 def _set_around(one: Activity, sources: Mapping[str, str]) -> set[str]:
-    """Return the attributes that the function around a line assigns, and the words that it gives to calls."""
+    """Return the attributes and items that the function around a line assigns, and the words that it gives to calls."""
     around, found = enclosing_function(sources.get(one.file, ""), one.line), set[str]()
     for node in ast.walk(around) if around else ():
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             found |= texts_in(node)
         elif isinstance(node, (ast.Assign, ast.AugAssign)):
-            found |= {dotted(each) for each in (node.targets if isinstance(node, ast.Assign) else [node.target])}
+            found |= {ast.unparse(each) for each in (node.targets if isinstance(node, ast.Assign) else [node.target])}
     return found
 
 
@@ -465,7 +465,8 @@ def _asked(sink: Sink) -> str:
 def _through_server(sink: Sink) -> Verdict | None:
     """Judge clients that all wait for a server whose handlers wait for what another of these clients should bring."""
     server, ports = sink.one, set(sink.one.process.listens)
-    asking = [a for a in sink.waiters if a.activity.kind in ("http", "network") and ports & set(a.process.peers)]
+    waiting = [a for a in sink.waiters if a.activity.kind in ("http", "network") and not a.moving]
+    asking = [a for a in waiting if ports & set(a.process.peers)]
     places = {tuple((f.file, f.line) for f in a.process.user_frames) for a in asking}
     others = [
         a for a in sink.waiters if a not in asking and not done(a) and a.activity.kind not in ("process", "thread")

@@ -208,6 +208,7 @@ def test_a_source_that_waits_for_one_that_left_out_its_broadcast_is_not_alone_fo
     verdict = judge(Snapshot(processes=(source, *others), seconds=3.0, sources=sources))
     assert (verdict.pattern, verdict.ranks) == ("collective mismatch", ranks)
     assert verdict.confidence == confidence
+    assert ("Or the others have had their part in broadcast" in verdict.explanation) is (confidence == "medium")
     assert ("rank 2 has received less than others in broadcast" in verdict.explanation.lower()) is (ranks == (2,))
 
 
@@ -495,6 +496,8 @@ both[0].join()
     [
         ("board.get('scored') < due", "board.set('scored', due)", (101, 102)),
         ("self.board.scored < due", "self.board.scored = due", (101, 102)),
+        ("board['scored'] < due", "board['scored'] = due", (101, 102)),
+        ("board['todo'] < 1", "board['scored'] = due", (100,)),
         ("not glob('jobs/*')", "board.set('scored', due)", (100,)),  # it waits for work of its parent
         ("not scored(due)", "board.set('scored', due)", (100,)),
     ],
