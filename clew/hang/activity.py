@@ -154,6 +154,8 @@ class Activity:
 
 WORKS = re.compile(r"\.len\([^)]*(pending|work|handle|future|req|flight|outstanding)", re.I)
 """Matches names in `Activity.counters` that are lengths of lists of unfinished asynchronous operations."""
+LENGTH = re.compile(r"\.len\([\w.]+\)$")
+"""Matches names in `Activity.counters` that are lengths of collections."""
 LOOP_COUNTER = re.compile(r"\.(self\.)?(\w*step\w*|it|iter\w*|i|n|epoch|batch\w*|micro\w*|idx|index)$")
 """Matches names in `Activity.counters` that count the rounds of a loop."""
 
@@ -435,15 +437,21 @@ def _first_match(patterns: Patterns, base: Activity, inside: Sequence[Frame], te
     for file, function, kind in patterns:
         for frame in inside:
             if re.search(file, frame.file) and (not function or re.fullmatch(function, frame.name)):
-                return replace(base, kind=kind, target=receiver(text, base.line), op=frame.name)
+                return replace(base, kind=kind, target=receiver(text, base.line, inside[-1].name), op=frame.name)
     return None
 
 
-def receiver(text: str, line: int) -> str:
-    """Return the object whose method a line calls, such as `results` in results.get() or in `with results:`."""
-    calls = source.calls_at(text, line)
-    entered = entered_at(text, line)
-    return source.dotted(calls[0].func).rpartition(".")[0] if calls else entered
+def receiver(text: str, line: int, method: str = "") -> str:
+    """Return the object whose method a line calls, such as `results` in results.get() or in `with results:`.
+
+    Args:
+        text: Source of the file.
+        line: The line.
+        method: Name of the method that runs: in rows.append(results.get()), it may be that of the inner call.
+    """
+    names = [source.dotted(call.func) for call in source.calls_at(text, line)]
+    running = [name for name in names if name.endswith(f".{method}")]
+    return (running or names)[0].rpartition(".")[0] if names else entered_at(text, line)
 
 
 def entered_at(text: str, line: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,14 +10,23 @@ from dataclasses import replace
 from math import prod
 from pathlib import PurePath
 
-from clew.hang.activity import DISTRIBUTED, LOOP_COUNTER, WORKS, Activity
+from clew.hang.activity import DISTRIBUTED, LENGTH, LOOP_COUNTER, WORKS, Activity
 from clew.hang.collective_calls import behind, other_numbers, parting
 from clew.hang.equal_stacks import ranges
 from clew.hang.observed import Frame
 from clew.hang.roles import joins_as
 from clew.hang.rounds import is_past
 from clew.hang.sink import Sink
-from clew.hang.source import RANK_WORDS, WITHOUT_RAISE, follows, outermost_loop
+from clew.hang.source import (
+    RANK_WORDS,
+    WITHOUT_RAISE,
+    Loop,
+    calls_of,
+    filled,
+    follows,
+    outermost_loop,
+    parse,
+)
 from clew.hang.verdict import MESSAGES, Actor, Verdict, names, sentences, subject, verdict_about
 from clew.hang.waits_for import key_of
 
@@ -477,14 +487,47 @@ def _different_collectives(sink: Sink) -> Verdict:
     culprits = sink.culprits
     why = f"The ranks are in different collectives, which can never meet. {sink.says}"
     odd = _deviating(culprits)
-    if left := _left_a_loop(culprits, sink.sources):
-        odd, said = left
+    parted = parting(culprits) or other_numbers(culprits)
+    left = _left_a_loop(culprits, sink.sources)
+    if found := left or (None if parted else _received_less(odd, sink)):
+        odd, said = found
         why = f"{why} {said}"
-    if parted := parting(culprits) or other_numbers(culprits):
+    if parted:
         odd = parted[0] if len(parted[0]) < len(culprits) else odd
         why = f"{why} {parted[1]}"
-    sure = "high" if len(odd) < len(culprits) else "medium"  # else all are blamed
+    guessed = len(odd) == len(culprits) or (_is_root(odd) and not left and not parted)
+    sure = "medium" if guessed else "high"
     return sink.blame("collective mismatch", odd, why, structural=True, confidence=sure)
+
+
+def _is_root(odd: Sequence[Actor]) -> bool:
+    """Return whether these are one rank that gives something to the others, or takes it, and waits for one of them.
+
+    The others may have had their part and gone on, all but one, so they are no majority against this rank.
+    """
+    return len(odd) == 1 and odd[0].activity.root == str(odd[0].rank) and odd[0].activity.branch != "alone"
+
+
+def _received_less(odd: Sequence[Actor], sink: Sink) -> tuple[list[Actor], str] | None:
+    """Return the ranks that have received less than others from the one that still sends, and words about it.
+
+    It is that one itself if no number shows who has. None if none of the ranks at fault is such a root.
+    """
+    if not _is_root(odd):
+        return None
+    op, rest = odd[0].activity.op, [a for a in sink.culprits if a not in odd]
+    nodes = (node for text in sink.sources.values() for node in ast.walk(parse(text) or ast.Module([], [])))
+    loops = (node for node in nodes if isinstance(node, Loop))
+    receiving = [loop for loop in loops if any(name.rpartition(".")[2] == op for name in calls_of(loop))]
+    # What is kept only if it belongs to a rank differs between ranks that are in step.
+    lists = {name for loop in receiving for node in loop.body if not isinstance(node, ast.If) for name in filled(node)}
+    for counter, numbers in _unequal_counters(rest, LENGTH):
+        name = counter.partition(".")[2]
+        if name[4:-1].rpartition(".")[2] in lists:
+            late = [a for a in rest if numbers[a.pid] == min(numbers.values())]
+            told = f"{name} is {deviating(rest, numbers)[1]}: {subject(late, 'has', 'have')} received less than others"
+            return late, f"{told} in {op}."
+    return list(odd), f"Or the others have had their part in {op} and gone on, all but one, which has left it out."
 
 
 CYCLES: tuple[Callable[[Sink], Verdict | None], ...] = (

@@ -10,7 +10,7 @@ from clew.hang.roles import waits_for_work
 from clew.hang.sink import Sink
 from clew.hang.source import ends_one_of, ends_wait, function_named, loop_at, polls
 from clew.hang.verdict import Actor, Verdict
-from clew.hang.waits_for import TO_OTHERS
+from clew.hang.waits_for import THROUGH_PIPES, TO_OTHERS
 
 
 def dead(sink: Sink) -> Verdict | None:
@@ -22,7 +22,11 @@ def dead(sink: Sink) -> Verdict | None:
             blamed = [a for a in beside if not a.process.exit.endswith("code 0")] or blamed
         others = ", and others still wait for it" if any(not a.dead for a in sink.job) else ""
         why = f"{', '.join(a.says for a in blamed[:4])}{others}."
-        return sink.blame("dead", blamed, why, cause="dead", structural=not all(map(done, blamed)))
+        name, able = sink.one.process.name, [a for a in sink.waiters if not a.dead and a.activity.kind in THROUGH_PIPES]
+        starved = [a for a in able if done(sink.one) and explains(name, a, sink.job, sink.sources)]
+        why += f" Nothing that lives can end this wait: {starved[0].says}." if starved else ""
+        found = sink.blame("dead", blamed, why, cause="dead", structural=not all(map(done, blamed)))
+        return found.at(*(a.activity.site for a in starved))
     kinds = (*TO_OTHERS, "sleep") if sink.one.rank is not None else (*TO_OTHERS, "sleep", "store")
     if sink.act.kind not in kinds or sink.one.moving:
         return None
@@ -159,7 +163,9 @@ def explains(name: str, waiting: Actor, job: Sequence[Actor], sources: Mapping[s
         return [ends_wait(function, text, wait) for function, text in found if function is not None]
 
     stacks = [t for a in job for t in a.process.threads if not t.ended and (a is not waiting or t.name != act.thread)]
-    frames = [frame for thread in stacks for frame in thread.user_frames]
+    every = [list(thread.user_frames) for thread in stacks]
+    # One that waits at this place waits, too, so it brings nothing before somebody else does.
+    frames = [f for each in every if not each or (each[0].file, each[0].line) != (act.file, act.line) for f in each]
     if any(ends_one_of(sources.get(frame.file, ""), frame.line, {wait}) for frame in frames):
         return False
     running = {frame.name for frame in frames}

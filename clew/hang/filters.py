@@ -21,7 +21,7 @@ from clew.hang.progress import (
     woken_in_vain,
 )
 from clew.hang.sink import Sink
-from clew.hang.source import Loop, calls_of, counted, dotted, loop_at, outermost_loop, same_name
+from clew.hang.source import Loop, calls_of, counted, dotted, filled, loop_at, outermost_loop, same_name
 from clew.hang.verdict import Actor, Verdict, words_of
 from clew.hang.waits_for import TO_OTHERS
 
@@ -32,8 +32,6 @@ MANY = 10
 """Number of rounds without anything kept from which a filter is taken to reject everything."""
 BARREN = 100
 """Number of rounds without anything kept, or put into a queue, from which a loop seems endless."""
-GROWS = ("append", "extend", "add", "update", "appendleft")
-"""Methods by which a collection grows."""
 GIVES_UP = re.compile(r"bad|err|fail|nan|skip|drop|reject|miss|spike", re.I)
 """Names of what a loop counts to give up, and does not collect."""
 
@@ -42,11 +40,12 @@ def refuses(job: list[Actor], snapshot: Snapshot) -> tuple[Actor, str] | None:
     """Return the process that rejects everything, and its counter; None if nobody waits, or a process accepts work."""
     if found := next(((a, name) for a in job if (name := _keeps_nothing(a.process, snapshot.sources))), None):
         return found
-    # Rejecting everything is a fault only if somebody waits for what is accepted.
-    asks = len(job) == 1 or any(not a.moving and a.activity.kind in (*TO_OTHERS, "sleep", *DISTRIBUTED) for a in job)
-    if not asks or any(accepts(a.process, snapshot.sources) for a in job):
+    if any(accepts(a.process, snapshot.sources) for a in job):
         return None
-    return next(((a, name) for a in job if (name := _rejecting(a.process, snapshot.sources))), None)
+    # Rejecting everything is a fault only if somebody waits for what is accepted, or has collected nothing of it.
+    asks = len(job) == 1 or any(not a.moving and a.activity.kind in (*TO_OTHERS, "sleep", *DISTRIBUTED) for a in job)
+    found = ((a, name) for a in job if (name := _rejecting(a.process, snapshot.sources)))
+    return next(((a, name) for a, name in found if asks or _stays_empty(a.process, name, snapshot.sources)), None)
 
 
 def rejecting(sink: Sink) -> Verdict | None:
@@ -141,6 +140,20 @@ def _keeps_nothing(process: Process, sources: Mapping[str, str]) -> str:
     return ""
 
 
+def _stays_empty(process: Process, refused: str, sources: Mapping[str, str]) -> bool:
+    """Return whether a loop has collected nothing while the counter `refused` grew by at least `MANY`."""
+    moved = moved_counters(process, sources).items()
+    if not any(name.endswith(f":{refused}") and last - first >= MANY for name, (first, last) in moved):
+        return False
+    for frame in process.main_frames:
+        loop = loop_at(sources.get(frame.file, ""), frame.line)
+        goals = _collected(loop) if loop is not None else set[str]()
+        every = [f.locals for t in mains_of(process) for f in t.frames if f.function == frame.function]
+        if goals and {each.get(goal) for each in every for goal in goals} == {"0"}:
+            return True
+    return False
+
+
 def _puts_nothing(process: Process, sources: Mapping[str, str]) -> tuple[Activity, Frame, str] | None:
     """Return evidence that a thread loops without putting anything into the queue that the main thread reads.
 
@@ -175,13 +188,6 @@ def _frame_and_name(counter: str) -> tuple[str, str]:
     return frame, name
 
 
-def _filled(loop: ast.AST) -> set[str]:
-    """Return the names and attributes of the collections to which a loop adds items."""
-    functions = (node.func for node in ast.walk(loop) if isinstance(node, ast.Call))
-    methods = (each for each in functions if isinstance(each, ast.Attribute) and each.attr in GROWS)
-    return {dotted(each.value).rpartition(".")[2] for each in methods}
-
-
 def _counted_otherwise(loop: Loop, name: str) -> set[str]:
     """Return the numbers, such as written or len(rows), that a loop raises only in rounds that do not count `name`."""
     blocks = [getattr(node, part, []) for node in ast.walk(loop) for part in ("body", "orelse")]
@@ -190,7 +196,7 @@ def _counted_otherwise(loop: Loop, name: str) -> set[str]:
             if isinstance(node, ast.If) and any(name in counted(each) for each in node.body):
                 goes_on = isinstance(node.body[-1], ast.Continue)
                 others = [*node.orelse, *(body[place + 1 :] if goes_on else [])]
-                return {n for each in others for n in (*counted(each), *(f"len({c})" for c in _filled(each)))}
+                return {n for each in others for n in (*counted(each), *(f"len({c})" for c in filled(each)))}
     return set()
 
 
@@ -205,7 +211,7 @@ def _collected(loop: Loop) -> set[str]:
         tests = list[ast.expr]()
     else:  # it ends by itself
         return set()
-    grown = counted(loop) | _filled(loop)
+    grown = counted(loop) | filled(loop)
     for node in ast.walk(loop):
         if isinstance(node, ast.If) and isinstance(node.body[-1], (ast.Break, ast.Return)):
             tests.append(node.test)

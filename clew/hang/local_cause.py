@@ -8,16 +8,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import takewhile
 
-from clew.hang.activity import DISTRIBUTED
+from clew.hang.activity import DISTRIBUTED, Activity
+from clew.hang.between_ranks import with_callers
 from clew.hang.collective_calls import behind, other_numbers, parting
-from clew.hang.ended import dead, joined_too_early, lost_task, outlived, pipe_kept_open
+from clew.hang.ended import dead, done, joined_too_early, lost_task, outlived, pipe_kept_open
 from clew.hang.filters import never_holds, rejecting, starved
 from clew.hang.locks import left_locked, lock_holders, locked_file, locked_outside
 from clew.hang.progress import busy, cpu_share, fails_in_loop, moved_counters, own_code_only, pace, places
 from clew.hang.roles import WAITS_INSIDE
 from clew.hang.sink import Sink
-from clew.hang.source import calls_at, calls_of, dotted, loop_at, origin, outermost_loop
-from clew.hang.verdict import LOCAL, MESSAGES, Actor, Verdict, names, subject, words_of
+from clew.hang.source import calls_at, calls_of, dotted, enclosing_function, loop_at, origin, outermost_loop, texts_in
+from clew.hang.verdict import LOCAL, MESSAGES, Actor, Verdict, names, sentences, subject, words_of
 from clew.hang.waits_for import THROUGH_PIPES, TO_OTHERS, surely_awaits
 
 FILE_CALLS = re.compile(
@@ -119,12 +120,17 @@ def _paused(sink: Sink) -> Verdict | None:
 def _slow(sink: Sink) -> Verdict | None:
     """Judge a process that makes progress as slow, not as hung."""
     generates = sink.one.process.answers.get("metrics") == "moving"
-    if not sink.one.moving and not generates:
+    # In a circle, one that moves is slow if it only seems to wait for another: the end that it awaits is not known.
+    moving = [
+        a for a in sink.culprits if a.moving and (a is sink.one or (a.rank is None and not surely_awaits(a, sink.job)))
+    ]
+    if not moving and not generates:
         return None
-    work = f": it {sink.one.work}" if sink.one.work else ""
-    how = ": its counters of tokens grow" if generates else work or pace(sink.one.process, sink.sources)
-    why = f"{sink.one.process.label} moves, but slowly{how}; others wait for it."
-    return sink.blame("slow", sink.culprits, why, cause="slow", confidence="medium")
+    one = sink.one if generates else moving[0]
+    work = f": it {one.work}" if one.work else ""
+    how = ": its counters of tokens grow" if generates else work or pace(one.process, sink.sources)
+    why = f"{one.process.label} moves, but slowly{how}; others wait for it."
+    return sink.blame("slow", [one] if generates else moving, why, cause="slow", confidence="medium")
 
 
 def _unexplained(sink: Sink) -> Verdict | None:
@@ -328,19 +334,51 @@ def _threads_poll(sink: Sink) -> Verdict | None:
 
 
 def _both_poll(sink: Sink) -> Verdict | None:
-    """Judge a program that asks again and again whether its workers are done, while they ask for work."""
+    """Judge a program that asks again and again for its children's work, while they ask for work or for one another."""
     by = next((a for a in sink.waiters if a.pid == sink.one.process.parent), None)
     if by is None or sink.act.kind != "sleep" or sink.one.rank is not None or by.activity.kind != "sleep":
         return None
     sources = sink.sources
     if not all(loop_at(sources.get(each.file, ""), each.line) for each in (sink.act, by.activity)):
         return None
+    children = [a for a in sink.job if a.process.parent == by.pid and not (a.moving or a.dead)]
+    if circle := [a for a in children if any(_wait_for_each_other(a, b, sources) for b in children if b is not a)]:
+        why = f"{by.says}. Its children wait for one another: each asks again and again for what another one sets."
+        why = " ".join([why, sentences(circle)])
+        return sink.blame("rollout blocked", circle, why, cause="sleep", confidence="medium")
     why = (
         f"{by.says}. Its worker {sink.one.process.label} waits for work at {sink.act.place}. So what "
         f"is awaited was never given to a worker, or was lost."
     )
     found = sink.blame("rollout blocked", [by], why, cause="sleep", confidence="medium")
     return found.at(sink.act.site)
+
+
+def _wait_for_each_other(one: Actor, other: Actor, sources: Mapping[str, str]) -> bool:
+    """Return whether each of two processes sleeps until something holds that the function of the other one sets."""
+    return all(
+        _asked_at(a.activity, sources) & _set_around(b.activity, sources) for a, b in ((one, other), (other, one))
+    )
+
+
+def _asked_at(one: Activity, sources: Mapping[str, str]) -> set[str]:
+    """Return the words, attributes and items in the condition of the loop in which a thread sleeps."""
+    loop = loop_at(sources.get(one.file, ""), one.line)
+    if one.kind != "sleep" or not isinstance(loop, ast.While):
+        return set()
+    items = (node for node in ast.walk(loop.test) if isinstance(node, (ast.Attribute, ast.Subscript)))
+    return texts_in(loop.test) | {ast.unparse(node) for node in items}
+
+
+def _set_around(one: Activity, sources: Mapping[str, str]) -> set[str]:
+    """Return the attributes and items that the function around a line assigns, and the words that it gives to calls."""
+    around, found = enclosing_function(sources.get(one.file, ""), one.line), set[str]()
+    for node in ast.walk(around) if around else ():
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            found |= texts_in(node)
+        elif isinstance(node, (ast.Assign, ast.AugAssign)):
+            found |= {ast.unparse(each) for each in (node.targets if isinstance(node, ast.Assign) else [node.target])}
+    return found
 
 
 def _polling(sink: Sink) -> Verdict | None:
@@ -424,6 +462,38 @@ def _asked(sink: Sink) -> str:
     return f" That server is in this job: {asked.says}." if asked else ""
 
 
+def _through_server(sink: Sink) -> Verdict | None:
+    """Judge clients that all wait for a server whose handlers wait for what another of these clients should bring."""
+    server, ports = sink.one, set(sink.one.process.listens)
+    waiting = [a for a in sink.waiters if a.activity.kind in ("http", "network") and not a.moving]
+    asking = [a for a in waiting if ports & set(a.process.peers)]
+    places = {tuple((f.file, f.line) for f in a.process.user_frames) for a in asking}
+    others = [
+        a for a in sink.waiters if a not in asking and not done(a) and a.activity.kind not in ("process", "thread")
+    ]
+    handlers = [each for each in server.threads if each.kind == "condition" and _waits_as_asked(each, sink.sources)]
+    working = [each for each in server.threads if each.of_user and each not in handlers and each.kind != "select"]
+    working = [each for each in working if "serve_forever(" not in each.text]
+    if len(places) < 2 or len(handlers) < len(asking) or others or working or sink.blocked_ranks:
+        return None
+    why = (
+        f"{', '.join(a.process.label for a in asking)} wait for one another through {server.process.label}: its "
+        f"handlers wait at {handlers[0].place} for what a client should bring, and no client is left to bring it."
+    )
+    found = sink.blame("rollout blocked", asking, why, cause="condition", confidence="medium")
+    return with_callers(found, asking).at(handlers[0].site)
+
+
+def _waits_as_asked(one: Activity, sources: Mapping[str, str]) -> bool:
+    """Return whether a handler waits for a condition that depends on its request: no event that resumes the server."""
+    text = sources.get(one.file, "")
+    handler, loop = enclosing_function(text, one.line), loop_at(text, one.line)
+    given = {each.arg for each in handler.args.args} - {"self"} if handler is not None else set[str]()
+    tests = [loop.test] if isinstance(loop, ast.While) else []
+    tests += [each for call in calls_at(text, one.line) for each in call.args if isinstance(each, ast.Lambda)]
+    return any(node.id in given for test in tests for node in ast.walk(test) if isinstance(node, ast.Name))
+
+
 def _parties(sink: Sink) -> str:
     """Return words about how many threads have come to the barrier at which the culprit waits, if variables say it."""
     names = [f"{sink.act.target}.{name}" for name in ("_parties", "_count")]
@@ -452,7 +522,7 @@ RULES: tuple[Callable[[Sink], Verdict | None], ...] = (
     _paused, _blocked_loop, rejecting, starved, outlived, locked_outside, pipe_kept_open, joined_too_early,
     _joins_its_producer, dead, _own_waits, never_holds, _slow, locked_file, _cleaned_up, _store, _unexplained,
     _loader, _silent_server, _outside, _retrying, device, _unscheduled, _computing, _both_poll, _threads_poll,
-    _polling, _one_at_a_time, lost_task, _blocked,
+    _polling, _one_at_a_time, _through_server, lost_task, _blocked,
 )  # fmt: skip
 """Rules in the order in which they are tried: the first that answers decides, so facts come before guesses.
 

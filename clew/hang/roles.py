@@ -271,7 +271,9 @@ def effective(every: Sequence[Activity], sources: Mapping[str, str]) -> Activity
     # queue.join() waits until all jobs are done: a worker that waits for its next job is not the reason.
     if main.op == "join" and main.kind == "condition":
         return main if blocked[0].kind == "queue" else blocked[0]
-    # A thread in the same kind of wait explains nothing, unless it runs the job whose result is awaited, or is a task.
+    # A thread in the same kind of wait explains nothing, unless it runs the job whose result is awaited, is a task, or
+    # blocks the event loop that should bring the result.
     if blocked[0].kind == main.kind in ("future", "pool"):
-        return next((each for each in blocked if each.kind == main.kind and each.is_job), main)
+        jobs = (each for each in blocked if each.kind == main.kind and each.is_job)
+        return blocked[0] if blocked[0].in_loop and not blocked[0].idle_loop else next(jobs, main)
     return main if blocked[0].kind == main.kind and not blocked[0].task and not accepts else blocked[0]

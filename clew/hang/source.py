@@ -46,6 +46,8 @@ EVENT = re.compile(r"\.(wait|is_set)\(|running|alive|stop|clos|shut|exit|quit|ca
 CLOCK = re.compile(r"(^|\.)(time|monotonic|perf_counter)(_ns)?$")
 MEASURES = re.compile(rf"{REPORTS.pattern}|^(os\.getloadavg|(psutil|pynvml|resource|torch\.cuda)\..*)$")
 """Calls by which a heartbeat looks at the machine, and those by which it reports."""
+GROWS = ("append", "extend", "add", "update", "appendleft")
+"""Methods by which a collection grows."""
 NUMBERS = {"int", "round", "float", "max", "min", "abs"}
 """Calls that only change the form of a number."""
 UNLIMITED = re.compile(r"\.(get|wait|acquire|read)$")
@@ -266,10 +268,25 @@ def loops_at(text: str, line: int) -> list[Loop]:
     return found
 
 
+def texts_in(node: ast.AST) -> set[str]:
+    """Return the string constants in an expression or statement."""
+    constants = (each.value for each in ast.walk(node) if isinstance(each, ast.Constant))
+    return {each for each in constants if isinstance(each, str)}
+
+
 def counted(loop: ast.AST) -> set[str]:
     """Return the names and attributes that a loop counts up or down, such as `tries` in `tries += 1`."""
     targets = (node.target for node in ast.walk(loop) if isinstance(node, ast.AugAssign))
     return {dotted(each).rpartition(".")[2] for each in targets if isinstance(each, (ast.Name, ast.Attribute))}
+
+
+def filled(loop: ast.AST) -> set[str]:
+    """Return the names and attributes of the collections to which a loop adds items, such as `rows` in rows[n] = 1."""
+    functions = (node.func for node in ast.walk(loop) if isinstance(node, ast.Call))
+    grown = [each.value for each in functions if isinstance(each, ast.Attribute) and each.attr in GROWS]
+    targets = [each for node in ast.walk(loop) if isinstance(node, ast.Assign) for each in node.targets]
+    grown += [each.value for each in targets if isinstance(each, ast.Subscript)]
+    return {dotted(each).rpartition(".")[2] for each in grown}
 
 
 @lru_cache(maxsize=4096)
@@ -357,13 +374,14 @@ def ends_wait(around: Function | Loop, text: str, wait: Wait, by_argument: bool 
     arguments = around.args.args if by_argument and isinstance(around, Function) else ()
     given = {each.arg for each in arguments} - {"self"}
     for call in (node for node in ast.walk(around) if isinstance(node, ast.Call)):
-        for called in map(dotted, (call.func, *call.args)):  # a call can be handed on: call_soon(future.set_result, 1)
+        # A call can be handed on, as in call_soon(future.set_result, 1) and pool.submit(self.score).
+        for called in map(dotted, (call.func, *call.args)):
             found = re.fullmatch(ENDING.get(kind, ENDING[""]), called)
             if found and (not target or found[1] in given or same_name(found[1], target)):
                 return True
-        inner = function_named(text, dotted(call.func).rpartition(".")[2]) if depth else None
-        if inner is not None and ends_wait(inner, text, wait, by_argument, depth - 1):
-            return True
+            inner = function_named(text, called.rpartition(".")[2]) if depth else None
+            if inner is not None and ends_wait(inner, text, wait, by_argument, depth - 1):
+                return True
     return False
 
 

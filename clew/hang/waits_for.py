@@ -126,7 +126,9 @@ def _could_end(actor: Actor, job: Sequence[Actor], listening: Mapping[tuple[str,
         case "queue" | "queue_full" | "pipe":
             return named | at_other_end(actor, job)
         case "process":
-            return named | (children or _piped(actor, job))
+            # If the pipe that it reads is known, another one that it shares with its parent brings nothing.
+            ends = {other for _, other in _awaited(actor) if other}
+            return named | (children or (_users(ends, actor, job) - ranks if ends else _piped(actor, job)))
         case "pool" | "future":
             return named | (children or _piped(actor, job)) - _asking(actor, job)
         case "signal":

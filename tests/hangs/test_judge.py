@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clew.hang import equal_stacks, source
-from clew.hang.activity import C10D, Activity, new_group_members
+from clew.hang.activity import C10D, JOBS, Activity, new_group_members, receiver
 from clew.hang.advice import AGAIN, UNLESS
 from clew.hang.engines import answers
 from clew.hang.examine import enough, just_stopped
@@ -186,6 +186,32 @@ def test_the_rank_in_the_rarer_collective_is_at_fault() -> None:
     assert judged(*ranks, rank(2, 9, "barrier", world=4)).ranks == (2,)
 
 
+@pytest.mark.parametrize(
+    "keeps, guard, ranks, confidence",
+    [
+        ("self.got[name] = x", "with timer", (2,), "high"),
+        ("self.other[name] = x", "with timer", (0,), "medium"),
+        ("if mine(name): self.got[name] = x", "with timer", (0,), "medium"),
+        ("self.got[name] = x", "if rank == 0", (0,), "high"),
+    ],
+)
+def test_a_source_that_waits_for_one_that_left_out_its_broadcast_is_not_alone_for_that(
+    keeps: str, guard: str, ranks: tuple[int, ...], confidence: str
+) -> None:
+    text = f"for name in names:\n    dist.broadcast(x, src=0)\n    {keeps}\n{guard}:\n    dist.broadcast(x, src=0)\n"
+    others = [
+        with_locals(rank(n, 6, "all_gather", world=3), **{"len(self.got)": length})
+        for n, length in ((1, "10"), (2, "9"))
+    ]
+    source = rank(0, 5, "broadcast", world=3, src="0")
+    sources = {"train.py": text + "dist.all_gather(xs, x)\n"}
+    verdict = judge(Snapshot(processes=(source, *others), seconds=3.0, sources=sources))
+    assert (verdict.pattern, verdict.ranks) == ("collective mismatch", ranks)
+    assert verdict.confidence == confidence
+    assert ("Or the others have had their part in broadcast" in verdict.explanation) is (confidence == "medium")
+    assert ("rank 2 has received less than others in broadcast" in verdict.explanation.lower()) is (ranks == (2,))
+
+
 def test_one_collective_everywhere_blames_no_rank() -> None:
     verdict = judged(rank(0, 5, "all_reduce"), rank(1, 5, "all_reduce"))
     assert (verdict.pattern, verdict.ranks) == ("same collective everywhere", ())
@@ -340,6 +366,23 @@ def test_a_blocked_event_loop_that_waits_for_a_coroutine_of_its_own_says_so() ->
         assert ("given to this same loop" in verdict.explanation) is own
 
 
+@pytest.mark.parametrize("blocks, pattern", [(True, "event loop blocked"), (False, "rollout blocked")])
+def test_a_loop_that_blocks_in_a_thread_decides_although_the_main_thread_waits_for_a_result_too(
+    blocks: bool, pattern: str
+) -> None:
+    text = "def call(self, job):\n    return run_coroutine_threadsafe(job, self.loop).result()\nscore()\n"
+    result = (within("Condition.wait", "threading.py"), within("Future.result", "concurrent/futures/_base.py"))
+    runs = (within("Handle._run", "asyncio/events.py"), within("_run_once", "asyncio/base_events.py"))
+    inside = (*result, at(2, "call"), *runs) if blocks else (within("select", "selectors.py"), runs[1])
+    looks = [
+        main_in(*result, at(2, "call"), at(3, "<module>")),
+        Thread(name="gateway", os_id=101, frames=inside),
+        Thread(name="pool_0", os_id=102, frames=(*result, at(2, "call"), within("_worker", JOBS["_worker"]))),
+    ]
+    verdict = watched(text, *[looks] * 6)
+    assert (verdict.pattern, verdict.sites) == (pattern, ("train.py:2",))
+
+
 def test_a_rank_that_awaits_a_message_when_its_peers_are_through_is_to_be_looked_at_first() -> None:
     ranks = [rank(0, 9, "barrier", world=3), rank(1, 9, "barrier", world=3), rank(2, 7, "recv", src="0", world=3)]
     verdict = judged(*ranks)
@@ -448,6 +491,36 @@ both[0].join()
 """
 
 
+@pytest.mark.parametrize(
+    "asks, sets, pids",
+    [
+        ("board.get('scored') < due", "board.set('scored', due)", (101, 102)),
+        ("self.board.scored < due", "self.board.scored = due", (101, 102)),
+        ("board['scored'] < due", "board['scored'] = due", (101, 102)),
+        ("board['todo'] < 1", "board['scored'] = due", (100,)),
+        ("not glob('jobs/*')", "board.set('scored', due)", (100,)),  # it waits for work of its parent
+        ("not scored(due)", "board.set('scored', due)", (100,)),
+    ],
+)
+def test_children_that_poll_for_one_another_are_no_idle_workers(asks: str, sets: str, pids: tuple[int, ...]) -> None:
+    text = (
+        f"def save():\n    while True:\n        while {asks}:\n            sleep()\n        board.set('saved', due)\n"
+        f"def score():\n    while True:\n        while board.get('saved') < due:\n            sleep()\n        {sets}\n"
+        "while board.get('step') < due:\n    time.sleep(1)\n"
+    )
+
+    def one(pid: int, function: str, line: int) -> Process:
+        thread = Thread(name="MainThread", os_id=pid, frames=(at(line, function),))
+        looks = tuple(Look(at=0.5 * n, state="S", switches=7 + n, threads=(thread,)) for n in range(6))
+        parent, command = 100 if pid > 100 else 1, ("python",)
+        return Process(pid=pid, parent=parent, looks=looks, waits_in="hrtimer_nanosleep", command=command)
+
+    every = (one(100, "<module>", 12), one(101, "save", 4), one(102, "score", 9))
+    verdict = judge(Snapshot(processes=every, seconds=3.0, sources={"train.py": text}))
+    assert (verdict.pattern, verdict.pids) == ("rollout blocked", pids)
+    assert ("Its children wait for one another" in verdict.explanation) is (len(pids) > 1)
+
+
 @pytest.mark.parametrize("line, steps, pattern", [(4, 9, "healthy"), (4, 0, "external wait"), (5, 9, "external wait")])
 def test_a_process_that_sleeps_between_its_rounds_does_not_stop_another(line: int, steps: int, pattern: str) -> None:
     def one(pid: int, line: int, parent: int, steps: int, *library: Frame) -> Process:
@@ -544,6 +617,38 @@ def test_a_loop_that_keeps_nothing_in_many_rounds_never_fills_its_batch(
         looks.append(Look(at=0.5 * n, state="S", switches=7 + n, threads=(thread,)))
     filling = replace(rank(0, 8), rank=None, world=None, looks=tuple(looks))
     verdict = judge(Snapshot(processes=(filling,), seconds=3.0, sources={"train.py": text}))
+    assert verdict.pattern == pattern
+
+
+@pytest.mark.parametrize(
+    "dropped, kept, goal, pattern",
+    [
+        (4, 0, "len(rows) < n", "rollout blocked"),
+        (1, 0, "len(rows) < n", "healthy"),  # it may keep one in ten
+        (4, 1, "len(rows) < n", "healthy"),
+        (4, 0, "not late()", "healthy"),
+    ],
+)
+def test_a_filter_that_keeps_nothing_is_a_fault_although_all_processes_move(
+    dropped: int, kept: int, goal: str, pattern: str
+) -> None:
+    text = (
+        f"def collect(n):\n    while {goal}:\n        group = groups.get()\n        if not keep(group):\n"
+        "            self.dropped += 1\n            continue\n        rows.append(group)\n"
+        "for number in count():\n    groups.put(generate())\n"
+    )
+
+    def one(pid: int, parent: int, *frames: Frame) -> Process:
+        looks = (
+            Look(at=0.5 * n, state="S", switches=7 + n, threads=(Thread(name="MainThread", os_id=pid, frames=(each,)),))
+            for n, each in enumerate(frames)
+        )
+        return Process(pid=pid, parent=parent, looks=tuple(looks), waits_in="pipe_read", command=("python",))
+
+    values = [{"len(rows)": f"{kept}", "self.dropped": f"{50 + dropped * n}"} for n in range(6)]
+    filters = one(100, 1, *(at(3, "collect", **each) for each in values))
+    generates = one(101, 100, *(at(9, "generate", number=f"{dropped * n}") for n in range(6)))
+    verdict = judge(Snapshot(processes=(filters, generates), seconds=3.0, sources={"train.py": text}))
     assert verdict.pattern == pattern
 
 
@@ -737,6 +842,66 @@ def test_a_rank_that_has_a_file_locked_and_waits_for_those_who_want_it_is_at_fau
     assert verdict.explanation.partition("train.py:9")[2].startswith(": dist.barrier(). It is in a collective there")
 
 
+@pytest.mark.parametrize(
+    "condition, line, works, pids",
+    [
+        ("not self.lists[key]", 10, False, (301, 302)),
+        ("self.paused", 10, False, (200,)),  # a client that resumes it may be missing
+        ("not self.lists[key]", 9, False, (200,)),  # two alike: the one that brings it is elsewhere
+        ("not self.lists[key]", 10, True, (200,)),
+    ],
+)
+def test_clients_that_wait_for_one_another_through_a_server_are_at_fault(
+    condition: str, line: int, works: bool, pids: tuple[int, ...]
+) -> None:
+    text = (
+        f"def pop(self, key):\n    with self.changed:\n        while {condition}:\n            self.changed.wait()\n"
+        "def sample():\n    engine.lock.acquire()\ndef ask(key):\n    return file.readline()\n"
+        "weights = ask('weights')\nrows = ask('rows')\nserver.serve_forever()\n"
+    )
+
+    def one(pid: int, *threads: tuple[Frame, ...], **more: Any) -> Process:
+        every = tuple(Thread(name=f"T{n}", os_id=pid + n, frames=frames) for n, frames in enumerate(threads))
+        every = (replace(every[0], name="MainThread"), *every[1:])
+        looks = tuple(Look(at=0.5 * n, state="S", switches=7, threads=every) for n in range(6))
+        return Process(pid=pid, command=("python",), looks=looks, waits_in="futex_do_wait", **more)
+
+    waits = (within("Condition.wait", "threading.py"), at(4, "pop"))
+    serves = (within("select", "selectors.py"), within("serve_forever", "socketserver.py"), at(11, "<module>"))
+    samples = (within("Condition.wait", "threading.py"), at(6, "sample"))
+    server = one(200, serves, waits, waits, *([samples] if works else []), listens=(80,))
+    reads = (within("SocketIO.readinto", "socket.py"), at(8, "ask"))
+    clients = [one(pid, (*reads, at(n, "<module>")), peers=(80,)) for pid, n in ((301, 9), (302, line))]
+    verdict = judge(Snapshot(processes=(server, *clients), seconds=3.0, sources={"train.py": text}))
+    assert (verdict.pattern, verdict.pids) == ("rollout blocked", pids)
+    if len(pids) > 1:
+        assert verdict.sites == ("train.py:10", "train.py:4", "train.py:8", "train.py:9")
+
+
+@pytest.mark.parametrize("step, known, pattern", [(1, False, "slow"), (0, False, "external wait"), (1, True, "cycle")])
+def test_of_two_that_seem_to_wait_for_one_another_one_that_moves_is_slow(step: int, known: bool, pattern: str) -> None:
+    text = "answer = file.readline()\nreply = sys.stdin.readline()\n"
+    reads = (within("SocketIO.readinto", "socket.py"), at(1, "ask"))
+    looks, served = [], []
+    for n in range(6):
+        looks.append(
+            Look(at=0.5 * n, state="S", switches=7, threads=(Thread(name="MainThread", os_id=100, frames=reads),))
+        )
+        frames = (at(2, "decode", **{"self.tokens": f"{9 * step * n}"}),)
+        served.append(
+            Look(at=0.5 * n, state="S", switches=7, threads=(Thread(name="MainThread", os_id=101, frames=frames),))
+        )
+    awaits = ((101, "r pipe:[7]", "w pipe:[7]"),) if known else ()
+    client = Process(pid=100, looks=tuple(looks), peers=(80,), pipes=("pipe:[7]",), ends=("w pipe:[7]",))
+    server = Process(pid=101, parent=100, looks=tuple(served), listens=(80,), pipes=("pipe:[7]",), awaits=awaits)
+    server, client = (
+        replace(each, command=("python",), waits_in=w) for each, w in ((server, "pipe_read"), (client, ""))
+    )
+    verdict = judge(Snapshot(processes=(client, server), seconds=3.0, sources={"train.py": text}))
+    expected = ("slow", (101,)) if pattern == "slow" else ("external wait", (100, 101))
+    assert (verdict.pattern, verdict.pids) == expected
+
+
 @pytest.mark.parametrize("asks, site", [(False, "train.py:2"), (True, "train.py:1")])
 def test_a_thread_that_reads_a_connection_that_nobody_uses_owes_no_answer(asks: bool, site: str) -> None:
     text = "for raw in self.rfile: pass\nrunning.wait()\nreturn self.file.readline()\n"
@@ -819,6 +984,18 @@ def test_a_callback_of_an_exit_stack_is_cleanup_if_there_was_an_exception(raised
     frames = (*second.looks[0].threads[0].frames, left)
     looks = tuple(replace(look, threads=(replace(look.threads[0], frames=frames),)) for look in second.looks)
     assert judged(first, replace(second, looks=looks)).pattern == pattern
+
+
+@pytest.mark.parametrize("does, line", [("self.pool.submit(self.episode)", 4), ("self.beat(self.episodes)", 9)])
+def test_a_thread_that_hands_on_what_fills_the_main_threads_queue_explains_its_wait(does: str, line: int) -> None:
+    text = (
+        "def dispatch(self):\n    while True:\n        while self.room() <= 0:\n            time.sleep(0.05)\n"
+        f"        {does}\ndef episode(self):\n    self.results.put(1)\n"
+        "def wait(self):\n    rows.append(self.results.get())\n"
+    )
+    gets = main_in(within("Condition.wait", "threading.py"), within("Queue.get", "queue.py"), at(9, "wait"))
+    sleeps = Thread(name="dispatcher", os_id=101, frames=(at(4, "dispatch"),))
+    assert watched(text, *([gets, sleeps] for _ in range(6))).sites == (f"train.py:{line}",)
 
 
 @pytest.mark.parametrize("does, line", [("write(state)", 5), ("published.set()", 3)])
@@ -1122,6 +1299,12 @@ def test_a_snapshot_survives_json() -> None:
     assert snapshot_from(json.loads(json.dumps(snapshot.as_dict()))) == snapshot
 
 
+def test_a_wait_within_another_call_has_the_receiver_of_the_method_that_runs() -> None:
+    text = "rows.append(self.answers.get())\nwith lock:\n    pass\nrows.append(take())\n"
+    assert (receiver(text, 1, "get"), receiver(text, 1), receiver(text, 2)) == ("self.answers", "rows", "lock")
+    assert receiver(text, 4, "get") == "rows"
+
+
 def test_groups_are_evaluated_without_running_code() -> None:
     assert new_group_members(SCRIPT, "tp", {}) == (0, 1)
     assert new_group_members(SCRIPT, "dp", {"world_size": 4}) == (0, 2)
@@ -1353,6 +1536,32 @@ def test_what_has_ended_normally_explains_only_a_wait_that_it_could_have_ended(
         assert "Beside it, " in verdict.explanation
 
 
+@pytest.mark.parametrize("line, pattern", [(6, "dead"), (3, "rollout blocked")])
+def test_a_worker_that_starves_at_the_same_place_does_not_feed_the_other_one(line: int, pattern: str) -> None:
+    text = (
+        "def feed(prompts):\n    prompts.put(row)\n    link.recv()\ndef answer(prompts, answers):\n    while True:\n"
+        "        row = prompts.get()\n        answers.put(row)\nProcess(target=feed)\nProcess(target=answer)\n"
+        "answers.get()\n"
+    )
+    gets = (within("Connection._recv", "multiprocessing/connection.py"), within("get", "multiprocessing/queues.py"))
+
+    def one(pid: int, function: str, line: int, reads: int, *ends: str) -> Process:
+        thread = Thread(name="MainThread", os_id=pid, frames=(*gets, at(line, function)))
+        looks = tuple(Look(at=0.5 * n, state="S", switches=7, threads=(thread,)) for n in range(6))
+        awaits = ((pid, f"r pipe:[{reads}]", f"w pipe:[{reads}]"),)
+        return Process(pid=pid, parent=100, looks=looks, waits_in="pipe_read", awaits=awaits, ends=ends)
+
+    pipes = ("w pipe:[1]", "w pipe:[2]")
+    main = replace(one(100, "<module>", 10, 2, *pipes), parent=1)
+    workers = [one(101, "answer", 6, 1, *pipes), one(102, "feed" if line == 3 else "answer", line, 1, *pipes)]
+    feeder = Process(pid=103, parent=100, name="feeder", looks=(Look(at=2.5, state="Z"),), exit="with exit code 0")
+    verdict = judge(Snapshot(processes=(main, *workers, feeder), seconds=3.0, sources={"train.py": text}))
+    assert verdict.pattern == pattern
+    if pattern == "dead":
+        assert (verdict.pids, verdict.sites) == ((103,), ("train.py:10", "train.py:6"))
+        assert "Nothing that lives can end this wait: pid 101 waits for an item" in verdict.explanation
+
+
 @pytest.mark.parametrize("kind, edges", [("condition", set()), ("future", set()), ("process", {2, 3})])
 def test_a_child_that_waits_for_its_parent_cannot_end_another_wait_of_it(kind: str, edges: set[int]) -> None:
     def one(pid: int, kind: str, parent: int, awaits: int, *ends: int) -> Actor:
@@ -1364,6 +1573,20 @@ def test_a_child_that_waits_for_its_parent_cannot_end_another_wait_of_it(kind: s
 
     main, first, second = one(1, kind, 0, 0, 11, 21), one(2, "pipe", 1, 10), one(3, "pipe", 1, 20, 11)
     assert application_edges([main, first, second])[1] == edges
+
+
+@pytest.mark.parametrize("reads, edges", [("w pipe:[9]", set()), ("", {1}), ("w pipe:[7]", {1})])
+def test_a_process_that_reads_its_programs_output_waits_for_no_parent_that_has_another_pipe(
+    reads: str, edges: set[int]
+) -> None:
+    def one(pid: int, kind: str, **more: Any) -> Actor:
+        looks = (Look(at=0.0, state="S", threads=(Thread(name="MainThread", os_id=pid),)),)
+        process = Process(pid=pid, looks=looks, pipes=("pipe:[7]",), ends=("w pipe:[7]",), **more)
+        return Actor(process=process, activity=Activity(kind=kind, thread="MainThread"))
+
+    client = one(1, "http", peers=(80,))
+    server = one(2, "process", parent=1, listens=(80,), awaits=((2, "r pipe:[8]", reads),) * bool(reads))
+    assert application_edges([client, server]) == {1: {2}, 2: edges}
 
 
 def test_only_a_fork_of_a_server_is_no_server_of_the_port_that_it_is_connected_to() -> None:
