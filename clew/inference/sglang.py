@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ from clew.config import Config
 from clew.devices import gpus
 from clew.errors import ConfigError, EngineError, ImageError, RecordError, first_line
 from clew.inference.backend import Backend, Launch, check_model, config_field, options
-from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, SamplingParams
+from clew.inference.protocol import Completion, EngineUnreachable, FaultyAnswer, GenerateRequest, SamplingParams
 from clew.inference.sglang_checksums import Tensors, checksums, read_folder
 from clew.models.vision import Vision
 from clew.printing import few, sentence
@@ -70,6 +71,12 @@ completion that an update interrupts is continued as a longer prompt."""
 OPTIONS_S = 120.0
 """Seconds within which SGLang must list its options."""
 
+MASKS = "output_token_sampling_mask"
+"""Field of an answer with the IDs that each token was drawn from."""
+
+MASK_OPTION = "sampling_mask_max_tokens"
+"""Server option with the largest number of tokens in a sampling mask. SGLang ends a request that exceeds it."""
+
 ABORT_CHECKS = 50
 """Number of checks, 20 ms apart, of whether aborted requests have ended. SGLang's own pause checks once a second."""
 
@@ -93,6 +100,8 @@ class SGLangEngine(Backend):
         """True if the trainer broadcasts its weights."""
         self._checks_weights = False
         self._before_temperature = False
+        self._largest_mask = 0
+        """Largest number of tokens in a sampling mask that the server reports; 0: it reports none."""
         self._running = 0
         self._tensors: Tensors = {}
         self._sent: Tensors = {}
@@ -159,6 +168,7 @@ class SGLangEngine(Backend):
                 f"{self._wanted_dtype}. Start it with --dtype {self._wanted_dtype}, or set model.dtype."
             )
         self._before_temperature = await self._reports_before_temperature()
+        await self.find_masks(server)
         self._dtype = DTYPES.get(server.get("dtype", ""), "")
         on_one_cpu = server.get("device") == "cpu" and server.get("tp_size", 1) == 1
         self._checks_weights = "/weights_checker" in routes and on_one_cpu and bool(self._dtype)
@@ -195,6 +205,11 @@ class SGLangEngine(Backend):
                 "it reports logprobs before temperature: only at temperature 1 can its tokens be trained on. Start it "
                 "without SGLANG_RETURN_ORIGINAL_LOGPROB"
             )
+        if not self._largest_mask:
+            lacks.append(
+                "it reports no sampling masks: tokens that were drawn with top_p, top_k or min_p are scored as if "
+                "nothing had been cut off, which biases their ratios. SGLang 0.5.23 reports masks"
+            )
         if not self.takes_images and config_field(model_path, "vision_config") is not None:
             lacks.append("it takes no images, although its model does: set inference.args.enable-multimodal to true")
         return lacks
@@ -221,6 +236,22 @@ class SGLangEngine(Backend):
         # Reported after temperature, the differences between tokens are twice as large at 0.5.
         return gaps[0] > 1e-2 and abs(gaps[1] - gaps[0]) < abs(gaps[1] - 2 * gaps[0])
 
+    async def find_masks(self, server: Mapping[str, Any]) -> None:
+        """Find out whether the server reports sampling masks, given its /server_info."""
+        largest = int(server.get(MASK_OPTION) or 0)
+        self._largest_mask = largest if largest and await self._reports_masks() else 0
+
+    async def _reports_masks(self) -> bool:
+        """Return whether a request for a sampling mask gets one. Some backends and speculative decoding refuse it."""
+        sampling = {"max_new_tokens": 1, "temperature": 1.0, "top_k": 2, "ignore_eos": True}
+        body = {"input_ids": [0, 1, 2, 3], "sampling_params": sampling, "return_sampling_mask": True}
+        try:
+            return await self._post("/generate", body, lambda answer, _: bool(answer["meta_info"].get(MASKS)))
+        except EngineUnreachable:
+            raise
+        except EngineError:
+            return False
+
     async def generate(self, request: GenerateRequest) -> Completion:
         if request.images and not self.takes_images:
             raise ImageError(
@@ -232,9 +263,57 @@ class SGLangEngine(Backend):
             completion = await super().generate(request)
         finally:
             self._running -= 1
-        return replace(completion, wrong_logprobs=self.wrong_logprobs(request.params))
+        masked = completion.sampling_mask is not None and all(completion.sampling_mask)
+        wrong = completion.wrong_logprobs or self.wrong_logprobs(request.params, masked)
+        return replace(completion, wrong_logprobs=wrong)
 
-    def wrong_logprobs(self, params: SamplingParams) -> str:
+    def _generate_body(self, request: GenerateRequest) -> dict[str, Any]:
+        body = super()._generate_body(request)
+        truncates = request.params.truncates(self.vocab or math.inf)
+        if request.sampling_mask and truncates and (top_k := self._top_k_with_mask(request.params)):
+            body["return_sampling_mask"] = True
+            body["sampling_params"]["top_k"] = top_k
+        return body
+
+    def _top_k_with_mask(self, params: SamplingParams) -> int:
+        """Return the top_k of a request that asks for its sampling mask; 0: it can have none.
+
+        SGLang refuses such a request if top_k is missing, or above the largest mask. top_p and min_p alone are
+        therefore sent with a top_k. A smaller vocabulary makes one that cuts nothing off. Otherwise it is half of the
+        largest mask: tokens that are as likely as the last one belong to the mask, too, and must have room in it.
+        """
+        top_k = min(params.top_k or math.inf, self.vocab or math.inf)
+        if top_k <= self._largest_mask:
+            return int(top_k)
+        return 0 if params.top_k else self._largest_mask // 2
+
+    def _new_of(self, event: dict[str, Any], before: int, address: str) -> Completion | None:
+        new, meta = super()._new_of(event, before, address), event["meta_info"]
+        if new is None or not new.output_ids or not meta.get(MASKS):
+            return new
+        # As with the logprobs, an event of a stream has the masks of all tokens so far, or only the new ones.
+        count = len(new.output_ids)
+        masks, inside = meta[MASKS][-count:], meta["output_token_sampling_logprobs"][-count:]
+        if not len(masks) == len(inside) == count:
+            raise FaultyAnswer(
+                address, f"it returned {count} tokens, {len(masks)} sampling masks and {len(inside)} logprobs"
+            )
+        logprobs = []
+        for token, mask, plain, renormalised in zip(new.output_ids, masks, new.logprobs, inside, strict=True):
+            if mask and token not in mask:
+                raise FaultyAnswer(address, f"it returned the token {token}, which its sampling mask does not have")
+            logprobs.append(renormalised if mask else plain)
+        return replace(new, logprobs=logprobs, sampling_mask=[mask or [] for mask in masks])
+
+    def wrong_logprobs(self, params: SamplingParams, masked: bool = False) -> str:
+        """Return why the logprobs of a request with these parameters are not what training needs; "" if they are.
+
+        Args:
+            masked: True if the answer says for each token from which tokens it was drawn. Its logprobs are then those
+                of the draw itself, whatever the server does with the others.
+        """
+        if masked:
+            return ""
         reports = f"SGLang at {self.address} reports logprobs"
         if params.min_new_tokens > 0:
             return f"{reports} as if stop tokens had probability 0 before min_new_tokens. Leave min_new_tokens out"

@@ -24,6 +24,7 @@ from clew.config_fields import Inference
 from clew.errors import ConfigError, EngineError, ImageError
 from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, SamplingParams
 from clew.inference.remote import RemoteCore, RemoteEngine
+from clew.inference.resubmit import generate_through_aborts
 from clew.inference.sglang import SPARE_TOKENS, SGLangEngine
 from clew.record.weights import WeightRef
 from tests.engines.updating import config_of, update_in_flight
@@ -61,6 +62,23 @@ class Served:
         with torch.no_grad():
             logits = self.models[name](torch.tensor([ids])).logits[0, len(PROMPT) - 1 : -1]
         return torch.log_softmax(logits / temperature, -1)[range(len(completion.output_ids)), completion.output_ids]
+
+    def check_masks(self, completion: Completion, temperature: float = 1.0) -> None:
+        """Compare the logprobs with those over the reported masks, under the model of each token's version."""
+        masks, ids = completion.sampling_mask, PROMPT + completion.output_ids
+        assert masks is not None and len(masks) == len(completion.output_ids)
+        with torch.no_grad():
+            logits = {
+                version: self.models[name](torch.tensor([ids])).logits[0, len(PROMPT) - 1 : -1] / temperature
+                for version, name in ((0, "one"), (7, "two"))
+            }
+        worst = 0.0
+        for place, (token, mask) in enumerate(zip(completion.output_ids, masks, strict=True)):
+            assert token in mask
+            over_mask = torch.log_softmax(logits[completion.versions[place]][place][mask], -1)
+            worst = max(worst, abs(over_mask[mask.index(token)].item() - completion.logprobs[place]))
+        print(f"|Δlogprob| over the masks {worst:.1e}, {min(map(len, masks))} to {max(map(len, masks))} tokens each")
+        assert worst <= 1e-5
 
 
 def start(folder: Path, port: int) -> subprocess.Popen[bytes]:
@@ -199,6 +217,45 @@ def test_logprobs_are_those_after_temperature_and_before_truncation(
     print(f"|Δlogprob| {difference.abs().max():.1e} at temperature {temperature} {truncation}")
     assert difference.abs().max() <= 1e-5
     assert len(completion.output_ids) == 40 and completion.finish_reason == "length" and not completion.wrong_logprobs
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(
+    "truncation",
+    [
+        {"top_p": 0.9},
+        {"top_k": 3},
+        {"top_p": 0.9, "top_k": 20, "temperature": 1.3},
+        {"min_p": 0.2},
+        {"top_k": 20, "min_new_tokens": 40, "stop_token_ids": tuple(range(20, 60))},
+    ],
+)
+def test_a_sampling_mask_comes_with_logprobs_over_it(served: Served, truncation: dict[str, Any], streams: bool) -> None:
+    params = SamplingParams(**{"max_new_tokens": 40, "stop_token_ids": (), **truncation})
+    streamed: list[tuple[int, float]] = []
+    listen = (lambda *each: streamed.append(each)) if streams else None
+    request = GenerateRequest(PROMPT, params, sampling_mask=True, on_token=listen)
+    completion: Completion = use(served, lambda engine: engine.generate(request))
+    served.check_masks(completion, params.temperature)
+    masks = completion.sampling_mask
+    assert masks is not None and 1 < max(map(len, masks)) <= truncation.get("top_k", 99) and min(map(len, masks)) < 99
+    assert not completion.wrong_logprobs and len(streamed) == 40 * streams
+    assert not streams or [logprob for _, logprob in streamed] == completion.logprobs
+
+
+def test_sampling_masks_go_on_after_an_update_has_interrupted(served: Served) -> None:
+    async def body(engine: SGLangEngine) -> Completion:
+        begun = asyncio.Event()
+        params = SamplingParams(max_new_tokens=200, stop_token_ids=(), top_p=0.9)
+        request = GenerateRequest(PROMPT, params, id="x", on_token=lambda *_: begun.set(), sampling_mask=True)
+        task = asyncio.create_task(generate_through_aborts(engine, request))
+        await begun.wait()
+        await load(engine, served.ref("two", 7))
+        return await task
+
+    completion: Completion = use(served, body)
+    assert set(completion.versions) == {0, 7} and len(completion.output_ids) == 200 and not completion.wrong_logprobs
+    served.check_masks(completion)
 
 
 def test_a_minimum_of_tokens_is_said_to_change_the_logprobs(served: Served) -> None:

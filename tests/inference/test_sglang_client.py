@@ -1,0 +1,141 @@
+"""`SGLangEngine` before a stand-in for SGLang, for what the real one in tests/engines cannot be made to do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from clew.inference.protocol import Completion, FaultyAnswer, GenerateRequest, SamplingParams
+from clew.inference.sglang import NEEDED, SESSION, SGLangEngine
+from tests.inference.test_faulty_servers import serving
+
+IDS = [4, 5, 6]
+
+
+class StandIn:
+    """A server that answers as SGLang 0.5.23 does. `largest_mask` None: as one that knows no sampling masks."""
+
+    def __init__(self, largest_mask: int | None = 4096) -> None:
+        self.largest_mask = largest_mask
+        self.masks: list[list[int] | None] = [[4, 50], [5], [6, 50, 51]]
+        self.asked: list[tuple[str, Any]] = []
+        self.server: dict[str, Any] = {"device": "cpu", "dtype": "float32"}
+        self.model: dict[str, Any] = {"model_path": "hub/name"}
+
+    async def answer(self, request: web.Request) -> web.Response:
+        body = await request.json() if request.can_read_body else {}
+        self.asked.append((request.path, body))
+        given = self.body_of(request.path, body)
+        return web.json_response(given, status=400 if "error" in given else 200)
+
+    def body_of(self, path: str, body: Any) -> dict[str, Any]:
+        if path == "/generate":
+            return self.generated(body)
+        masks = {} if self.largest_mask is None else {"sampling_mask_max_tokens": self.largest_mask}
+        return {
+            "/openapi.json": {"paths": {path: {} for path in (*NEEDED, *SESSION)}},
+            "/server_info": {**self.server, **masks},
+            "/model_info": self.model,
+            "/v1/models": {"data": [{"max_model_len": 64}]},
+        }.get(path, {})
+
+    def generated(self, body: Any) -> dict[str, Any]:
+        top_k = body["sampling_params"].get("top_k", -1)
+        meta: dict[str, Any] = {
+            "finish_reason": {"type": "length", "length": len(IDS)},
+            "completion_tokens": len(IDS),
+            "weight_version": "0",
+            "output_token_logprobs": [[-2.0, token, None] for token in IDS],
+            "output_top_logprobs": [[[-1 / (body["sampling_params"]["temperature"] or 1), 1, None], [0.0, 2, None]]],
+        }
+        if body.get("return_sampling_mask") and self.largest_mask is not None:
+            if not 0 < top_k <= self.largest_mask:
+                return {"error": {"message": f"return_sampling_mask requires top_k; got {top_k}"}}
+            meta["output_token_sampling_mask"] = self.masks
+            meta["output_token_sampling_logprobs"] = [None if mask is None else -0.5 for mask in self.masks]
+        return {"output_ids": IDS, "meta_info": meta}
+
+
+def use(stand_in: StandIn, body: Callable[[SGLangEngine], Awaitable[Any]], model: str = "") -> Any:
+    """Call `body` with an engine that has prepared itself."""
+
+    async def run(address: str) -> Any:
+        engine = SGLangEngine(address, model=model)
+        try:
+            await engine.prepare()
+            return await body(engine)
+        finally:
+            await engine.close()
+
+    with serving(stand_in.answer) as address:
+        return asyncio.run(run(address))
+
+
+def complete(stand_in: StandIn, vocab: int | None = 100, asks: bool = True, **truncation: Any) -> Completion:
+    async def body(engine: SGLangEngine) -> Completion:
+        engine.vocab = vocab
+        params = SamplingParams(max_new_tokens=len(IDS), stop_token_ids=(), **truncation)
+        return await engine.generate(GenerateRequest([7, 8], params, sampling_mask=asks))
+
+    return use(stand_in, body)
+
+
+def test_the_mask_comes_with_the_logprobs_over_it() -> None:
+    completion = complete(StandIn(), top_k=3)
+    assert (completion.sampling_mask, completion.logprobs) == ([[4, 50], [5], [6, 50, 51]], [-0.5] * 3)
+
+
+def test_a_token_without_a_mask_keeps_its_plain_logprob() -> None:
+    stand_in = StandIn()
+    stand_in.masks[1] = None
+    completion = complete(stand_in, top_k=3)
+    assert (completion.sampling_mask, completion.logprobs) == ([[4, 50], [], [6, 50, 51]], [-0.5, -2.0, -0.5])
+
+
+def test_an_older_server_reports_none_and_says_so() -> None:
+    stand_in = StandIn(None)
+    completion = complete(stand_in, top_p=0.9)
+    assert (completion.sampling_mask, completion.logprobs) == (None, [-2.0] * 3)
+    assert "return_sampling_mask" not in stand_in.asked[-1][1] and stand_in.asked[-1][1]["sampling_params"]["top_k"] < 0
+    assert any("no sampling masks" in lack for lack in use(stand_in, SGLangEngine.prepare))
+    assert not any("no sampling masks" in lack for lack in use(StandIn(), SGLangEngine.prepare))
+
+
+@pytest.mark.parametrize(
+    ("truncation", "vocab", "sent"),
+    [
+        ({"top_p": 0.9}, 100, 100),
+        ({"min_p": 0.1}, None, 2048),
+        ({"top_p": 0.9}, 150_000, 2048),
+        ({"top_k": 50}, 150_000, 50),
+        ({"top_k": 2**40, "top_p": 0.9}, 100, 100),
+        ({"top_k": 5000}, 150_000, None),
+        ({"temperature": 0.0, "top_k": 50}, 100, None),
+        ({}, 100, None),
+        ({"top_k": 100}, 100, None),
+    ],
+)
+def test_a_mask_is_asked_for_with_a_top_k_that_sglang_takes(
+    truncation: dict[str, Any], vocab: int | None, sent: int | None
+) -> None:
+    stand_in = StandIn()
+    completion = complete(stand_in, vocab, **truncation)
+    body = stand_in.asked[-1][1]
+    assert body.get("return_sampling_mask", False) == (sent is not None) == (completion.sampling_mask is not None)
+    assert body["sampling_params"]["top_k"] == (sent or truncation.get("top_k", -1))
+
+
+def test_nobody_who_did_not_ask_gets_a_mask() -> None:
+    assert complete(StandIn(), top_k=3, asks=False).logprobs == [-2.0] * 3
+
+
+@pytest.mark.parametrize("masks", [[[4, 50], [6], [6]], [[4], [5]]])
+def test_a_mask_that_cannot_be_right_is_a_fault_of_the_server(masks: Any) -> None:
+    stand_in = StandIn()
+    stand_in.masks = masks
+    with pytest.raises(FaultyAnswer, match="sampling mask"):
+        complete(stand_in, top_k=3)
