@@ -23,11 +23,11 @@ from clew.devices import gpus
 from clew.errors import ConfigError, EngineError, ImageError, RecordError, first_line
 from clew.inference.backend import Backend, Launch, check_model, config_field, options
 from clew.inference.protocol import Completion, EngineUnreachable, FaultyAnswer, GenerateRequest, SamplingParams
-from clew.inference.sglang_checksums import Tensors, checksums, read_folder
+from clew.inference.sglang_checksums import Tensors, checksums, left_behind, parts_in, read_folder
 from clew.models.vision import Vision
 from clew.printing import few, sentence
 from clew.record.broadcast import Broadcast
-from clew.record.weights import WeightRef, read_broadcast
+from clew.record.weights import WeightRef, read_broadcast, read_digests
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16"}
 """Number types whose tensors can be compared, as SGLang and as safetensors name them."""
@@ -99,6 +99,9 @@ class SGLangEngine(Backend):
         self._receives = False
         """True if the trainer broadcasts its weights."""
         self._checks_weights = False
+        """True if the server's checksums are compared with those of what was sent."""
+        self._notices_changes = False
+        """True if tensors are only checked to change with what is sent, see `left_behind`."""
         self._before_temperature = False
         self._largest_mask = 0
         """Largest number of tokens in a sampling mask that the server reports; 0: it reports none."""
@@ -109,6 +112,11 @@ class SGLangEngine(Backend):
         """The trainer's checksums of the weights that it broadcast last; None: they came from files, see `_sent`."""
         self._dtype, self._wanted_dtype = "F32", ""
         self._held: dict[str, str] = {}
+        """The server's checksums after the last update that was checked."""
+        self._digests: dict[str, str] = {}
+        """The trainer's digests of the weights of that update; empty: they are not known."""
+        self._sent_digests: dict[str, str] = {}
+        """The trainer's digests of the weights that were sent last."""
 
     @classmethod
     def client(cls, config: Config, address: str, vision: Vision | None = None, token: str = "") -> SGLangEngine:
@@ -170,13 +178,29 @@ class SGLangEngine(Backend):
         self._before_temperature = await self._reports_before_temperature()
         await self.find_masks(server)
         self._dtype = DTYPES.get(server.get("dtype", ""), "")
-        on_one_cpu = server.get("device") == "cpu" and server.get("tp_size", 1) == 1
-        self._checks_weights = "/weights_checker" in routes and on_one_cpu and bool(self._dtype)
         with contextlib.suppress(EngineError):  # a hub name, or a folder on another machine
             self._tensors = await asyncio.to_thread(read_folder, self._model or info["model_path"])
+        self._digests, self._sent_digests = {}, {}  # a server that was started again has other weights
+        await self._find_checks(server, "/weights_checker" in routes)
+        return self._lacks(info["model_path"], bool(server.get("enable_deterministic_inference")))
+
+    async def _find_checks(self, server: Mapping[str, Any], has_checker: bool) -> None:
+        """Find out how updates can be checked, given the server's /server_info."""
+        on_one_cpu = server.get("device") == "cpu" and server.get("tp_size", 1) == 1
+        self._checks_weights = has_checker and on_one_cpu and bool(self._dtype)
+        self._notices_changes, self._held = False, {}
         if self._checks_weights:
             self._held = await self._checksums()
-        return self._lacks(info["model_path"], bool(server.get("enable_deterministic_inference")))
+        elif has_checker and self._dtype and not server.get("quantization") and not server.get("torchao_config"):
+            # Quantized tensors may stay the same when the trainer's change a little.
+            try:
+                self._held = await self._checksums()
+            except EngineUnreachable:
+                raise
+            except EngineError:
+                return
+            names = self._tensors or self._held  # the model's tensors may not be known here
+            self._notices_changes = any(part in names for name in self._held for part in parts_in(name, names))
 
     async def resolved(self) -> dict[str, Any]:
         info = await self._request("GET", "/server_info", None)
@@ -194,11 +218,16 @@ class SGLangEngine(Backend):
                 "it ignores seeds: the same prompt gives other tokens each time, also after an interruption, unless "
                 "inference.args.enable-deterministic-inference is true"
             )
-        if not self._checks_weights:
+        if self._notices_changes:
             lacks.append(
-                "it runs on a GPU or on several devices, its weights are neither float32 nor bfloat16, or it has no "
-                "/weights_checker: after an update only the logprob "
-                "of the probe shows whether it holds the right weights"
+                "it runs on a GPU or on several devices, where its checksums cannot be compared with the trainer's: "
+                "an update is checked by the logprob of the probe and, from its second on, by whether each tensor "
+                "that the trainer has changed has changed there"
+            )
+        elif not self._checks_weights:
+            lacks.append(
+                "its weights are neither float32 nor bfloat16, or its /weights_checker is missing or does not answer: "
+                "after an update only the logprob of the probe shows whether it holds the right weights"
             )
         if self._before_temperature:
             lacks.append(
@@ -368,6 +397,7 @@ class SGLangEngine(Backend):
                 self._expected = read_broadcast(ref)["checksums"]
             except RecordError as error:
                 raise EngineError(f"Cannot load version {ref.version} into SGLang at {self.address}: {error}") from None
+            self._sent_digests = _digests_of(ref)
             await self._post("/flush_cache", {})
             return
         new = await asyncio.to_thread(read_folder, ref.path)
@@ -387,7 +417,7 @@ class SGLangEngine(Backend):
             raise
         except EngineError as error:
             raise EngineError(f"{sentence(str(error))} {await self._left()}") from None
-        self._sent, self._expected = new, None
+        self._sent, self._expected, self._sent_digests = new, None, _digests_of(ref)
         await self._post("/flush_cache", {})
 
     def _refuse_experts(self, version: int) -> None:
@@ -404,9 +434,21 @@ class SGLangEngine(Backend):
             raise EngineError(
                 f"SGLang at {self.address} says that it loaded version {ref.version}, and then that it has {label}."
             )
-        if not self._checks_weights:
+        if not self._checks_weights and not self._notices_changes:
             return
         held = await self._checksums()
+        if self._checks_weights:
+            await self._compare(ref, held)
+        elif behind := left_behind(self._held, held, self._digests, self._sent_digests):
+            raise EngineError(
+                f"SGLang at {self.address} answered that it loaded version {ref.version}, but {len(behind)} of its "
+                f"{len(held)} tensors have not changed, although the trainer has changed them: {few(behind)}. It "
+                f"serves nothing now."
+            )
+        self._held, self._digests = held, self._sent_digests
+
+    async def _compare(self, ref: WeightRef, held: Mapping[str, str]) -> None:
+        """Raise EngineError if the server's checksums are not those of what was sent."""
         expected = self._expected
         if expected is None:
             expected = await asyncio.to_thread(checksums, held, self._sent, self._dtype)
@@ -416,11 +458,10 @@ class SGLangEngine(Backend):
                 f"SGLang at {self.address} answered that it loaded version {ref.version}, but {len(wrong)} of its "
                 f"{len(held)} tensors are not those of {ref.path}: {few(wrong)}. {unchanged}It serves nothing now."
             )
-        self._held = held
 
     async def _left(self) -> str:
         """Return a sentence about what a failed update has left in the server."""
-        if not self._checks_weights:
+        if not self._checks_weights and not self._notices_changes:
             return "What it holds now is unknown; restart it."
         held = await self._checksums()
         changed = [name for name in held if held[name] != self._held.get(name)]
@@ -429,9 +470,16 @@ class SGLangEngine(Backend):
         return f"It now holds a mixture of old and new weights ({few(changed)} changed); restart it."
 
     async def _checksums(self) -> dict[str, str]:
-        """Return the server's own checksum of each tensor that it computes with."""
-        body = {"action": "checksum"}
-        return await self._post("/weights_checker", body, lambda answer, _: dict(answer["ranks"][0]["checksums"]))
+        """Return the server's own checksums of each tensor that it computes with: those of all its ranks, joined."""
+
+        def take(answer: dict[str, Any], _: str) -> dict[str, str]:
+            by_name: dict[str, list[str]] = {}
+            for rank in answer["ranks"]:
+                for name, checksum in rank["checksums"].items():
+                    by_name.setdefault(name, []).append(checksum)
+            return {name: "".join(sorted(each)) for name, each in by_name.items()}
+
+        return await self._post("/weights_checker", {"action": "checksum"}, take)
 
     async def score(self, input_ids: list[int]) -> float:
         body = {
@@ -445,6 +493,14 @@ class SGLangEngine(Backend):
             return float(answer["meta_info"]["input_token_logprobs"][-1][0])
 
         return await self._post("/generate", body, take)
+
+
+def _digests_of(ref: WeightRef) -> dict[str, str]:
+    """Return the trainer's digests of the weights; empty if it wrote none, as in a folder that another tool saved."""
+    try:
+        return read_digests(ref)
+    except RecordError:
+        return {}
 
 
 def server_arguments(

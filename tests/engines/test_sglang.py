@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -26,7 +27,8 @@ from clew.inference.protocol import Completion, EngineUnreachable, GenerateReque
 from clew.inference.remote import RemoteCore, RemoteEngine
 from clew.inference.resubmit import generate_through_aborts
 from clew.inference.sglang import SPARE_TOKENS, SGLangEngine
-from clew.record.weights import WeightRef
+from clew.models.tensor_digest import hex_digests
+from clew.record.weights import DIGESTS_KEY, WeightRef
 from tests.engines.updating import config_of, update_in_flight
 from tests.models import picture, tiny_model, tiny_tokenizer
 
@@ -363,6 +365,45 @@ def test_an_update_that_never_reached_the_server(served: Served) -> None:
 
     with pytest.raises(EngineError, match="says that it loaded version 5, and then that it has 0"):
         use(served, lambda engine: load(engine, served.ref("two", 5)), swallow)
+
+
+def test_where_checksums_cannot_be_compared_tensors_must_change_with_the_trainers(
+    served: Served, tmp_path: Path
+) -> None:
+    """As on a GPU, where SGLang's checksums are others."""
+    part = ""
+
+    def divert(path: str, data: dict[str, Any]) -> dict[str, Any] | None:
+        if path != "/update_weights_from_disk" or not part:
+            return data
+        return {**data, "model_path": str(tmp_path / "mixed")}
+
+    async def body(engine: SGLangEngine) -> None:
+        nonlocal part
+        engine._checks_weights, engine._notices_changes = False, True
+        tensors = {name: load_file(served.folder / name / "model.safetensors") for name in ("one", "two")}
+        (tmp_path / "config.json").write_bytes((served.folder / "one" / "config.json").read_bytes())
+        refs = [digested(tmp_path / str(place), tensors[name], place) for place, name in enumerate(("one", "two"))]
+        await load(engine, refs[0])
+        await load(engine, refs[1])
+        await load(engine, refs[0])
+        part = "layers.1.mlp.down_proj"
+        mixed = {name: tensors["one" if part in name else "two"][name] for name in tensors["two"]}
+        digested(tmp_path / "mixed", mixed, 1)
+        with pytest.raises(EngineError, match="have not changed, although the trainer has changed them") as raised:
+            await load(engine, refs[1])
+        assert "1 of its" in str(raised.value) and f"{part}.weight" in str(raised.value)
+
+    use(served, body, divert)
+
+
+def digested(folder: Path, tensors: dict[str, torch.Tensor], version: int) -> WeightRef:
+    """Write weights with their digests, as the trainer does."""
+    folder.mkdir()
+    metadata = {"format": "pt", DIGESTS_KEY: json.dumps(hex_digests(tensors))}
+    save_file(tensors, folder / "model.safetensors", metadata)
+    (folder / "config.json").write_bytes((folder.parent / "config.json").read_bytes())
+    return WeightRef(version=version, path=str(folder), digest="")
 
 
 @pytest.mark.parametrize("part", ["lm_head", "model.layers.1", "k_proj", "norm"])

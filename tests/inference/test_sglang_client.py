@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from aiohttp import web
+from safetensors.torch import save_file
 
+from clew.errors import EngineError
 from clew.inference.protocol import Completion, FaultyAnswer, GenerateRequest, SamplingParams
 from clew.inference.sglang import NEEDED, SESSION, SGLangEngine
+from clew.models.tensor_digest import hex_digests
+from clew.record.weights import DIGESTS_KEY, WeightRef
 from tests.inference.test_faulty_servers import serving
 
 IDS = [4, 5, 6]
@@ -23,8 +30,10 @@ class StandIn:
         self.largest_mask = largest_mask
         self.masks: list[list[int] | None] = [[4, 50], [5], [6, 50, 51]]
         self.asked: list[tuple[str, Any]] = []
-        self.server: dict[str, Any] = {"device": "cpu", "dtype": "float32"}
+        self.server: dict[str, Any] = {"device": "cuda", "dtype": "float32", "tp_size": 2}
         self.model: dict[str, Any] = {"model_path": "hub/name"}
+        self.ranks: list[dict[str, str]] = []
+        """Checksums of its tensors, on each rank."""
 
     async def answer(self, request: web.Request) -> web.Response:
         body = await request.json() if request.can_read_body else {}
@@ -37,9 +46,13 @@ class StandIn:
             return self.generated(body)
         masks = {} if self.largest_mask is None else {"sampling_mask_max_tokens": self.largest_mask}
         return {
-            "/openapi.json": {"paths": {path: {} for path in (*NEEDED, *SESSION)}},
+            "/openapi.json": {"paths": {path: {} for path in (*NEEDED, *SESSION, "/weights_checker")}},
             "/server_info": {**self.server, **masks},
             "/model_info": self.model,
+            "/weights_checker": {"ranks": [{"checksums": each} for each in self.ranks]}
+            if self.ranks
+            else {"error": {"message": "no kernel"}},
+            "/update_weights_from_disk": {"success": True},
             "/v1/models": {"data": [{"max_model_len": 64}]},
         }.get(path, {})
 
@@ -139,3 +152,61 @@ def test_a_mask_that_cannot_be_right_is_a_fault_of_the_server(masks: Any) -> Non
     stand_in.masks = masks
     with pytest.raises(FaultyAnswer, match="sampling mask"):
         complete(stand_in, top_k=3)
+
+
+Q, K, NORM = (f"model.layers.0.{name}.weight" for name in ("self_attn.q_proj", "self_attn.k_proj", "input_layernorm"))
+QKV = "model.layers.0.self_attn.qkv_proj.weight"
+
+
+def written(folder: Path, version: int, **values: float) -> WeightRef:
+    """Weights as the trainer writes them: each tensor is filled with a number."""
+    tensors = {name: torch.full((4, 4), values.get(key, 0.0)) for key, name in (("q", Q), ("k", K), ("norm", NORM))}
+    path = folder / str(version)
+    path.mkdir()
+    save_file(tensors, path / "model.safetensors", metadata={DIGESTS_KEY: json.dumps(hex_digests(tensors))})
+    return WeightRef(version=version, path=str(path), digest="")
+
+
+async def update(engine: SGLangEngine, stand_in: StandIn, ref: WeightRef, *ranks: dict[str, str]) -> None:
+    """Load weights, after which the server's ranks have these checksums."""
+    stand_in.model["weight_version"], stand_in.ranks = str(ref.version), list(ranks)
+    await engine.load(ref)
+    await engine.verify(ref)
+
+
+def test_a_tensor_that_did_not_change_with_the_trainers_stops_the_update(tmp_path: Path) -> None:
+    """On two ranks: their checksums are not those of whole tensors."""
+    stand_in = StandIn()
+    stand_in.ranks = [{QKV: "a", NORM: "b"}, {QKV: "c", NORM: "b"}]
+
+    async def body(engine: SGLangEngine) -> None:
+        await update(engine, stand_in, written(tmp_path, 0), *stand_in.ranks)  # as in the first: nothing is known yet
+        await update(engine, stand_in, written(tmp_path, 1), *stand_in.ranks)  # the same weights
+        await update(engine, stand_in, written(tmp_path, 2, k=1), {QKV: "A", NORM: "b"}, {QKV: "c", NORM: "b"})
+        both = written(tmp_path, 3, k=2, norm=1)
+        with pytest.raises(EngineError, match=f"2 of its 2 tensors have not changed.*{QKV}, {NORM}"):
+            await update(engine, stand_in, both, *stand_in.ranks)
+        with pytest.raises(EngineError, match=f"1 of its 2 tensors have not changed.*them: {QKV}. It serves"):
+            await update(engine, stand_in, both, {QKV: "A", NORM: "B"}, {QKV: "c", NORM: "B"})
+        await update(engine, stand_in, both, {QKV: "A", NORM: "B"}, {QKV: "C", NORM: "B"})
+        engine._digests = {}
+        await update(engine, stand_in, written(tmp_path, 4, q=9), *stand_in.ranks)  # digests of version 3 are not known
+
+    use(stand_in, body)
+
+
+@pytest.mark.parametrize(
+    ("server", "ranks", "lack"),
+    [
+        ({}, [{QKV: "a"}], "from its second on"),
+        ({"device": "cpu"}, [{QKV: "a"}], "from its second on"),
+        ({}, [], "does not answer"),
+        ({"quantization": "fp8"}, [{QKV: "a"}], "does not answer"),
+        ({"dtype": "float16"}, [{QKV: "a"}], "neither float32"),
+    ],
+)
+def test_it_says_how_far_updates_are_checked(server: dict[str, Any], ranks: list[dict[str, str]], lack: str) -> None:
+    stand_in = StandIn()
+    stand_in.server |= server
+    stand_in.ranks = ranks
+    assert any(lack in each for each in use(stand_in, SGLangEngine.prepare))
