@@ -17,6 +17,7 @@ from clew.errors import EngineError
 from clew.inference.protocol import Completion, FaultyAnswer, GenerateRequest, SamplingParams
 from clew.inference.sglang import NEEDED, SESSION, SGLangEngine
 from clew.models.tensor_digest import hex_digests
+from clew.record.broadcast import Broadcast
 from clew.record.weights import DIGESTS_KEY, WeightRef
 from tests.inference.test_faulty_servers import serving
 
@@ -34,6 +35,9 @@ class StandIn:
         self.model: dict[str, Any] = {"model_path": "hub/name"}
         self.ranks: list[dict[str, str]] = []
         """Checksums of its tensors, on each rank."""
+        self.in_session = False
+        self.loaded: list[str] = []
+        """Tensors that it received in an update session."""
 
     async def answer(self, request: web.Request) -> web.Response:
         body = await request.json() if request.can_read_body else {}
@@ -44,6 +48,8 @@ class StandIn:
     def body_of(self, path: str, body: Any) -> dict[str, Any]:
         if path == "/generate":
             return self.generated(body)
+        if path in ("/begin_weight_update", "/end_weight_update", "/update_weights_from_distributed"):
+            return self.in_update(path, body)
         masks = {} if self.largest_mask is None else {"sampling_mask_max_tokens": self.largest_mask}
         return {
             "/openapi.json": {"paths": {path: {} for path in (*NEEDED, *SESSION, "/weights_checker")}},
@@ -55,6 +61,16 @@ class StandIn:
             "/update_weights_from_disk": {"success": True},
             "/v1/models": {"data": [{"max_model_len": 64}]},
         }.get(path, {})
+
+    def in_update(self, path: str, body: Any) -> dict[str, Any]:
+        """Refuse what SGLang refuses: tensors outside a session, and a session within another."""
+        if (path == "/begin_weight_update") == self.in_session:
+            return {"error": {"message": f"{path} is refused: in a session is {self.in_session}"}}
+        if path == "/update_weights_from_distributed":
+            self.loaded += body["names"]
+        else:
+            self.in_session = not self.in_session
+        return {"success": True}
 
     def generated(self, body: Any) -> dict[str, Any]:
         top_k = body["sampling_params"].get("top_k", -1)
@@ -210,3 +226,38 @@ def test_it_says_how_far_updates_are_checked(server: dict[str, Any], ranks: list
     stand_in.server |= server
     stand_in.ranks = ranks
     assert any(lack in each for each in use(stand_in, SGLangEngine.prepare))
+
+
+def broadcast(version: int) -> Broadcast:
+    names = [Q, K, NORM]
+    return Broadcast(
+        version=version, host="127.0.0.1", port=1, group=f"g{version}", backend="gloo", rank=1, size=2,
+        dtypes=["float32"] * 3, shapes=[[4, 4]] * 3, names=names, buckets=[1, 2],
+    )  # fmt: skip
+
+
+def test_broadcast_weights_are_received_in_a_session_that_is_ended() -> None:
+    """SGLang refuses tensors outside a session, and the next session until the one before has ended."""
+    stand_in = StandIn()
+
+    async def body(engine: SGLangEngine) -> None:
+        for version in (1, 2):
+            await engine.receive(broadcast(version))
+            assert stand_in.loaded == [Q, K, NORM] * version and not stand_in.in_session
+
+    use(stand_in, body)
+
+
+def test_a_session_ends_after_a_failed_broadcast_too() -> None:
+    stand_in = StandIn()
+    answer = stand_in.in_update
+    stand_in.in_update = lambda path, body: (
+        {"error": {"message": "a member is lost"}} if "distributed" in path else answer(path, body)
+    )
+
+    async def body(engine: SGLangEngine) -> None:
+        with pytest.raises(EngineError, match="a member is lost"):
+            await engine.receive(broadcast(1))
+        assert not stand_in.in_session and stand_in.asked[-1] == (SESSION[-1], {"group_name": "g1"})
+
+    use(stand_in, body)
