@@ -482,10 +482,18 @@ def test_a_refused_update_says_what_the_server_still_holds(served: Served) -> No
 
 
 def test_tensors_outside_an_update_session_are_refused(served: Served) -> None:
+    """SGLang's own rules, which the stand-in in tests/inference/test_sglang_client.py follows."""
+
     async def body(engine: SGLangEngine) -> None:
         names = {"names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[32]]}
         with pytest.raises(EngineError, match="begin_weight_update"):
             await engine._post("/update_weights_from_distributed", names)
+        with pytest.raises(EngineError, match="no weight-update session is open"):
+            await engine._post("/end_weight_update", {})
+        await engine._post("/begin_weight_update", {})
+        with pytest.raises(EngineError, match="already open"):
+            await engine._post("/begin_weight_update", {})
+        await engine._post("/end_weight_update", {})
 
     use(served, body)
 
