@@ -96,6 +96,8 @@ class SGLangEngine(Backend):
         """
         super().__init__(address, token)
         self._model = model
+        self._has_vision = False
+        """True if Clew has loaded the model's image input, which it also finds for a hub name."""
         self._receives = False
         """True if the trainer broadcasts its weights."""
         self._checks_weights = False
@@ -122,6 +124,7 @@ class SGLangEngine(Backend):
     def client(cls, config: Config, address: str, vision: Vision | None = None, token: str = "") -> SGLangEngine:
         engine = cls(address, token, model=config.model.path)
         engine._wanted_dtype = config.model.dtype
+        engine._has_vision = vision is not None
         engine._receives = config.weights.via == "collective"
         return engine
 
@@ -239,7 +242,8 @@ class SGLangEngine(Backend):
                 "it reports no sampling masks: tokens that were drawn with top_p, top_k or min_p are scored as if "
                 "nothing had been cut off, which biases their ratios. SGLang 0.5.23 reports masks"
             )
-        if not self.takes_images and config_field(model_path, "vision_config") is not None:
+        has_vision = self._has_vision or config_field(model_path, "vision_config") is not None
+        if has_vision and not self.takes_images:
             lacks.append("it takes no images, although its model does: set inference.args.enable-multimodal to true")
         return lacks
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from aiohttp import web
 from safetensors.torch import save_file
 
-from clew.errors import EngineError
+from clew.errors import EngineError, ImageError
 from clew.inference.protocol import Completion, FaultyAnswer, GenerateRequest, SamplingParams
 from clew.inference.sglang import NEEDED, SESSION, SGLangEngine
 from clew.models.tensor_digest import hex_digests
@@ -89,11 +90,12 @@ class StandIn:
         return {"output_ids": IDS, "meta_info": meta}
 
 
-def use(stand_in: StandIn, body: Callable[[SGLangEngine], Awaitable[Any]], model: str = "") -> Any:
+def use(stand_in: StandIn, body: Callable[[SGLangEngine], Awaitable[Any]], vision: Any = None) -> Any:
     """Call `body` with an engine that has prepared itself."""
+    named: Any = SimpleNamespace(model=SimpleNamespace(path="", dtype=""), weights=SimpleNamespace(via="disk"))
 
     async def run(address: str) -> Any:
-        engine = SGLangEngine(address, model=model)
+        engine = SGLangEngine.client(named, address, vision)
         try:
             await engine.prepare()
             return await body(engine)
@@ -261,3 +263,32 @@ def test_a_session_ends_after_a_failed_broadcast_too() -> None:
         assert not stand_in.in_session and stand_in.asked[-1] == (SESSION[-1], {"group_name": "g1"})
 
     use(stand_in, body)
+
+
+@pytest.mark.parametrize(
+    ("folder_says", "clew_says", "serves", "warned"),
+    [
+        (True, False, False, True),
+        (False, True, False, True),  # as for a hub name
+        (True, True, True, False),
+        (False, False, False, False),
+    ],
+)
+def test_it_says_at_the_start_that_images_are_off(
+    tmp_path: Path, folder_says: bool, clew_says: bool, serves: bool, warned: bool
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"vision_config": {}} if folder_says else {}))
+    stand_in = StandIn()
+    stand_in.model |= {"model_path": str(tmp_path), "has_image_understanding": serves}
+
+    async def body(engine: SGLangEngine) -> None:
+        lacks = await engine.prepare()
+        assert any("inference.args.enable-multimodal" in lack for lack in lacks) == warned
+        request = GenerateRequest([7], SamplingParams(max_new_tokens=3), images=(b"image",))
+        if serves:
+            assert (await engine.generate(request)).output_ids == IDS
+        else:
+            with pytest.raises(ImageError, match="enable-multimodal"):
+                await engine.generate(request)
+
+    use(stand_in, body, object() if clew_says else None)
