@@ -257,7 +257,7 @@ class Config(Section):
     def _engine_agrees_with_sampling(self) -> Config:
         """Refuse sampling options with which the engine reports logprobs of the cut distribution, not the policy's."""
         cut = {"vllm": {"top_p", "top_k", "min_p", "min_new_tokens"}, "sglang": {"min_new_tokens"}}
-        if "return-sampling-mask" in self.inference.options:
+        if self.inference.backend == "vllm" and "return-sampling-mask" in self.inference.options:
             cut["vllm"] = {"min_new_tokens"}
             if self.sampling.top_k == 0 or self.sampling.temperature == 0:
                 raise ValueError(

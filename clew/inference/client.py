@@ -86,6 +86,13 @@ class HTTPEngine:
         self._session: aiohttp.ClientSession | None = None
 
     async def generate(self, request: GenerateRequest) -> Completion:
+        body = self._generate_body(request)
+        if request.on_token is None:
+            return await self._in_one_answer("/generate", body, request)
+        return await self._streamed("/generate", body, request)
+
+    def _generate_body(self, request: GenerateRequest) -> dict[str, Any]:
+        """Return the body of a call of `/generate`."""
         body: dict[str, Any] = {
             "input_ids": request.input_ids,
             "sampling_params": sampling_fields(self._fitting(request)),
@@ -102,9 +109,7 @@ class HTTPEngine:
             body["image_data"] = [base64.b64encode(image).decode() for image in request.images]
         if request.id:
             body["rid"] = request.id
-        if request.on_token is None:
-            return await self._in_one_answer("/generate", body, request)
-        return await self._streamed("/generate", body, request)
+        return body
 
     def _fitting(self, request: GenerateRequest) -> SamplingParams:
         """Return the request's parameters with no more tokens than there is room for.

@@ -53,9 +53,14 @@ async def find_engine(base_url: str, api_key: str = "") -> FoundEngine | None:
                 )
             if info is not None:
                 async with client.get(f"{root}/server_info") as response:
-                    context = int((await response.json())["max_req_input_len"])
+                    server = await response.json()
                 engine, model = SGLangEngine(address, api_key), str(info["tokenizer_path"])
-                engine.context, engine.takes_images = context, bool(info.get("has_image_understanding"))
+                engine.context = int(server["max_req_input_len"])
+                engine.takes_images = bool(info.get("has_image_understanding"))
+                try:
+                    await engine.find_masks(server)
+                finally:
+                    await engine.close()  # the engine may be used on another event loop
                 return FoundEngine(kind="SGLang", engine=engine, model=model, takes_images=engine.takes_images)
             async with client.get(f"{root}/v1/models") as response:
                 listed = [dict(model) for model in (await response.json())["data"]] if response.status == 200 else []

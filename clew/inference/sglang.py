@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -21,12 +22,12 @@ from clew.config import Config
 from clew.devices import gpus
 from clew.errors import ConfigError, EngineError, ImageError, RecordError, first_line
 from clew.inference.backend import Backend, Launch, check_model, config_field, options
-from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, SamplingParams
-from clew.inference.sglang_checksums import Tensors, checksums, read_folder
+from clew.inference.protocol import Completion, EngineUnreachable, FaultyAnswer, GenerateRequest, SamplingParams
+from clew.inference.sglang_checksums import Tensors, checksums, left_behind, parts_in, read_folder
 from clew.models.vision import Vision
 from clew.printing import few, sentence
 from clew.record.broadcast import Broadcast
-from clew.record.weights import WeightRef, read_broadcast
+from clew.record.weights import WeightRef, read_broadcast, read_digests
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16"}
 """Number types whose tensors can be compared, as SGLang and as safetensors name them."""
@@ -70,6 +71,12 @@ completion that an update interrupts is continued as a longer prompt."""
 OPTIONS_S = 120.0
 """Seconds within which SGLang must list its options."""
 
+MASKS = "output_token_sampling_mask"
+"""Field of an answer with the IDs that each token was drawn from."""
+
+MASK_OPTION = "sampling_mask_max_tokens"
+"""Server option with the largest number of tokens in a sampling mask. SGLang ends a request that exceeds it."""
+
 ABORT_CHECKS = 50
 """Number of checks, 20 ms apart, of whether aborted requests have ended. SGLang's own pause checks once a second."""
 
@@ -89,10 +96,17 @@ class SGLangEngine(Backend):
         """
         super().__init__(address, token)
         self._model = model
+        self._has_vision = False
+        """True if Clew has loaded the model's image input, which it also finds for a hub name."""
         self._receives = False
         """True if the trainer broadcasts its weights."""
         self._checks_weights = False
+        """True if the server's checksums are compared with those of what was sent."""
+        self._notices_changes = False
+        """True if tensors are only checked to change with what is sent, see `left_behind`."""
         self._before_temperature = False
+        self._largest_mask = 0
+        """Largest number of tokens in a sampling mask that the server reports; 0: it reports none."""
         self._running = 0
         self._tensors: Tensors = {}
         self._sent: Tensors = {}
@@ -100,11 +114,17 @@ class SGLangEngine(Backend):
         """The trainer's checksums of the weights that it broadcast last; None: they came from files, see `_sent`."""
         self._dtype, self._wanted_dtype = "F32", ""
         self._held: dict[str, str] = {}
+        """The server's checksums after the last update that was checked."""
+        self._digests: dict[str, str] = {}
+        """The trainer's digests of the weights of that update; empty: they are not known."""
+        self._sent_digests: dict[str, str] = {}
+        """The trainer's digests of the weights that were sent last."""
 
     @classmethod
     def client(cls, config: Config, address: str, vision: Vision | None = None, token: str = "") -> SGLangEngine:
         engine = cls(address, token, model=config.model.path)
         engine._wanted_dtype = config.model.dtype
+        engine._has_vision = vision is not None
         engine._receives = config.weights.via == "collective"
         return engine
 
@@ -159,14 +179,31 @@ class SGLangEngine(Backend):
                 f"{self._wanted_dtype}. Start it with --dtype {self._wanted_dtype}, or set model.dtype."
             )
         self._before_temperature = await self._reports_before_temperature()
+        await self.find_masks(server)
         self._dtype = DTYPES.get(server.get("dtype", ""), "")
-        on_one_cpu = server.get("device") == "cpu" and server.get("tp_size", 1) == 1
-        self._checks_weights = "/weights_checker" in routes and on_one_cpu and bool(self._dtype)
         with contextlib.suppress(EngineError):  # a hub name, or a folder on another machine
             self._tensors = await asyncio.to_thread(read_folder, self._model or info["model_path"])
+        self._digests, self._sent_digests = {}, {}  # a server that was started again has other weights
+        await self._find_checks(server, "/weights_checker" in routes)
+        return self._lacks(info["model_path"], bool(server.get("enable_deterministic_inference")))
+
+    async def _find_checks(self, server: Mapping[str, Any], has_checker: bool) -> None:
+        """Find out how updates can be checked, given the server's /server_info."""
+        on_one_cpu = server.get("device") == "cpu" and server.get("tp_size", 1) == 1
+        self._checks_weights = has_checker and on_one_cpu and bool(self._dtype)
+        self._notices_changes, self._held = False, {}
         if self._checks_weights:
             self._held = await self._checksums()
-        return self._lacks(info["model_path"], bool(server.get("enable_deterministic_inference")))
+        elif has_checker and self._dtype and not server.get("quantization") and not server.get("torchao_config"):
+            # Quantized tensors may stay the same when the trainer's change a little.
+            try:
+                self._held = await self._checksums()
+            except EngineUnreachable:
+                raise
+            except EngineError:
+                return
+            names = self._tensors or self._held  # the model's tensors may not be known here
+            self._notices_changes = any(part in names for name in self._held for part in parts_in(name, names))
 
     async def resolved(self) -> dict[str, Any]:
         info = await self._request("GET", "/server_info", None)
@@ -184,18 +221,29 @@ class SGLangEngine(Backend):
                 "it ignores seeds: the same prompt gives other tokens each time, also after an interruption, unless "
                 "inference.args.enable-deterministic-inference is true"
             )
-        if not self._checks_weights:
+        if self._notices_changes:
             lacks.append(
-                "it runs on a GPU or on several devices, its weights are neither float32 nor bfloat16, or it has no "
-                "/weights_checker: after an update only the logprob "
-                "of the probe shows whether it holds the right weights"
+                "it runs on a GPU or on several devices, where its checksums cannot be compared with the trainer's: "
+                "an update is checked by the logprob of the probe and, from its second on, by whether each tensor "
+                "that the trainer has changed has changed there"
+            )
+        elif not self._checks_weights:
+            lacks.append(
+                "its weights are neither float32 nor bfloat16, or its /weights_checker is missing or does not answer: "
+                "after an update only the logprob of the probe shows whether it holds the right weights"
             )
         if self._before_temperature:
             lacks.append(
                 "it reports logprobs before temperature: only at temperature 1 can its tokens be trained on. Start it "
                 "without SGLANG_RETURN_ORIGINAL_LOGPROB"
             )
-        if not self.takes_images and config_field(model_path, "vision_config") is not None:
+        if not self._largest_mask:
+            lacks.append(
+                "it reports no sampling masks: tokens that were drawn with top_p, top_k or min_p are scored as if "
+                "nothing had been cut off, which biases their ratios. SGLang 0.5.23 reports masks"
+            )
+        has_vision = self._has_vision or config_field(model_path, "vision_config") is not None
+        if has_vision and not self.takes_images:
             lacks.append("it takes no images, although its model does: set inference.args.enable-multimodal to true")
         return lacks
 
@@ -221,6 +269,22 @@ class SGLangEngine(Backend):
         # Reported after temperature, the differences between tokens are twice as large at 0.5.
         return gaps[0] > 1e-2 and abs(gaps[1] - gaps[0]) < abs(gaps[1] - 2 * gaps[0])
 
+    async def find_masks(self, server: Mapping[str, Any]) -> None:
+        """Find out whether the server reports sampling masks, given its /server_info."""
+        largest = int(server.get(MASK_OPTION) or 0)
+        self._largest_mask = largest if largest and await self._reports_masks() else 0
+
+    async def _reports_masks(self) -> bool:
+        """Return whether a request for a sampling mask gets one. Some backends and speculative decoding refuse it."""
+        sampling = {"max_new_tokens": 1, "temperature": 1.0, "top_k": 2, "ignore_eos": True}
+        body = {"input_ids": [0, 1, 2, 3], "sampling_params": sampling, "return_sampling_mask": True}
+        try:
+            return await self._post("/generate", body, lambda answer, _: bool(answer["meta_info"].get(MASKS)))
+        except EngineUnreachable:
+            raise
+        except EngineError:
+            return False
+
     async def generate(self, request: GenerateRequest) -> Completion:
         if request.images and not self.takes_images:
             raise ImageError(
@@ -232,9 +296,57 @@ class SGLangEngine(Backend):
             completion = await super().generate(request)
         finally:
             self._running -= 1
-        return replace(completion, wrong_logprobs=self.wrong_logprobs(request.params))
+        masked = completion.sampling_mask is not None and all(completion.sampling_mask)
+        wrong = completion.wrong_logprobs or self.wrong_logprobs(request.params, masked)
+        return replace(completion, wrong_logprobs=wrong)
 
-    def wrong_logprobs(self, params: SamplingParams) -> str:
+    def _generate_body(self, request: GenerateRequest) -> dict[str, Any]:
+        body = super()._generate_body(request)
+        truncates = request.params.truncates(self.vocab or math.inf)
+        if request.sampling_mask and truncates and (top_k := self._top_k_with_mask(request.params)):
+            body["return_sampling_mask"] = True
+            body["sampling_params"]["top_k"] = top_k
+        return body
+
+    def _top_k_with_mask(self, params: SamplingParams) -> int:
+        """Return the top_k of a request that asks for its sampling mask; 0: it can have none.
+
+        SGLang refuses such a request if top_k is missing, or above the largest mask. top_p and min_p alone are
+        therefore sent with a top_k. A smaller vocabulary makes one that cuts nothing off. Otherwise it is half of the
+        largest mask: tokens that are as likely as the last one belong to the mask, too, and must have room in it.
+        """
+        top_k = min(params.top_k or math.inf, self.vocab or math.inf)
+        if top_k <= self._largest_mask:
+            return int(top_k)
+        return 0 if params.top_k else self._largest_mask // 2
+
+    def _new_of(self, event: dict[str, Any], before: int, address: str) -> Completion | None:
+        new, meta = super()._new_of(event, before, address), event["meta_info"]
+        if new is None or not new.output_ids or not meta.get(MASKS):
+            return new
+        # As with the logprobs, an event of a stream has the masks of all tokens so far, or only the new ones.
+        count = len(new.output_ids)
+        masks, inside = meta[MASKS][-count:], meta["output_token_sampling_logprobs"][-count:]
+        if not len(masks) == len(inside) == count:
+            raise FaultyAnswer(
+                address, f"it returned {count} tokens, {len(masks)} sampling masks and {len(inside)} logprobs"
+            )
+        logprobs = []
+        for token, mask, plain, renormalised in zip(new.output_ids, masks, new.logprobs, inside, strict=True):
+            if mask and token not in mask:
+                raise FaultyAnswer(address, f"it returned the token {token}, which its sampling mask does not have")
+            logprobs.append(renormalised if mask else plain)
+        return replace(new, logprobs=logprobs, sampling_mask=[mask or [] for mask in masks])
+
+    def wrong_logprobs(self, params: SamplingParams, masked: bool = False) -> str:
+        """Return why the logprobs of a request with these parameters are not what training needs; "" if they are.
+
+        Args:
+            masked: True if the answer says for each token from which tokens it was drawn. Its logprobs are then those
+                of the draw itself, whatever the server does with the others.
+        """
+        if masked:
+            return ""
         reports = f"SGLang at {self.address} reports logprobs"
         if params.min_new_tokens > 0:
             return f"{reports} as if stop tokens had probability 0 before min_new_tokens. Leave min_new_tokens out"
@@ -289,6 +401,7 @@ class SGLangEngine(Backend):
                 self._expected = read_broadcast(ref)["checksums"]
             except RecordError as error:
                 raise EngineError(f"Cannot load version {ref.version} into SGLang at {self.address}: {error}") from None
+            self._sent_digests = _digests_of(ref)
             await self._post("/flush_cache", {})
             return
         new = await asyncio.to_thread(read_folder, ref.path)
@@ -308,7 +421,7 @@ class SGLangEngine(Backend):
             raise
         except EngineError as error:
             raise EngineError(f"{sentence(str(error))} {await self._left()}") from None
-        self._sent, self._expected = new, None
+        self._sent, self._expected, self._sent_digests = new, None, _digests_of(ref)
         await self._post("/flush_cache", {})
 
     def _refuse_experts(self, version: int) -> None:
@@ -325,9 +438,21 @@ class SGLangEngine(Backend):
             raise EngineError(
                 f"SGLang at {self.address} says that it loaded version {ref.version}, and then that it has {label}."
             )
-        if not self._checks_weights:
+        if not self._checks_weights and not self._notices_changes:
             return
         held = await self._checksums()
+        if self._checks_weights:
+            await self._compare(ref, held)
+        elif behind := left_behind(self._held, held, self._digests, self._sent_digests):
+            raise EngineError(
+                f"SGLang at {self.address} answered that it loaded version {ref.version}, but {len(behind)} of its "
+                f"{len(held)} tensors have not changed, although the trainer has changed them: {few(behind)}. It "
+                f"serves nothing now."
+            )
+        self._held, self._digests = held, self._sent_digests
+
+    async def _compare(self, ref: WeightRef, held: Mapping[str, str]) -> None:
+        """Raise EngineError if the server's checksums are not those of what was sent."""
         expected = self._expected
         if expected is None:
             expected = await asyncio.to_thread(checksums, held, self._sent, self._dtype)
@@ -337,11 +462,10 @@ class SGLangEngine(Backend):
                 f"SGLang at {self.address} answered that it loaded version {ref.version}, but {len(wrong)} of its "
                 f"{len(held)} tensors are not those of {ref.path}: {few(wrong)}. {unchanged}It serves nothing now."
             )
-        self._held = held
 
     async def _left(self) -> str:
         """Return a sentence about what a failed update has left in the server."""
-        if not self._checks_weights:
+        if not self._checks_weights and not self._notices_changes:
             return "What it holds now is unknown; restart it."
         held = await self._checksums()
         changed = [name for name in held if held[name] != self._held.get(name)]
@@ -350,9 +474,16 @@ class SGLangEngine(Backend):
         return f"It now holds a mixture of old and new weights ({few(changed)} changed); restart it."
 
     async def _checksums(self) -> dict[str, str]:
-        """Return the server's own checksum of each tensor that it computes with."""
-        body = {"action": "checksum"}
-        return await self._post("/weights_checker", body, lambda answer, _: dict(answer["ranks"][0]["checksums"]))
+        """Return the server's own checksums of each tensor that it computes with: those of all its ranks, joined."""
+
+        def take(answer: dict[str, Any], _: str) -> dict[str, str]:
+            by_name: dict[str, list[str]] = {}
+            for rank in answer["ranks"]:
+                for name, checksum in rank["checksums"].items():
+                    by_name.setdefault(name, []).append(checksum)
+            return {name: "".join(sorted(each)) for name, each in by_name.items()}
+
+        return await self._post("/weights_checker", {"action": "checksum"}, take)
 
     async def score(self, input_ids: list[int]) -> float:
         body = {
@@ -366,6 +497,14 @@ class SGLangEngine(Backend):
             return float(answer["meta_info"]["input_token_logprobs"][-1][0])
 
         return await self._post("/generate", body, take)
+
+
+def _digests_of(ref: WeightRef) -> dict[str, str]:
+    """Return the trainer's digests of the weights; empty if it wrote none, as in a folder that another tool saved."""
+    try:
+        return read_digests(ref)
+    except RecordError:
+        return {}
 
 
 def server_arguments(

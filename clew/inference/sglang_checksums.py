@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,6 +109,30 @@ def parts_of(name: str) -> list[str]:
     return [name]
 
 
+def parts_in(name: str, sent: Collection[str]) -> list[str]:
+    """Return the names, among the tensors `sent`, that a tensor of SGLang consists of; some may be missing there."""
+    return [name] if name in sent else parts_of(name)  # Phi-3's own tensors are joined
+
+
+def left_behind(
+    held_before: Mapping[str, str], held: Mapping[str, str], sent_before: Mapping[str, str], sent: Mapping[str, str]
+) -> list[str]:
+    """Return SGLang's tensors that have not changed, although the trainer has changed a part of them.
+
+    This needs no checksum of the trainer's own, so it also works where SGLang's cannot be computed here: on GPUs it
+    uses another function, and with tensor parallelism each rank has a slice. Nothing is said about other tensors.
+
+    Args:
+        held_before: SGLang's checksums before the update, by its own names.
+        held: Those after it.
+        sent_before: The trainer's digests of the weights that SGLang had, by the names of the checkpoint.
+        sent: Those of the weights that were sent.
+    """
+    changed = {name for name in sent.keys() & sent_before.keys() if sent[name] != sent_before[name]}
+    same = [name for name in held if held[name] == held_before.get(name)]
+    return [name for name in same if not changed.isdisjoint(parts_in(name, sent))]
+
+
 def checksum(name: str, parts: list[StoredTensor], dtype: str) -> list[str]:
     """Return SGLang's checksums of its tensor `name`, which consists of these parts and has this number type.
 
@@ -160,6 +184,6 @@ def checksums(names: Iterable[str], sent: Tensors, dtype: str) -> dict[str, list
 
     A tensor is left out if a part of it was not sent.
     """
-    parts = {name: [name] if name in sent else parts_of(name) for name in names}  # Phi-3's own tensors are joined
+    parts = {name: parts_in(name, sent) for name in names}
     whole = {name: [sent[part] for part in needed] for name, needed in parts.items() if sent.keys() >= set(needed)}
     return {name: checksum(name, found, dtype) for name, found in whole.items()}

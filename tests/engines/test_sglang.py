@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -24,8 +25,10 @@ from clew.config_fields import Inference
 from clew.errors import ConfigError, EngineError, ImageError
 from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, SamplingParams
 from clew.inference.remote import RemoteCore, RemoteEngine
+from clew.inference.resubmit import generate_through_aborts
 from clew.inference.sglang import SPARE_TOKENS, SGLangEngine
-from clew.record.weights import WeightRef
+from clew.models.tensor_digest import hex_digests
+from clew.record.weights import DIGESTS_KEY, WeightRef
 from tests.engines.updating import config_of, update_in_flight
 from tests.models import picture, tiny_model, tiny_tokenizer
 
@@ -61,6 +64,23 @@ class Served:
         with torch.no_grad():
             logits = self.models[name](torch.tensor([ids])).logits[0, len(PROMPT) - 1 : -1]
         return torch.log_softmax(logits / temperature, -1)[range(len(completion.output_ids)), completion.output_ids]
+
+    def check_masks(self, completion: Completion, temperature: float = 1.0) -> None:
+        """Compare the logprobs with those over the reported masks, under the model of each token's version."""
+        masks, ids = completion.sampling_mask, PROMPT + completion.output_ids
+        assert masks is not None and len(masks) == len(completion.output_ids)
+        with torch.no_grad():
+            logits = {
+                version: self.models[name](torch.tensor([ids])).logits[0, len(PROMPT) - 1 : -1] / temperature
+                for version, name in ((0, "one"), (7, "two"))
+            }
+        worst = 0.0
+        for place, (token, mask) in enumerate(zip(completion.output_ids, masks, strict=True)):
+            assert token in mask
+            over_mask = torch.log_softmax(logits[completion.versions[place]][place][mask], -1)
+            worst = max(worst, abs(over_mask[mask.index(token)].item() - completion.logprobs[place]))
+        print(f"|Δlogprob| over the masks {worst:.1e}, {min(map(len, masks))} to {max(map(len, masks))} tokens each")
+        assert worst <= 1e-5
 
 
 def start(folder: Path, port: int) -> subprocess.Popen[bytes]:
@@ -201,6 +221,45 @@ def test_logprobs_are_those_after_temperature_and_before_truncation(
     assert len(completion.output_ids) == 40 and completion.finish_reason == "length" and not completion.wrong_logprobs
 
 
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(
+    "truncation",
+    [
+        {"top_p": 0.9},
+        {"top_k": 3},
+        {"top_p": 0.9, "top_k": 20, "temperature": 1.3},
+        {"min_p": 0.2},
+        {"top_k": 20, "min_new_tokens": 40, "stop_token_ids": tuple(range(20, 60))},
+    ],
+)
+def test_a_sampling_mask_comes_with_logprobs_over_it(served: Served, truncation: dict[str, Any], streams: bool) -> None:
+    params = SamplingParams(**{"max_new_tokens": 40, "stop_token_ids": (), **truncation})
+    streamed: list[tuple[int, float]] = []
+    listen = (lambda *each: streamed.append(each)) if streams else None
+    request = GenerateRequest(PROMPT, params, sampling_mask=True, on_token=listen)
+    completion: Completion = use(served, lambda engine: engine.generate(request))
+    served.check_masks(completion, params.temperature)
+    masks = completion.sampling_mask
+    assert masks is not None and 1 < max(map(len, masks)) <= truncation.get("top_k", 99) and min(map(len, masks)) < 99
+    assert not completion.wrong_logprobs and len(streamed) == 40 * streams
+    assert not streams or [logprob for _, logprob in streamed] == completion.logprobs
+
+
+def test_sampling_masks_go_on_after_an_update_has_interrupted(served: Served) -> None:
+    async def body(engine: SGLangEngine) -> Completion:
+        begun = asyncio.Event()
+        params = SamplingParams(max_new_tokens=200, stop_token_ids=(), top_p=0.9)
+        request = GenerateRequest(PROMPT, params, id="x", on_token=lambda *_: begun.set(), sampling_mask=True)
+        task = asyncio.create_task(generate_through_aborts(engine, request))
+        await begun.wait()
+        await load(engine, served.ref("two", 7))
+        return await task
+
+    completion: Completion = use(served, body)
+    assert set(completion.versions) == {0, 7} and len(completion.output_ids) == 200 and not completion.wrong_logprobs
+    served.check_masks(completion)
+
+
 def test_a_minimum_of_tokens_is_said_to_change_the_logprobs(served: Served) -> None:
     params = SamplingParams(max_new_tokens=40, min_new_tokens=40, stop_token_ids=(20, 21, 22, 23))
     completion: Completion = use(served, lambda engine: engine.generate(GenerateRequest(PROMPT, params)))
@@ -308,6 +367,45 @@ def test_an_update_that_never_reached_the_server(served: Served) -> None:
         use(served, lambda engine: load(engine, served.ref("two", 5)), swallow)
 
 
+def test_where_checksums_cannot_be_compared_tensors_must_change_with_the_trainers(
+    served: Served, tmp_path: Path
+) -> None:
+    """As on a GPU, where SGLang's checksums are others."""
+    part = ""
+
+    def divert(path: str, data: dict[str, Any]) -> dict[str, Any] | None:
+        if path != "/update_weights_from_disk" or not part:
+            return data
+        return {**data, "model_path": str(tmp_path / "mixed")}
+
+    async def body(engine: SGLangEngine) -> None:
+        nonlocal part
+        engine._checks_weights, engine._notices_changes = False, True
+        tensors = {name: load_file(served.folder / name / "model.safetensors") for name in ("one", "two")}
+        (tmp_path / "config.json").write_bytes((served.folder / "one" / "config.json").read_bytes())
+        refs = [digested(tmp_path / str(place), tensors[name], place) for place, name in enumerate(("one", "two"))]
+        await load(engine, refs[0])
+        await load(engine, refs[1])
+        await load(engine, refs[0])
+        part = "layers.1.mlp.down_proj"
+        mixed = {name: tensors["one" if part in name else "two"][name] for name in tensors["two"]}
+        digested(tmp_path / "mixed", mixed, 1)
+        with pytest.raises(EngineError, match="have not changed, although the trainer has changed them") as raised:
+            await load(engine, refs[1])
+        assert "1 of its" in str(raised.value) and f"{part}.weight" in str(raised.value)
+
+    use(served, body, divert)
+
+
+def digested(folder: Path, tensors: dict[str, torch.Tensor], version: int) -> WeightRef:
+    """Write weights with their digests, as the trainer does."""
+    folder.mkdir()
+    metadata = {"format": "pt", DIGESTS_KEY: json.dumps(hex_digests(tensors))}
+    save_file(tensors, folder / "model.safetensors", metadata)
+    (folder / "config.json").write_bytes((folder.parent / "config.json").read_bytes())
+    return WeightRef(version=version, path=str(folder), digest="")
+
+
 @pytest.mark.parametrize("part", ["lm_head", "model.layers.1", "k_proj", "norm"])
 def test_an_update_that_is_half_applied(served: Served, part: str, tmp_path: Path) -> None:
     tensors = load_file(served.folder / "two" / "model.safetensors")
@@ -384,10 +482,18 @@ def test_a_refused_update_says_what_the_server_still_holds(served: Served) -> No
 
 
 def test_tensors_outside_an_update_session_are_refused(served: Served) -> None:
+    """SGLang's own rules, which the stand-in in tests/inference/test_sglang_client.py follows."""
+
     async def body(engine: SGLangEngine) -> None:
         names = {"names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[32]]}
         with pytest.raises(EngineError, match="begin_weight_update"):
             await engine._post("/update_weights_from_distributed", names)
+        with pytest.raises(EngineError, match="no weight-update session is open"):
+            await engine._post("/end_weight_update", {})
+        await engine._post("/begin_weight_update", {})
+        with pytest.raises(EngineError, match="already open"):
+            await engine._post("/begin_weight_update", {})
+        await engine._post("/end_weight_update", {})
 
     use(served, body)
 
