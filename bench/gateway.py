@@ -18,9 +18,9 @@ import time
 from typing import Any
 
 import aiohttp
-import uvloop
 
 from bench.ratios import show
+from clew.http_server import new_event_loop
 
 TURNS = 4
 SESSIONS, CROWD = 256, 2048
@@ -152,4 +152,5 @@ if __name__ == "__main__":
     if arguments.serve:
         serve()
     else:
-        uvloop.run(measure(arguments.rounds))
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            runner.run(measure(arguments.rounds))

@@ -31,7 +31,7 @@ from pathlib import Path
 
 EXTRAS = {
     **dict.fromkeys(("torch", "transformers", "safetensors", "datasets", "jinja2"), "train"),
-    **dict.fromkeys(("aiohttp", "fastapi", "uvicorn", "httptools", "uvloop", "PIL"), "train"),
+    **dict.fromkeys(("aiohttp", "fastapi", "uvicorn", "PIL"), "train"),
     "httpx2": "agents",
     "peft": "lora",
     **dict.fromkeys(("matplotlib", "tensorboard"), "plots"),

@@ -28,9 +28,9 @@ from clew.config import TOKEN_VARIABLE
 from clew.errors import EngineError
 
 try:
-    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol as Protocol
+    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol as HTTPProtocol
 except ModuleNotFoundError:  # for `make gpu`, on images without it; uvicorn always brings h11
-    from uvicorn.protocols.http.h11_impl import H11Protocol as Protocol
+    from uvicorn.protocols.http.h11_impl import H11Protocol as HTTPProtocol
 try:
     from uvloop import new_event_loop as new_event_loop
 except ModuleNotFoundError:
@@ -312,7 +312,7 @@ async def respond(send: Send, status: int, content: Any) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-class Connection(Protocol):  # type: ignore[misc]  # one of two classes
+class Connection(HTTPProtocol):  # type: ignore[misc]  # one of two classes
     """A connection of uvicorn with time limits.
 
     uvicorn itself waits for ever for the rest of a request, and for a client to read its answer.
@@ -354,10 +354,10 @@ class Connection(Protocol):  # type: ignore[misc]  # one of two classes
         super().on_message_complete()
 
     def handle_events(self) -> None:
-        """See h11's protocol, which has this instead of the three above, and limits the headers itself."""
+        """Handle what has arrived; h11 calls this in place of the three methods above, and limits headers itself."""
         super().handle_events()
         self._incomplete = self.conn.their_state is h11.SEND_BODY or bool(self.conn.trailing_data[0])
-        self._watch()  # uvicorn also calls this after an answer, for requests that had arrived before it
+        self._watch()  # also called after an answer, for a request that was already buffered
 
     def data_received(self, data: bytes) -> None:
         self._bytes += len(data)

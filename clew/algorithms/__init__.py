@@ -47,8 +47,8 @@ FORMULAS = 4
 
 It is raised when a formula gives other numbers than before from the same inputs, if only by rounding. 2: k3 is computed
 with expm1, and clip_share also counts the tokens that CISPO and the dual clip hold. 3: logits of half precision reach
-the softmax without a float32 copy, so CUDA rounds differently. 4: transformers' own code computes rotary embedding,
-RMSNorm and the attention of short rows on the CPU, too.
+the softmax without a float32 copy, so CUDA rounds differently. 4: on the CPU, transformers' own code replaces Clew's
+rotary embedding, RMSNorm and attention of short rows.
 """
 
 

@@ -280,8 +280,8 @@ def _in_field(step: int, where: str, then: Any, now: Any) -> Difference | None:
     if a == b:  # both NaN
         return None
     length = 100 if max(len(a), len(b)) > 200 else 200
-    then, now = (around(text, common_length(a, b), length) for text in (a, b))
-    return Difference(step=step, stage="data", where=where, recorded=then, found=now)
+    recorded, found = (around(text, common_length(a, b), length) for text in (a, b))
+    return Difference(step=step, stage="data", where=where, recorded=recorded, found=found)
 
 
 def _fields(row: Sequence) -> Iterator[tuple[str, Any]]:

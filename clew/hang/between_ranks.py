@@ -527,7 +527,7 @@ def _received_less(odd: Sequence[Actor], sink: Sink) -> tuple[list[Actor], str] 
             late = [a for a in rest if numbers[a.pid] == min(numbers.values())]
             told = f"{name} is {deviating(rest, numbers)[1]}: {subject(late, 'has', 'have')} received less than others"
             return late, f"{told} in {op}."
-    return list(odd), f"Or the others have had their part in {op} and gone on, all but one, which has left it out."
+    return list(odd), f"Or the others have received theirs in {op} and gone on, except one, which left it out."
 
 
 CYCLES: tuple[Callable[[Sink], Verdict | None], ...] = (

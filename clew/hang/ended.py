@@ -22,8 +22,9 @@ def dead(sink: Sink) -> Verdict | None:
             blamed = [a for a in beside if not a.process.exit.endswith("code 0")] or blamed
         others = ", and others still wait for it" if any(not a.dead for a in sink.job) else ""
         why = f"{', '.join(a.says for a in blamed[:4])}{others}."
-        name, able = sink.one.process.name, [a for a in sink.waiters if not a.dead and a.activity.kind in THROUGH_PIPES]
-        starved = [a for a in able if done(sink.one) and explains(name, a, sink.job, sink.sources)]
+        through_pipes = [a for a in sink.waiters if not a.dead and a.activity.kind in THROUGH_PIPES]
+        name = sink.one.process.name
+        starved = [a for a in through_pipes if done(sink.one) and explains(name, a, sink.job, sink.sources)]
         why += f" Nothing that lives can end this wait: {starved[0].says}." if starved else ""
         found = sink.blame("dead", blamed, why, cause="dead", structural=not all(map(done, blamed)))
         return found.at(*(a.activity.site for a in starved))
@@ -163,9 +164,9 @@ def explains(name: str, waiting: Actor, job: Sequence[Actor], sources: Mapping[s
         return [ends_wait(function, text, wait) for function, text in found if function is not None]
 
     stacks = [t for a in job for t in a.process.threads if not t.ended and (a is not waiting or t.name != act.thread)]
-    every = [list(thread.user_frames) for thread in stacks]
-    # One that waits at this place waits, too, so it brings nothing before somebody else does.
-    frames = [f for each in every if not each or (each[0].file, each[0].line) != (act.file, act.line) for f in each]
+    every = [thread.user_frames for thread in stacks if thread.user_frames]
+    # A thread that waits at this same place cannot end the wait.
+    frames = [f for stack in every if (stack[0].file, stack[0].line) != (act.file, act.line) for f in stack]
     if any(ends_one_of(sources.get(frame.file, ""), frame.line, {wait}) for frame in frames):
         return False
     running = {frame.name for frame in frames}

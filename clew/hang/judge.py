@@ -99,7 +99,7 @@ def _unless_asleep(verdict: Verdict, job: list[Actor], snapshot: Snapshot) -> Ve
     times = [_sleeps_s(a, snapshot.sources) for a in blamed]
     if not blamed or not all(snapshot.seconds < seconds <= SOON_S for seconds in times):
         return verdict
-    why = f"{sentences(blamed)}. That sleep ends by itself after {max(times):g} s. Ask again then."
+    why = f"{sentences(blamed)} This ends by itself after {max(times):g} s at most. Run clew hang again then."
     return verdict_about("slow", blamed, why, job, confidence="medium", cause="slow")
 
 

@@ -120,7 +120,7 @@ def _paused(sink: Sink) -> Verdict | None:
 def _slow(sink: Sink) -> Verdict | None:
     """Judge a process that makes progress as slow, not as hung."""
     generates = sink.one.process.answers.get("metrics") == "moving"
-    # In a circle, one that moves is slow if it only seems to wait for another: the end that it awaits is not known.
+    # In a circle, a process that moves is only slow, unless it is certain for whom it waits.
     moving = [
         a for a in sink.culprits if a.moving and (a is sink.one or (a.rank is None and not surely_awaits(a, sink.job)))
     ]
@@ -485,7 +485,7 @@ def _through_server(sink: Sink) -> Verdict | None:
 
 
 def _waits_as_asked(one: Activity, sources: Mapping[str, str]) -> bool:
-    """Return whether a handler waits for a condition that depends on its request: no event that resumes the server."""
+    """Return whether a handler waits for a condition that depends on its request, unlike one for a pause to end."""
     text = sources.get(one.file, "")
     handler, loop = enclosing_function(text, one.line), loop_at(text, one.line)
     given = {each.arg for each in handler.args.args} - {"self"} if handler is not None else set[str]()

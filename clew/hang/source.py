@@ -452,8 +452,11 @@ def heartbeat(text: str, line: int) -> bool:
 
 
 def may_ask_again(text: str, line: int) -> bool:
-    """Return whether a line is in a `while`, in a loop that tries again what failed, or where a failure is handled."""
-    return in_handler(text, line) or any(isinstance(each, ast.While) or retries(each) for each in loops_at(text, line))
+    """Return whether a line is in a `while`, in a loop that may be left early, or where a failure is handled."""
+    return in_handler(text, line) or any(
+        isinstance(loop, ast.While) or any(isinstance(node, (ast.Break, ast.Return)) for node in ast.walk(loop))
+        for loop in loops_at(text, line)
+    )
 
 
 def sleeps_s(text: str, line: int, names: Mapping[str, str]) -> float | None:

@@ -519,7 +519,8 @@ class RemoteEngine:
             refuse: True raises EngineError if what answers is not an inference server.
         """
         try:
-            await asyncio.wait_for(self._backend.ready(), 2.0)
+            async with asyncio.timeout(2.0):  # before Python 3.12, wait_for may swallow a cancellation
+                await self._backend.ready()
         except TimeoutError:
             return "no answer in 2 s"
         except EngineUnreachable as error:

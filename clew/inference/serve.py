@@ -35,6 +35,9 @@ MAX_SERVERS = 1024
 GATHER_S = 0.001
 """Seconds that an idle engine waits for more requests of a burst; an arrival takes a fifth of that."""
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+"""Signals that end `clew serve`."""
+
 LOOK_S = 0.5
 """Seconds between two checks of whether the run lists this server."""
 
@@ -86,7 +89,7 @@ def serve(
         reporter = stack.enter_context(run.report(name))
         listener = stack.enter_context(bind(config.inference.listen))
         stack.callback(run.remove_server, name)
-        stack.enter_context(suppress(asyncio.CancelledError))  # a signal has ended it before it served
+        stack.enter_context(suppress(asyncio.CancelledError))  # a signal came while the server was starting
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
             runner.run(_serve(name, attach, config, run, listener, reporter, beside, api_key, allow_weights))
 
@@ -161,13 +164,15 @@ async def _open_engine(name: str, attach: str, config: Config, run: RunDirectory
     if config.inference.backend == "embedded":
         return load_engine(config, gather_s=GATHER_S)
     engine = start_remote(config, run, name, attach)
-    starting = asyncio.current_task()
+    loop, starting = asyncio.get_running_loop(), asyncio.current_task()
     assert starting is not None
-    for number in (signal.SIGTERM, signal.SIGINT):  # once; `_end_on_signal` replaces this when the server is up
-        asyncio.get_running_loop().add_signal_handler(number, lambda: starting.cancelling() or starting.cancel())
+    for number in SIGNALS:  # `_end_on_signal` replaces these handlers when the server is up
+        loop.add_signal_handler(number, starting.cancel)
     try:
         await engine.start(reporter)
     except BaseException:
+        for number in SIGNALS:  # a further signal must neither interrupt the cleanup nor hide the error
+            loop.add_signal_handler(number, lambda: None)
         await engine.close()
         raise
     return engine
@@ -283,7 +288,7 @@ class _Server(GuardedServer):
 async def _end_on_signal(server: GuardedServer, engine: ServedEngine) -> None:
     """Wait for SIGTERM or SIGINT, then return the tokens so far to all clients and end the server."""
     loop, asked = asyncio.get_running_loop(), asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in SIGNALS:
         loop.add_signal_handler(number, asked.set)
     await asked.wait()
     server.should_exit = True

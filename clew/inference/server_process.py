@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
 
 from clew.errors import EngineError
@@ -22,7 +21,7 @@ GRACE_S = 5.0
 
 _CAUSE = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|error|Killed)\b: .+")
 _VALIDATION = re.compile(r"\d+ validation errors? for \S+$")
-"""Matches an error of pydantic, which says on the next line what is wrong."""
+"""Matches an error of pydantic. The next line says what is wrong, or names a field, and then the one after it does."""
 _CONSEQUENCE = re.compile(r"[Ss]ee (?:root cause|stack trace)|EngineDeadError|Engine core initialization failed")
 
 
@@ -78,12 +77,14 @@ class ServerProcess:
         """Return the error in the log that the others follow from, or else the log's last line."""
         lines = [line for line in written_since(self.log, self._skip).splitlines() if line.strip()]
         cause = lines[-1].strip() if lines else "it wrote nothing"
-        for line, following in pairwise([*lines, ""]):
+        for place, line in enumerate(lines):
             if (found := _CAUSE.search(line)) and not _CONSEQUENCE.search(line):
                 cause = found[0].strip()
-                if _VALIDATION.search(cause):
-                    detail = following.removeprefix(line[: found.start()]).partition(" [type=")[0]
-                    cause = f"{cause}: {detail.strip()}"
+                for following in lines[place + 1 : place + 3] if _VALIDATION.search(cause) else []:
+                    said, ends, _ = following.removeprefix(line[: found.start()]).partition(" [type=")
+                    cause += f": {said.strip()}"
+                    if ends:
+                        break
         return cause
 
     def end(self) -> None:

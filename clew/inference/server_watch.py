@@ -1,7 +1,7 @@
 """Program that runs an inference server, and kills all that the server has started when Clew's process dies.
 
-The kernel could kill the server alone with Clew's process. What it has started, such as vLLM's engine process, would
-live on and keep its memory. Python runs this file by itself, with none of Clew's or other packages.
+The kernel can kill only the server itself together with Clew. What the server has started, such as vLLM's engine
+process, would live on and keep its memory. Python runs this file by itself, with none of Clew's or other packages.
 """
 
 from __future__ import annotations
@@ -9,16 +9,21 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import resource
 import signal
 import sys
 
 COMMAND_VARIABLE = "CLEW_SERVER_COMMAND"
-"""Environment variable with the server's command, as JSON. As arguments it would look as if this were the server."""
+"""Environment variable with the server's command, as JSON. In the arguments, it would make this process look like the
+server."""
 
 
-def _signal_when_parent_dies(number: int) -> None:
+def _signal_when_parent_dies(number: int, parent: int) -> None:
+    """Have the kernel send this process a signal when its parent dies, on Linux; send it if the parent is dead."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG, see prctl(2)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), number)
 
 
 def main(parent: int, command: list[str]) -> int:
@@ -34,18 +39,18 @@ def main(parent: int, command: list[str]) -> int:
             os.killpg(0, signal.SIGKILL)
 
     signal.signal(signal.SIGTERM, kill_group_of_orphans)  # while Clew lives, the server itself handles SIGTERM
-    _signal_when_parent_dies(signal.SIGTERM)
-    kill_group_of_orphans()  # the parent may have died before
-    server = os.fork()
+    _signal_when_parent_dies(signal.SIGTERM, parent)
+    watcher, server = os.getpid(), os.fork()
     if not server:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        _signal_when_parent_dies(signal.SIGKILL)
+        _signal_when_parent_dies(signal.SIGKILL, watcher)
         try:
             os.execvpe(command[0], command, os.environ)
         except OSError as error:
             sys.exit(f"{command[0]}: {error}")
     code = os.waitstatus_to_exitcode(os.waitpid(server, 0)[1])
     if code < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # do not overwrite the server's core file
         if -code != signal.SIGKILL:  # which has no handler
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)

@@ -44,6 +44,7 @@ class Tensorboard:
                         self._writer.add_scalar(f"eval/{name}", value, version)
 
     def close(self) -> None:
+        if self._writer is None:
+            return
         with only_shown("TensorBoard's files"):
-            if self._writer is not None:
-                self._writer.close()
+            self._writer.close()

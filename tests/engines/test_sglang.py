@@ -370,7 +370,7 @@ def test_an_update_that_never_reached_the_server(served: Served) -> None:
 def test_where_checksums_cannot_be_compared_tensors_must_change_with_the_trainers(
     served: Served, tmp_path: Path
 ) -> None:
-    """This is how a GPU is checked: SGLang computes other checksums there."""
+    """Check as on a GPU, where SGLang computes its checksums otherwise."""
     part = ""
 
     def divert(path: str, data: dict[str, Any]) -> dict[str, Any] | None:

@@ -61,7 +61,8 @@ def rank(number: int, line: int, op: str = "", *, world: int = 2, state: str = "
     return Process(pid=100 + number, rank=number, world=world, looks=looks, waits_in=waits, command=("python",))
 
 
-SIX = rank(0, 8).looks
+STILL = rank(0, 8).looks
+"""Six looks at a rank that does not move."""
 
 
 def judged(*ranks: Process) -> Verdict:
@@ -80,6 +81,7 @@ def test_a_rank_that_sleeps_is_at_fault() -> None:
         ("for step in range(9):\n    work(step)\n    time.sleep(40)", "", "slow"),
         ("for each in rows:\n    work()\n    time.sleep(pause)", "12.5", "slow"),
         ("for each in rows:\n    work()\n    time.sleep(pause)", "3600", "missing rank"),
+        ("for _ in range(600):\n    if done(): break\n    time.sleep(5)", "", "missing rank"),
         ("for each in rows:\n    work()\n    time.sleep(pause)", "", "missing rank"),
         ("while not ready():\n    work()\n    time.sleep(40)", "", "missing rank"),
         ("try:\n    work()\nexcept OSError: time.sleep(40)", "", "missing rank"),
@@ -87,7 +89,7 @@ def test_a_rank_that_sleeps_is_at_fault() -> None:
 )
 def test_a_rank_in_one_short_sleep_is_slow(code: str, seconds: str, pattern: str) -> None:
     frame = Frame(function="load", file="load.py", line=3, locals={"pause": seconds})
-    looks = tuple(replace(look, threads=(Thread(name="MainThread", os_id=101, frames=(frame,)),)) for look in SIX)
+    looks = tuple(replace(look, threads=(Thread(name="MainThread", os_id=101, frames=(frame,)),)) for look in STILL)
     late = replace(rank(1, 8), looks=looks)
     for op in ("all_reduce", "init_process_group"):
         snapshot = Snapshot(
@@ -208,7 +210,7 @@ def test_a_source_that_waits_for_one_that_left_out_its_broadcast_is_not_alone_fo
     verdict = judge(Snapshot(processes=(source, *others), seconds=3.0, sources=sources))
     assert (verdict.pattern, verdict.ranks) == ("collective mismatch", ranks)
     assert verdict.confidence == confidence
-    assert ("Or the others have had their part in broadcast" in verdict.explanation) is (confidence == "medium")
+    assert ("Or the others have received theirs in broadcast" in verdict.explanation) is (confidence == "medium")
     assert ("rank 2 has received less than others in broadcast" in verdict.explanation.lower()) is (ranks == (2,))
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from pathlib import Path
 
+import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from clew.loop.tensorboard import Tensorboard
@@ -33,3 +36,15 @@ def test_each_step_and_evaluation_is_shown_once_after_a_restart(tmp_path: Path) 
     assert [event.step for event in shown.Scalars("loss")] == [0, 1, 2, 3]
     assert sorted(event.step for event in shown.Scalars("eval/pass@1")) == [0, 1, 2]
     assert set(shown.Tags()["scalars"]) == {"loss", "seconds/train", "eval/pass@1"}
+
+
+def test_without_tensorboard_training_goes_on_with_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    run = RunDirectory(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        board = Tensorboard(run, first_step=0)
+        board.add(0, {"metrics": {"loss": 1.0}, "timings": {}})
+        board.close()
+    assert len(caplog.records) == 1 and not (run.reports / "tensorboard").exists()
