@@ -7,6 +7,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from math import prod
 from pathlib import PurePath
 
@@ -520,7 +521,8 @@ def _received_less(odd: Sequence[Actor], sink: Sink) -> tuple[list[Actor], str] 
     loops = (node for node in nodes if isinstance(node, Loop))
     receiving = [loop for loop in loops if any(name.rpartition(".")[2] == op for name in calls_of(loop))]
     # What is kept only if it belongs to a rank differs between ranks that are in step.
-    lists = {name for loop in receiving for node in loop.body if not isinstance(node, ast.If) for name in filled(node)}
+    always = (node for loop in receiving for node in takewhile(_goes_on, loop.body) if not isinstance(node, ast.If))
+    lists = {name for node in always for name in filled(node)}
     for counter, numbers in _unequal_counters(rest, LENGTH):
         name = counter.partition(".")[2]
         if name[4:-1].rpartition(".")[2] in lists:
@@ -528,6 +530,11 @@ def _received_less(odd: Sequence[Actor], sink: Sink) -> tuple[list[Actor], str] 
             told = f"{name} is {deviating(rest, numbers)[1]}: {subject(late, 'has', 'have')} received less than others"
             return late, f"{told} in {op}."
     return list(odd), f"Or the others have received theirs in {op} and gone on, except one, which left it out."
+
+
+def _goes_on(node: ast.AST) -> bool:
+    """Return whether no part of a statement begins the next round."""
+    return not any(isinstance(each, ast.Continue) for each in ast.walk(node))
 
 
 CYCLES: tuple[Callable[[Sink], Verdict | None], ...] = (

@@ -107,7 +107,13 @@ def _sleeps_s(actor: Actor, sources: Mapping[str, str]) -> float:
     """Return the seconds of the one sleep that a process is in; infinity if it is in none, or nobody knows how long."""
     one = actor.activity
     frames = [f for each in actor.process.threads if each.name == one.thread for f in each.user_frames]
-    if one.kind != "sleep" or not frames or any(may_ask_again(sources.get(f.file, ""), f.line) for f in frames[1:]):
+    locked = {each.site for each in actor.threads if each.kind == "lock" and each.of_user}  # at two: each has another's
+    if (
+        one.kind != "sleep"
+        or len(locked) > 1
+        or not frames
+        or any(may_ask_again(sources.get(f.file, ""), f.line) for f in frames[1:])
+    ):
         return math.inf
     seconds = sleeps_s(sources.get(one.file, ""), one.line, frames[0].locals)
     return math.inf if seconds is None else seconds

@@ -485,8 +485,11 @@ def _through_server(sink: Sink) -> Verdict | None:
 
 
 def _waits_as_asked(one: Activity, sources: Mapping[str, str]) -> bool:
-    """Return whether a handler waits for a condition that depends on its request, unlike one for a pause to end."""
+    """Return whether a handler waits without a limit for a condition that depends on its request."""
     text = sources.get(one.file, "")
+    calls = [each for each in calls_at(text, one.line) if dotted(each.func).endswith((".wait", ".wait_for"))]
+    if any(each.keywords or len(each.args) > dotted(each.func).endswith("wait_for") for each in calls):
+        return False
     handler, loop = enclosing_function(text, one.line), loop_at(text, one.line)
     given = {each.arg for each in handler.args.args} - {"self"} if handler is not None else set[str]()
     tests = [loop.test] if isinstance(loop, ast.While) else []

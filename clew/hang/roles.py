@@ -272,8 +272,10 @@ def effective(every: Sequence[Activity], sources: Mapping[str, str]) -> Activity
     if main.op == "join" and main.kind == "condition":
         return main if blocked[0].kind == "queue" else blocked[0]
     # A thread in the same kind of wait explains nothing, unless it runs the job whose result is awaited, is a task, or
-    # blocks the event loop that should bring the result.
+    # blocks the event loop that should bring the result, perhaps until a job of a pool is done.
     if blocked[0].kind == main.kind in ("future", "pool"):
+        if running := [each for each in others if each.is_job and each.kind not in ("future", "pool", "queue")]:
+            return running[0]
         jobs = (each for each in blocked if each.kind == main.kind and each.is_job)
         return blocked[0] if blocked[0].in_loop and not blocked[0].idle_loop else next(jobs, main)
     return main if blocked[0].kind == main.kind and not blocked[0].task and not accepts else blocked[0]

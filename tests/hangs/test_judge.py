@@ -99,6 +99,19 @@ def test_a_rank_in_one_short_sleep_is_slow(code: str, seconds: str, pattern: str
         assert (judge(snapshot).pattern, judge(snapshot).ranks) == (expected, (1,))
 
 
+@pytest.mark.parametrize("other_line, pattern", [(4, "external wait"), (2, "slow")])
+def test_a_main_thread_that_sleeps_does_not_hide_two_threads_that_lock_each_other_out(
+    other_line: int, pattern: str
+) -> None:
+    text = "with a:\n    b.acquire()\nwith b:\n    a.acquire()\ntime.sleep(60)\n"
+    threads = [
+        main_in(at(5, "<module>")),
+        Thread(name="one", os_id=101, frames=(at(2, "one"),)),
+        Thread(name="two", os_id=102, frames=(at(other_line, "two"),)),
+    ]
+    assert watched(text, *[threads] * 6).pattern == pattern
+
+
 def on_gpu(number: int, line: int = 10) -> Process:
     """Return a rank that keeps a core busy while it waits for its GPU, as CUDA does."""
     one = rank(number, line, state="R")
@@ -383,6 +396,11 @@ def test_a_loop_that_blocks_in_a_thread_decides_although_the_main_thread_waits_f
     ]
     verdict = watched(text, *[looks] * 6)
     assert (verdict.pattern, verdict.sites) == (pattern, ("train.py:2",))
+    job = Thread(name="pool_0", os_id=102, frames=(at(3, "score"), within("_worker", JOBS["_worker"])))
+    busy = watched(
+        "def call(self, job):\n    return pool.submit(job).result()\ntime.sleep(40)\n", *[[*looks[:2], job]] * 6
+    )
+    assert (busy.pattern, busy.sites) == ("slow", ("train.py:3",))
 
 
 def test_a_rank_that_awaits_a_message_when_its_peers_are_through_is_to_be_looked_at_first() -> None:
@@ -851,13 +869,16 @@ def test_a_rank_that_has_a_file_locked_and_waits_for_those_who_want_it_is_at_fau
         ("self.paused", 10, False, (200,)),  # a client that resumes it may be missing
         ("not self.lists[key]", 9, False, (200,)),  # two alike: the one that brings it is elsewhere
         ("not self.lists[key]", 10, True, (200,)),
+        ("not self.lists[key] and self.limit", 10, False, (200,)),  # it answers after that
     ],
 )
 def test_clients_that_wait_for_one_another_through_a_server_are_at_fault(
     condition: str, line: int, works: bool, pids: tuple[int, ...]
 ) -> None:
+    limit = "self.limit" if "limit" in condition else ""
     text = (
-        f"def pop(self, key):\n    with self.changed:\n        while {condition}:\n            self.changed.wait()\n"
+        f"def pop(self, key):\n    with self.changed:\n        while {condition}:\n"
+        f"            self.changed.wait({limit})\n"
         "def sample():\n    engine.lock.acquire()\ndef ask(key):\n    return file.readline()\n"
         "weights = ask('weights')\nrows = ask('rows')\nserver.serve_forever()\n"
     )
