@@ -41,7 +41,7 @@ class Submission:
     """IDs of the interactions; the first is the response's ID."""
     fingerprint: bytes
     created_at: float
-    """Time when generation was begun, in seconds since the epoch."""
+    """Time when generation began, in seconds since the epoch."""
     input_ids: Sequence[int]
     speech: Speech
     """Parts of the replies as they come, if the client wants a stream."""
@@ -94,9 +94,9 @@ class AgentSession:
         self.turns = Turns(engine.tokenizer, engine.resources.context, engine.resources.vision)
         self._submissions: list[Submission] = []
         self._failed: Counter[bytes] = Counter()
-        """Number of failed attempts by request fingerprint. For each of them, one retry counts as a new attempt."""
+        """Number of failed attempts, by request fingerprint. Each of them lets one retry count as a new attempt."""
         self._arriving: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
-        """Locks by request fingerprint. A retry waits while the prompt is being made, and then finds the request."""
+        """Locks by request fingerprint. A retry waits until the first request has its prompt, and then finds it."""
 
     @property
     def id(self) -> str:
@@ -116,9 +116,12 @@ class AgentSession:
         return list(self.engine.warnings)
 
     async def submit(self, request: ModelRequest, fingerprint: bytes, *, retry: bool, size: int = 0) -> Submission:
-        """Begin to answer a request of `size` bytes, or return the earlier request that it is a retry of.
+        """Begin to answer a request, or return the earlier submission of which it is a retry.
 
-        `fingerprint` is equal for a request and its retries; `retry` is True if the client says that this is a retry.
+        Args:
+            fingerprint: Equal for a request and its retries.
+            retry: True if the client says that this is a retry.
+            size: Size of the request in bytes.
 
         Raises:
             Refusal: The session has ended, or its messages or parameters cannot be honoured.
@@ -131,10 +134,10 @@ class AgentSession:
         return len((await self._prompt(request)).input_ids)
 
     def set_reward(self, reward: float, id: str | None = None) -> None:
-        """Reward the interaction of that ID; None: the last one.
+        """Set the reward of the interaction with this ID, or of the last one if it is None.
 
         Raises:
-            Refusal: There is no interaction of that ID, or none at all.
+            Refusal: There is no interaction with this ID, or none at all.
         """
         known = [interaction.id for interaction in self.engine.interactions]
         if not known or (id is not None and id not in known):
@@ -143,7 +146,7 @@ class AgentSession:
         self.rewards[id or known[-1]] = reward
 
     def end(self, why: str) -> None:
-        """Answer no further request, and drop replies that the client never saw and no later request continues."""
+        """End the session: refuse further requests, and drop replies that no client saw and no request continues."""
         self.ended = self.ended or why
         for submission in self._submissions:
             if not submission.replies.done():
@@ -155,11 +158,11 @@ class AgentSession:
     # One request -----------------------------------------------------------------------------------------------------
 
     def _earlier(self, fingerprint: bytes, retry: bool) -> Submission | None:
-        """Return the submission whose replies a request gets, too; None if it is a new attempt."""
+        """Return the earlier submission of which a request is a retry; None if the request is a new attempt."""
         if retry and self._failed[fingerprint] > 0:
             retry = False
             self._failed[fingerprint] -= 1
-        for earlier in reversed(self._submissions):  # equal requests side by side are no retries: none was abandoned
+        for earlier in reversed(self._submissions):  # two equal requests at once are no retries: neither was abandoned
             if earlier.fingerprint == fingerprint and (retry or earlier.abandoned):
                 earlier.left = False
                 return earlier

@@ -1,4 +1,4 @@
-"""The generation of the replies to one request: from the tokens of the prompt to content, reasoning and tool calls."""
+"""Generation of the replies to one request, from the tokens of the prompt to content, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Generation:
         """Generate the replies side by side, and add them to the conversations.
 
         Raises:
-            Refusal: A reply failed, and so the request did.
+            Refusal: The engine refused the request, or failed at one of its replies.
         """
         generating = [asyncio.ensure_future(self._generate(number)) for number in range(len(self.indices))]
         try:
@@ -59,7 +59,7 @@ class Generation:
             raise Refusal(400, str(error)) from None
         except EngineError as error:
             raise Refusal(503 if isinstance(error, ServerFault) else 400, str(error)) from None
-        finally:  # the other replies must not go on
+        finally:  # if one reply fails, stop the others
             for each in generating:
                 each.cancel()
             await asyncio.gather(*generating, return_exceptions=True)
@@ -111,8 +111,8 @@ class Generation:
         """Return the draft of the request's reply `number`, which sends its parts as they come."""
         request, prompt = self.request, self.prompt
         before = None if request.text is not None else prompt.before
-        # Not streamed before the end: a response template needs the whole output, and a schema may leave no room for
-        # the thought that the prompt has begun.
+        # Nothing is sent before the end if a response template needs the whole output, or if a schema may leave no room
+        # for the thought that the prompt has begun.
         at_the_end = before is not None and (
             has_template(self.engine.tokenizer) or (request.response_format is not None and opens_thought(before))
         )
@@ -181,7 +181,7 @@ class Generation:
         return transcript.take(place, place + len(parsed.content))
 
     async def _mark_branch(self, turns: Sequence[Turn]) -> None:
-        """Warn, and note in the record, if a request does not continue the conversation that it should have."""
+        """Warn, and note it in the record, if a request does not continue the conversation that it should continue."""
         if turns[0].request.characters >= LARGE_TEXT:
             branch = await asyncio.to_thread(self.turns.branch, turns[0])
         else:

@@ -176,7 +176,7 @@ class Reader:
         yield from self._say(len(self._held))
 
     def _calls_or_content(self, final: bool) -> Iterator[Part]:
-        """Hold back all text from a first {. Only the end shows whether it is calls in Llama's form, or content."""
+        """Hold back an output that begins with {: only its end shows whether it is calls in Llama's form or content."""
         if not final:
             return
         if CALL_OPENS in self._held:  # a call in Qwen's form after all; the text before it happens to begin with {
@@ -278,7 +278,10 @@ def _llama(content: str) -> tuple[list[Call], str | None]:
 
 
 def _call_of(text: str, arguments: str) -> Call | None:
-    """Return the call in a JSON text, or None. Both forms' names for the arguments are tried, as models mix them."""
+    """Return the call in a JSON text; None if there is none.
+
+    `arguments` is the usual key of the arguments. The keys of both forms are tried after it, because models mix them.
+    """
     call = _json_object(text)
     if call is None or not isinstance(call.get("name"), str):
         return None

@@ -5,8 +5,8 @@
     engine ── token ──► Transcript ── text ──► Draft ── parts, by a Reader ──► Speech ──► each stream of the request
 
 Only text that is final, whatever the model generates next, is sent. Half a character is held back, and so is text that
-may be the beginning of a stop string or the end of reasoning; a tool call is sent once it is whole. The record knows
-nothing of this; it has the tokens.
+may be the beginning of a stop string or the end of reasoning; a tool call is sent once it is whole. The record does
+not depend on any of this, because it has the tokens.
 
 All positions in this module count the characters of one text: the prefilled beginning of the reply, if there is one,
 followed by what the generated tokens make.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Decoder:
-    """Decoder that takes tokens one by one. The texts that `add` returns, joined, are a prefix of the whole."""
+    """Decodes tokens one by one. The texts that `add` returns, joined, are a prefix of the whole text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -42,7 +42,7 @@ class Decoder:
         self._pending.append(token)
         before = plain_text(self._tokenizer, self._decoded)
         text = plain_text(self._tokenizer, self._decoded + self._pending)
-        if len(text) <= len(before) or text.endswith("\ufffd"):  # stands for a character that is incomplete
+        if len(text) <= len(before) or text.endswith("\ufffd"):  # U+FFFD: the last character is incomplete
             return ""
         self._decoded, self._pending = self._pending, []
         return text[len(before) :]
@@ -109,7 +109,7 @@ class Speech:
         self._news.set()
 
     async def begun(self) -> None:
-        """Wait until something is sent, or nothing ever will be."""
+        """Wait until the first delta is sent, or until the end if there is none."""
         while not self._deltas and not self._ended:
             await self._change()
 
@@ -130,9 +130,10 @@ class Speech:
 
 
 class Draft:
-    """One reply, from its first token to its last, in time that is linear in its length.
+    """Turns the tokens of one reply into deltas, and sends each delta as soon as it is certain.
 
-    The deltas that it sends, joined, are the reply's reasoning, content, tokens and tool calls.
+    Joined, the deltas are the reply's reasoning, content, tokens and tool calls. The time that this takes is linear in
+    the length of the reply.
     """
 
     def __init__(
@@ -236,7 +237,8 @@ def deltas_of(
 ) -> Iterator[Delta]:
     """Yield the rest of a reply as a stream sends it, after the given numbers of characters, tokens and calls.
 
-    It goes a word at a time. Content with tokens goes a token at a time, or in one piece if they do not add up to it.
+    Text is sent word by word. Content with tokens is sent token by token, or in one piece if its tokens do not add up
+    to it.
     """
     for piece in pieces(reply.reasoning[reasoning:]):
         yield Delta(index=index, reasoning=piece)

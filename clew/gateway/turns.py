@@ -6,10 +6,15 @@
     turn 1   rendered ............ output as the template writes it .|tail.....|          messages, as text
              input_ids of turn 0  |exact output ids                  |ids(tail)|          tokens
 
-A request extends a turn when its messages go on from that turn's, the message after them stands for the model's output,
-and the template still renders all of it. Then its tokens are that turn's exact tokens, and only the tail is tokenized:
-nothing that the model wrote is decoded and tokenized again. Otherwise a new sequence starts. If the request should have
-continued a recorded conversation, that is a branch, and `Turns.branch` says what differs.
+A request extends a turn if
+
+1. its messages, as the template renders them, begin with that turn's,
+2. the next message stands for the model's output, and
+3. the template still renders all of that output.
+
+The request then keeps that turn's exact tokens, and only the tail is tokenized: nothing that the model wrote is decoded
+and tokenized again. Otherwise a new sequence starts. If the request should have continued a recorded conversation, that
+is a branch, and `Turns.branch` says what differs.
 """
 
 from __future__ import annotations
@@ -36,16 +41,15 @@ if TYPE_CHECKING:
 
 
 _WORDS: list[Message] = [{"role": "assistant", "content": word} for word in ("clew0", "clew1")]
-"""Two messages whose last characters differ. So the end that their renderings share is what the template writes after
-the words."""
+"""Two messages whose words end in different characters. The end that their renderings share is therefore what the
+template writes after the words."""
 
 
 _GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
-"""Tags around the model's words. Transformers adds them to Jinja's own."""
+"""Tags that templates put around the model's words. Transformers understands them, plain Jinja does not."""
 
 LOOKED_AT = 16
-"""Number of characters per token of the context. At most this much of a prompt is tokenized to see
-that it is too long."""
+"""Number of characters, per token of the context, that are tokenized to see whether a long prompt can fit at all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +227,7 @@ class Turns:
         return Branch(of=best, kind=kind, message=message, why=why, tokens=tokens)
 
     def _processed_again(self, turn: Turn, best: Turn, sent: Sequence[str], difference: Difference | None) -> int:
-        """Return how many of a turn's prompt tokens the recorded conversation has, as they are or in another form."""
+        """Return how many of a turn's prompt tokens repeat the recorded conversation, exactly or in another form."""
         input_ids = turn.reply.interaction.input_ids
         both = zip(input_ids, best.all_ids, strict=False)
         same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], both)) if turn.extends else 0
@@ -374,10 +378,10 @@ def _in_parts(message: Message) -> Message:
 
 
 def stands_for(message: Message, reply: Reply) -> bool:
-    """Return whether a message of the client's stands for the model's reply.
+    """Return whether a message that the client sent stands for the model's reply.
 
-    It does if it has the same words, and the same tools with the same arguments as JSON. A client may leave the
-    reasoning out; whether the template would have kept it shows in the rendered text.
+    It does if it has the same words and the same tool calls, whose arguments are compared as JSON. A client may leave
+    the reasoning out: the rendered text shows whether the template would have kept it.
     """
     if message.get("role") != "assistant":
         return False

@@ -1,7 +1,8 @@
-"""Program that runs an inference server, and kills all that the server has started when Clew's process dies.
+"""Program that runs an inference server, and kills it with all its child processes when Clew's process dies.
 
-The kernel can kill only the server itself together with Clew. What the server has started, such as vLLM's engine
-process, would live on and keep its memory. Python runs this file by itself, with none of Clew's or other packages.
+The kernel alone could kill only the server itself together with Clew. Processes that the server has started, such as
+vLLM's engine, would live on and keep their memory. Python runs this file on its own, so it imports only the standard
+library.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def _signal_when_parent_dies(number: int, parent: int) -> None:
 
 
 def main(parent: int, command: list[str]) -> int:
-    """Run the server until it ends, and return its exit code; end by the same signal if a signal has killed it.
+    """Run the server until it ends, and return its exit code. If a signal killed the server, die of the same signal.
 
     Args:
         parent: Clew's process, which has made this process the leader of a group.

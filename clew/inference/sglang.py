@@ -1,7 +1,7 @@
-"""Client of an SGLang server that Clew starts or attaches to. No torch.
+"""Client of an SGLang server that Clew starts or attaches to. This module imports no torch.
 
-Weights travel as a safetensors file, or in the trainer's broadcast. After each load the server's own checksum of every
-tensor is compared with that of what was sent, see `clew.inference.sglang_checksums`.
+Weights travel as a safetensors file, or in the trainer's broadcast. After each load the server's own checksums show
+whether it holds what was sent: all of them on one CPU, fewer elsewhere (see `SGLangEngine._find_checks`).
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class SGLangEngine(Backend):
         super().__init__(address, token)
         self._model = model
         self._has_vision = False
-        """True if Clew has loaded the model's image input, which it also finds for a hub name."""
+        """True if Clew itself could load the model's image processor, which also works if the model is a hub name."""
         self._receives = False
         """True if the trainer broadcasts its weights."""
         self._checks_weights = False
@@ -148,11 +148,11 @@ class SGLangEngine(Backend):
         return Launch(command=[python, "-m", "sglang.launch_server", *arguments], environment=environment)
 
     async def alive(self) -> None:
-        """Ask for the scheduler's state. /health takes a second, and generates a token, which a pause prevents."""
+        """Ask for the scheduler's state. /health takes a second, and fails in a pause, because it generates a token."""
         await self._request("GET", "/server_info", None)
 
     async def identity(self) -> str:
-        """Return its random seed. It draws one at its start, unless --random-seed gives one."""
+        """Return the server's random seed, which it draws at its start unless --random-seed sets it."""
         return await self._request("GET", "/server_info", None, lambda answer, _: str(answer.get("random_seed", "")))
 
     async def prepare(self) -> list[str]:
@@ -309,7 +309,7 @@ class SGLangEngine(Backend):
         return body
 
     def _top_k_with_mask(self, params: SamplingParams) -> int:
-        """Return the top_k of a request that asks for its sampling mask; 0: it can have none.
+        """Return the top_k with which a request can ask for its sampling mask; 0 if it can have no mask.
 
         SGLang refuses such a request if top_k is missing, or above the largest mask. top_p and min_p alone are
         therefore sent with a top_k. A smaller vocabulary makes one that cuts nothing off. Otherwise it is half of the
@@ -515,7 +515,7 @@ def server_arguments(
     Args:
         own: Options that Clew sets itself.
         defaults: Options that the user may change.
-        chosen: The user's, as in `Inference.options`.
+        chosen: Options that the user chose, as in `Inference.options`.
         known: The server's option names, such as "--port".
 
     Raises:

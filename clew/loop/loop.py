@@ -57,7 +57,7 @@ def train(
     train_again(config, run, engine, around)
     around.before_first_step(engine)
     while True:
-        version = engine.version  # also the number of the step that these weights will make
+        version = engine.version  # also the number of the next step
         with clock("evaluation"):
             around.wait_for_evaluation(version - 1)  # one version is evaluated before the next is published
         with clock("publish"):

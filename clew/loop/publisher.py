@@ -37,18 +37,19 @@ class Inference(Protocol):
 class Publisher:
     """Publishes a version of the weights.
 
-    The order settles each race with a server that starts meanwhile (`RunDirectory.register_server`). The weights are
+    The order rules out races with a server that starts meanwhile (see `RunDirectory.register_server`). The weights are
 
     1. written,
     2. announced,
     3. loaded by the registered servers,
-    4. published to rollout,
-    5. and their predecessors are removed.
+    4. published to rollout.
 
-    With weights.via=collective the servers receive them first, and then only the digests are written: a server that
-    starts meanwhile asks for a broadcast of its own.
+    Then the weights of earlier versions are removed.
 
-    Every rank calls this, for its slice of the weights; rank 0 does everything else.
+    With weights.via=collective the servers receive the weights first, and then only the digests are written. A server
+    that starts meanwhile asks for a broadcast of its own.
+
+    Every rank calls this, because each holds a slice of the weights; rank 0 does everything else.
     """
 
     def __init__(self, config: Config, run: RunDirectory, inference: Inference, clock: Clock) -> None:

@@ -176,7 +176,7 @@ def _train_again(recorded: RecordedStep, engine: TrainEngine, drifted: str, *, v
     done = Replayed(step=recorded.step, result=result, tolerance=tolerance, because=because, differences=found)
     if not found or not tolerance.exact or not (doubt := _rounding_doubt(recorded, result, engine)):
         return done
-    # Differences within the tolerance come from the other processor's rounding; one beyond it is reported.
+    # Differences within the tolerance count as another processor's rounding; those beyond it are reported.
     beyond = compare(recorded, result, engine, near)
     if beyond and str(beyond[0]) == str(found[0]):
         return done

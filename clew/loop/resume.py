@@ -21,7 +21,7 @@ def restore(config: Config, run: RunDirectory, ranks: Ranks, *, supervised: bool
     """Return the engine at the newest checkpoint, or at the model that the run begins with.
 
     Args:
-        supervised: Whether `clew sft` trains here.
+        supervised: True if `clew sft` trains here.
 
     Raises:
         ConfigError: The objective belongs to `clew sft`; or the model changed; or settings of training changed although
@@ -79,8 +79,8 @@ def _refuse_other_runs(run: RunDirectory, version: int, committed: int, supervis
 def check_chain(run: RunDirectory) -> None:
     """Raise RecordError when the record that a run would continue from is inconsistent.
 
-    All commits are checked, and the data and stages of the steps that are trained again. What is harmless, because the
-    run rebuilds it, only gives a warning.
+    All commits are checked, and the data and stages of the steps that will be trained again. A harmless break, which
+    the run repairs by itself, only gives a warning.
     """
     again = range(max(run.checkpointed(), default=0), run.steps.count())
     for found in chain.breaks(run, again):

@@ -1,4 +1,4 @@
-"""Sends the trainer's weights to inference servers itself (weights.via=collective).
+"""Broadcasts the trainer's weights to inference servers (weights.via=collective).
 
 ::
 
@@ -37,7 +37,7 @@ BUCKET = 1 << 29
 """Bytes that a server receives before it loads them."""
 
 TRIES = 3
-"""Number of broadcasts after which a server that did not receive one is given up."""
+"""Maximum number of broadcasts of a version to a server. A server that received none of them is taken out."""
 
 
 class WeightSender:
@@ -73,7 +73,7 @@ class WeightSender:
             left = [server for server in left if server.wants_weights]
         self._sent = engine.version
         digests, reached, failed = self._broadcast(engine, tensors, left)
-        for _ in range(TRIES - 1):  # each alone: one that always fails would spoil every broadcast for the others
+        for _ in range(TRIES - 1):  # one by one: a server that always fails would spoil the broadcast for all
             left = list(failed)
             if not (count := engine.ranks.agree("how often the weights are sent again", partial(len, left))):
                 break
@@ -157,7 +157,7 @@ class WeightSender:
         return BroadcastDigests(digests=digests, checksums=sums.by_name()), error
 
     def _sent_as(self, engine: TrainEngine, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Return what is sent of a tensor, by the names that the servers know: a layer's experts go one by one."""
+        """Return what is sent for a tensor, by the names that servers know: joined experts are sent one by one."""
         if not self._public or self._renamed.get(name) is False:
             return {name: tensor.contiguous()}
         public = public_tensors(engine, {name: tensor})

@@ -8,10 +8,10 @@
                                ├── checkpoints/step-000130/checkpoint.json            the newest checkpoint
                                └── evals/version-000130.json                          the newest evaluation
 
-A replaced step does not match the step after it, its line in index.jsonl, or the checkpoint that follows it. Nothing
-names the newest checkpoint and evaluation yet, so each of them ends with a seal: a digest of its own content.
-Files that the run itself removes (`record.keep_steps`, `checkpoint.keep`) break nothing: digests are compared only
-for files that exist.
+A replaced step does not match the step after it, its line in index.jsonl, or the checkpoint that follows it. No step
+names the newest checkpoint and the newest evaluation yet, so each checkpoint and evaluation ends with a seal: a digest
+of its own content. Files that the run itself removes (`record.keep_steps`, `checkpoint.keep`) break nothing, because
+digests are compared only for files that exist.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ _OF_LINE = ("step", "json")
 """Fields of a line of index.jsonl that the checks need after the line was compared with its step's JSON."""
 _SEAL = re.compile(rb', "seal": "([0-9a-f]{32})"\}\Z')
 _SEALED = (b'"seal": "', b'"rows": "', b'"follows": "', b'"follows": null')
-"""Keys that show that a seal is missing: every sealed file has at least one of them, and older files have none."""
+"""Keys of which every sealed file has at least one, and files older than the seal none. A file that has one of them but
+no seal was altered."""
 _CHECKPOINT = re.compile(r"checkpoints/step-\d{6,}/checkpoint\.json")
 _EVALUATION = re.compile(r"evals/version-\d{6,}\.json")
 CHECKPOINT_FOLDER = re.compile(r"step-\d{6,}")
@@ -133,8 +134,8 @@ def breaks(
     `SINCE` have no chain, so they are only compared with the index.
 
     Args:
-        files_of: Steps whose data and stages are compared with their digests, too, and also the sequences of the
-            evaluations before, between and after these steps. These files are read in full.
+        files_of: Steps whose files are read in full, too: their data and stages, and the sequences of the evaluations
+            before, between and after them, are compared with their digests.
         see: Called with each step's number and unchecked JSON, in order, so that the caller need not read ten thousand
             files a second time.
     """

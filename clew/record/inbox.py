@@ -24,6 +24,7 @@ CHECK_BYTES = 4
 """Size in bytes of the checksum at the end of a group's file."""
 
 REMAKE = "remove it, and rollout makes the group again"
+"""Remedy that is named in errors about a damaged group."""
 
 
 class Published(TypedDict):
@@ -113,9 +114,9 @@ class Inbox:
     def set_running(self, admitted_versions: Mapping[str, int]) -> None:
         """Write which groups are being made, and at which published version each was admitted, for the trainer to read.
 
-        The writer checks `published` again afterwards and corrects the versions if it has changed. The trainer
-        publishes before it reads this file. So either the trainer sees the group, or the group was admitted at the
-        newer version.
+        Rollout looks at `published` again after this call, and writes corrected versions if there is a newer one. The
+        trainer publishes before it reads this file. So either the trainer sees the group, or the group is admitted at
+        the newer version.
         """
         write_json(self.folder / "running.json", dict(admitted_versions))
 

@@ -1,7 +1,7 @@
 """`clew.record.Writer` lets a trainer other than Clew's own write a run directory that Clew can read.
 
-What the other trainer does not know is filled in as docs/record.md says. This module imports no torch, but accepts
-torch's tensors.
+docs/record.md says how columns that the other trainer does not know are filled in. This module imports no torch, but
+accepts torch's tensors.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class Writer:
         """Create the run directory, or continue one that a Writer made.
 
         Args:
-            config: Anything that JSON can hold; None leaves config.yaml as it is.
+            config: The trainer's configuration; values that JSON cannot hold become text. None leaves config.yaml as
+                it is.
             trainer: The name of the trainer, for run.json.
 
         Raises:
@@ -99,7 +100,7 @@ class Writer:
         self.close()
 
     def new_groups(self, count: int) -> list[str]:
-        """Return names for the next groups, such as g000012, which no committed step has used."""
+        """Return names for the next groups, such as g000012. No committed step has used any of them."""
         first, self.next_group = self.next_group, self.next_group + count
         return [group_name(number) for number in range(first, self.next_group)]
 
@@ -291,7 +292,11 @@ _EXPECTED = {np.bool_: "0 or 1 for each token", np.int32: "whole numbers of 32 b
 
 
 def _array(what: str, value: Any, dtype: type) -> np.ndarray:
-    """Return `value` as an array of a type in `_EXPECTED`. Raises RecordError if more than rounding changes."""
+    """Return `value` as an array of a type in `_EXPECTED`.
+
+    Raises:
+        RecordError: A value is of another kind, or would change by more than rounding.
+    """
     if hasattr(value, "detach"):  # a torch tensor; NumPy takes none with a gradient, on a GPU, or of bfloat16
         value = value.detach().cpu()
         value = value.float() if "bfloat16" in str(value.dtype) else value

@@ -1,4 +1,4 @@
-"""The rollout loop: admits groups, runs their episodes, files what is finished; and evaluates versions that are due.
+"""The rollout loop: it admits groups, runs their episodes, files finished groups, and evaluates versions when due.
 
 ::
 
@@ -71,7 +71,7 @@ COUNTS = ["groups_finished", "groups_rejected", "episodes", "episodes_failed", "
 
 
 class RolloutRunner:
-    """Rollout of one run, in one event loop: `await run()`; inline, the trainer calls `advance` when it has to wait."""
+    """Rollout of one run, in one event loop. A process awaits `run`; inline, a waiting trainer calls `advance`."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class RolloutRunner:
 
         settled = run.clean_after_rollout()
         self._next = next(number for number in itertools.count() if group_name(number) not in settled)
-        """Number of the next group to start, unless that group is settled already."""
+        """Number of the next group to start; groups that are settled already are skipped."""
         self._settled = {name for name in settled if group_number(name) > self._next}
         """Later groups that were settled before this process began."""
         self._waiting = 0
@@ -393,7 +393,7 @@ class RolloutRunner:
     async def _something_changes(self) -> None:
         """Wait until a group or an evaluation is finished, or the inbox has changed."""
         looked_at = time.time()
-        # Two changes within the resolution of the time stamp may leave one stamp: look again soon after a change.
+        # Two changes within the resolution of the time stamp may have the same stamp, so look again after a change.
         recent = looked_at - self._inbox_seen / 1e9 <= STAMP_S
         look_again_at = looked_at + (STAMP_S if recent else LOOK_S)
         while not self._changed.is_set():

@@ -35,7 +35,8 @@ LOOK_S = 0.2
 """Maximum age of the list of servers, in seconds."""
 
 AVOID_S = 0.25
-"""Seconds for which a server is avoided after it could not be reached. Each further failure doubles them, up to 8 s."""
+"""Seconds for which a server is avoided after it could not be reached, or gave a faulty answer. Each further failure
+doubles them, up to 8."""
 
 PLACES = 65536
 """Maximum number of episodes whose server is remembered."""
@@ -68,7 +69,7 @@ class ServerPool(HTTPEngine):
         self._frozen_s = frozen_s
         self._watches: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._avoided: dict[tuple[str, int], tuple[float, float]] = {}
-        """Unreachable servers, by address and pid: monotonic time until which it is avoided; half the next period."""
+        """Avoided servers, by address and pid: monotonic time until which each is avoided; half of its next period."""
 
     async def generate(self, request: GenerateRequest) -> Completion:
         _episode.set(request.id.rpartition(".")[0])
@@ -98,13 +99,14 @@ class ServerPool(HTTPEngine):
                     self._watches[former].cancel()
             self._watches[key] = asyncio.create_task(self._keep_watch(server))
         try:
-            # A server that answers in one piece sends nothing before the end.
+            # The wait covers the whole generation if the server answers in one piece: it sends nothing before the end.
             with waiting(f"an answer of {server.name} ({server.address})", unblocks="the inference engine"):
                 async with self._clients[place]._answered(method, path, body) as response:
                     yield response
             self._avoided.pop(key, None)
         except asyncio.CancelledError:
-            # `_keep_watch` cancels tasks at a frozen server. If `uncancel` leaves another, the episode was cancelled.
+            # `_keep_watch` cancels the tasks at a frozen server. If `uncancel` leaves another cancellation, the episode
+            # itself was cancelled.
             if key not in self._frozen or task.uncancel():
                 raise
             gone = EngineUnreachable(server.address, f"it has not answered for {self._frozen_s:.0f} s")

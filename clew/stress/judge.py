@@ -18,10 +18,10 @@ from clew.stress.watch import judge_blocks
 from clew.stress.waves import Wave
 
 FAILED_SHARE = 0.1
-"""Share of failed episodes above which the agent is at fault."""
+"""Share of episodes with an error, or with a warning of one kind, above which the agent is at fault."""
 
 BLOCKED_SHARE = 0.6
-"""Share of an episode's time for which others hold the event loop, above which that is suspicious."""
+"""Share of an episode's time spent waiting for the event loop, above which this is suspicious."""
 
 WARNINGS: dict[str, tuple[Kind, bool, str]] = {
     "a branch (chat": ("rewrites", False, "lose the model's reasoning; harmless for a model that does not reason"),
@@ -45,7 +45,7 @@ If several beginnings match, the first one counts. Other warnings are no finding
 def judge(
     waves: Sequence[Wave], confirming: Sequence[Wave], origins: Origins, state: State
 ) -> tuple[list[Verdict], list[str]]:
-    """Return the verdicts of the waves at full speed, and notes on what they cannot show, with advice.
+    """Return the verdicts that waves at full speed support, and notes, with advice, on what they cannot show.
 
     Args:
         waves: The waves warm, alone, narrow, crowd and again, in this order.
@@ -211,7 +211,12 @@ def _differing(warm: Wave, alone: Wave, crowd: Wave, again: Wave, origins: Origi
 
 
 def judge_warnings(warned: Mapping[str, Mapping[str, str]], crowd: Wave) -> list[Verdict]:
-    """Return verdicts on warnings, which are given by their kind and the episode's ID."""
+    """Return verdicts on warnings.
+
+    Args:
+        warned: Texts of the warnings, by their kind and then by the ID of their episode.
+        crowd: Wave in which the warned episodes ran.
+    """
     by_start: dict[str, list[Mapping[str, str]]] = defaultdict(list)
     for kind, warnings in list(warned.items()):
         if start := next(filter(kind.startswith, WARNINGS), None):
@@ -225,7 +230,8 @@ def judge_warnings(warned: Mapping[str, Mapping[str, str]], crowd: Wave) -> list
         if start == "own words" and any(each.startswith("a branch") for each in by_start):
             continue
         texts = [text for warnings in several for text in warnings.values()]
-        certain = certain or len(set(texts)) < len(texts)  # a text repeats only if episodes set one seed
+        # All texts but the one about seeds have IDs. So a text repeats only if two episodes set the same seed.
+        certain = certain or len(set(texts)) < len(texts)
         certain = certain and (kind == "rewards" or len(episodes) > FAILED_SHARE * len(crowd.episodes))
         where, evidence = crowd.asked_at(min(episodes)), [next(iter(warnings.values())) for warnings in several[:4]]
         what = f"{len(episodes)} of {len(crowd.episodes)} episodes {what}"
@@ -234,7 +240,7 @@ def judge_warnings(warned: Mapping[str, Mapping[str, str]], crowd: Wave) -> list
 
 
 def add_warnings(troubled: Wave, crowd: Wave, warn: Callable[[str, str, str], None]) -> None:
-    """Warn of rewards in spite of trouble, and of the model's words outside of their own conversation."""
+    """Warn of rewards for episodes whose requests failed, and of the model's words in another conversation."""
     by_episode = grouped(crowd.requests, lambda request: request.episode)
     for id, requests in by_episode.items():
         for a, b in itertools.combinations(requests, 2):

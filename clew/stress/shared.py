@@ -34,7 +34,7 @@ WIDTH = 256
 """Maximum number of entries per object whose contents are examined, too. All entries themselves are compared."""
 
 MANY = 4096
-"""Maximum number of entries in a dictionary; a larger one is a table, and is left alone."""
+"""Maximum number of entries of a dictionary that is examined; a larger one is taken for a table."""
 
 NO_SOURCES = Sources()
 
@@ -122,7 +122,7 @@ class State:
             self._before = now
 
     def place_of(self, text: str) -> str:
-        """Return the attribute or global that holds a plain text, and the line that changes it; empty without one."""
+        """Return the attribute or global that holds a plain text, and the line that changes it; "" if none holds it."""
         for name, held in self._held().items():
             entries = held.items() if isinstance(held, dict) else enumerate(held[1]) if isinstance(held, tuple) else ()
             for key, value in entries:

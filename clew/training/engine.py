@@ -96,7 +96,7 @@ class _PolicyUpdates(Updates):
 
 
 class TrainEngine:
-    """The policy with its optimizer and its critic: it makes steps.
+    """The policy, its optimizer and its critic; `train_step` trains them for one step.
 
     Every rank calls the same methods in the same order, with the same batch, and gets the same results.
     """

@@ -9,6 +9,7 @@
 Attention is computed in buckets: batches of rows of similar length, padded on the right, where causal attention does
 not look. A slot is a place in a bucket, for a token or for padding. The cost is nearly the sum of the squares of the
 lengths, and no row sees another.
+
 On CUDA a kernel that knows where rows begin takes the packed row as it is: see `clew.training.attention`.
 """
 
@@ -31,7 +32,7 @@ class Packed:
     """Positions of rows in a packed row of P tokens, and the slots in which attention computes them."""
 
     starts_R: Tensor
-    """First token of each row, int64."""
+    """Index of the first token of each row, int64."""
     limits_R1: Tensor
     """First token of each row, and the number of all tokens, int32: the cumulative lengths that CUDA's kernel takes."""
     positions_P: Tensor
@@ -39,7 +40,7 @@ class Packed:
     shapes: list[tuple[int, int]]
     """Shape of each bucket: (rows, slots per row). The products add up to the number of slots."""
     tokens_of_slots: Tensor
-    """Token in each slot, int64; any token for padding."""
+    """Index of the token in each slot, int64; 0 for padding."""
     slots_of_tokens_P: Tensor
     """Slot of each token, int64."""
     padding: Tensor
@@ -66,7 +67,7 @@ class Packed:
             limits_R1=put(np.append(starts, sizes.sum()).astype(np.int32)),
             positions_P=put(np.arange(sizes.sum()) - np.repeat(starts, sizes)),
             shapes=shapes,
-            tokens_of_slots=put(np.where(real, tokens, 0)),  # padding copies token 0: no row's token looks at it
+            tokens_of_slots=put(np.where(real, tokens, 0)),  # padding copies token 0; no token attends to padding
             slots_of_tokens_P=put(slots),
             padding=put(np.flatnonzero(~real)),
         )

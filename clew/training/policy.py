@@ -1,4 +1,4 @@
-"""The policy: the model that is trained, with everything that reads it. It knows nothing of reinforcement learning.
+"""The policy: the model that is trained, and all that computes with it. It knows nothing of reinforcement learning.
 
 ::
 
@@ -155,7 +155,7 @@ class Policy:
 
     @torch.no_grad()
     def compute_all(self, tokens: Tokens, plan: Plan, compute: Callable[[MicroBatch], Tensor]) -> np.ndarray:
-        """Apply `compute` to this rank's micro-batches; return its number for each trained token of all ranks, [S]."""
+        """Apply `compute` to this rank's micro-batches. Return the numbers of all ranks' tokens [S]; 0 if untrained."""
         numbers_S = self.zeros(tokens)
         for minibatch in plan:
             for micro in self.own_micro_batches(tokens, minibatch):

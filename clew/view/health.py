@@ -23,21 +23,23 @@ from clew.record.rejected import Rejected
 from clew.record.run_warnings import RunWarning, warnings_in_words
 
 HABIT_SHARE = 0.1
-"""Minimum share of all steps in which something must be seen to count as a habit. Anything rarer is no concern."""
+"""Minimum share of all steps in which something must be seen to count as a habit. Most concerns need a habit."""
 NEWEST_STEPS, NEWEST_SHARE = 10, 0.5
 """Number of newest steps, and the share of them that also makes a habit, whatever the older steps show."""
 EQUAL_GROUPS = 0.5
-"""Share of groups with equal rewards: beyond it, most of the rollout teaches nothing."""
+"""Share of groups with equal rewards above which most of a step's rollout teaches nothing."""
 TRUNCATED = 0.1
 """Share of a step's episodes cut off at a limit, above which the step counts as truncated."""
 LAG = 8
 """Largest lag, in versions, that is no concern, even if rollout.max_lag is larger; AReaL (2505.24298) has up to 8."""
 K3_WITHOUT_LAG = 1e-3
-"""Mismatch of engine and trainer about the same weights; NeMo RL expects `gen_kl_error` to be about that large."""
+"""Mismatch (behaviour_k3) at a lag of 0 above which engine and trainer disagree about the same weights. NeMo RL expects
+`gen_kl_error` to be about that large."""
 K3 = 0.015
-"""Mismatch with lag; prime-rl expects `mismatch_kl` to stay below this."""
+"""Mismatch at any lag that is a concern; prime-rl expects `mismatch_kl` to stay below this."""
 CLIPPED = {"token": 0.2, "sequence": 0.5}
-"""Share of clipped tokens, by algorithm.ratio. GSPO's narrow bounds clip many tokens (2507.18071, section 5.3)."""
+"""Share of clipped tokens above which it is a concern, by algorithm.ratio. GSPO's narrow bounds clip many tokens
+(2507.18071, section 5.3)."""
 REJECTED_TOKENS, ALMOST_ALL = 0.5, 0.9
 """Shares of rejected tokens: the first is a concern as a habit, the second even in a single step. The second is also
 the share of truncated episodes at which the concern mentions a wrong end token."""
@@ -90,6 +92,8 @@ WATCHED = {
 
 @dataclass(frozen=True, kw_only=True)
 class Concern:
+    """Something about a run that deserves a look."""
+
     cause: str
     evidence: str
     then: str
@@ -176,8 +180,10 @@ def equal_steps(history: History, advantages: str) -> list[int]:
 def equal_rewards(history: History, steps: Sequence[int], kinds: Mapping[float, int], looked: str) -> Concern | None:
     """Return the concern that too many groups teach nothing.
 
-    `steps` is the result of `equal_steps`. `kinds` counts the groups whose episodes all have the same reward, by that
-    reward, in the steps that `looked` names.
+    Args:
+        steps: Result of `equal_steps`.
+        kinds: Number of groups whose episodes all have the same reward, by that reward.
+        looked: Words that name the steps in which these groups were counted.
     """
     if not steps:
         return None
