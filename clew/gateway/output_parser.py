@@ -10,7 +10,7 @@ Llama           {"name": "f", "parameters": {...}}, with no other text; semicolo
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -244,18 +244,21 @@ def _by_template(tokenizer: PreTrainedTokenizerBase, raw: str, prompt: str, tool
     try:
         message = tokenizer.parse_response(raw, prefix=prompt, tools=tools or None)  # pyright: ignore[reportArgumentType]
         json.dumps(message, allow_nan=False)
+        assert isinstance(message, dict)
+        calls = [_call_in(call.get("function", call)) for call in message.get("tool_calls") or ()]
     except (ValueError, KeyError, TypeError) as error:
         return Parsed(content=raw, unparsed=f"the tokenizer's response template cannot parse it ({error})")
-    assert isinstance(message, dict)
-    calls = []
-    for call in message.get("tool_calls") or ():
-        function = call.get("function", call)
-        arguments = function.get("arguments")
-        if isinstance(arguments, str):
-            arguments = _json_object(arguments)
-        calls.append((str(function["name"]), arguments or {}))
     reasoning = message.get("reasoning_content") or message.get("thinking") or message.get("reasoning") or ""
     return Parsed(content=message.get("content") or "", reasoning=reasoning, calls=calls)
+
+
+def _call_in(function: Mapping[str, Any]) -> Call:
+    """Return a call that a response template has found. Raises ValueError or KeyError if it cannot be read."""
+    arguments = function.get("arguments") or {}
+    given = _json_object(arguments) if isinstance(arguments, str) else arguments
+    if not isinstance(given, dict):
+        raise ValueError(f"arguments that are no JSON object: {arguments!r:.60}")
+    return str(function["name"]), given
 
 
 def _llama(content: str) -> tuple[list[Call], str | None]:

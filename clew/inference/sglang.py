@@ -467,7 +467,12 @@ class SGLangEngine(Backend):
         """Return a sentence about what a failed update has left in the server."""
         if not self._checks_weights and not self._notices_changes:
             return "What it holds now is unknown; restart it."
-        held = await self._checksums()
+        try:
+            held = await self._checksums()
+        except EngineUnreachable:
+            raise
+        except EngineError:
+            return "What it holds now is unknown; restart it."
         changed = [name for name in held if held[name] != self._held.get(name)]
         if not changed:
             return "It still holds the old weights."

@@ -106,7 +106,8 @@ class Publisher:
             ref = self._run.newest_weights()
             if ref is None or (ref.version, ref.digest) != (engine.version, digest) or not ref.exists():
                 return False
-            return ref.holds_adapters() == engine.config.sends_adapters and not ref.was_broadcast()
+            here = Path(ref.path).resolve() == self._folder_of(engine).resolve()  # inference.weights may have changed
+            return here and ref.holds_adapters() == engine.config.sends_adapters and not ref.was_broadcast()
 
         ref = self._run.newest_weights()
         if not engine.ranks.agree(f"whether version {engine.version} is written already", written):

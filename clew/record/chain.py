@@ -247,8 +247,11 @@ class _Chain:
         lacking = len(self.commits) - len(self.lines)
         if self.indexed and lacking > 1:  # a kill leaves out the last line at most
             yield self._in_index(len(self.lines), "ends before this step", harmless=True)
-        if lacking < 0 or (self.torn and lacking == 0):
-            yield self._in_index(len(self.commits), "goes on after the last step", harmless=True)
+        end = max(self.commits, default=-1) + 1
+        # A line that names its step is the witness of a step that is gone, see `_missing`.
+        beyond = [line for step, line in enumerate(self.lines[end:], end) if line is None or line.get("step") != step]
+        if beyond or (self.torn and len(self.lines) == end):
+            yield self._in_index(end, "goes on after the last step", harmless=True)
 
     def _in_index(self, step: int, why: str, *, harmless: bool = False) -> Break:
         remedy = f"Remove {self.steps.index_path}: it only repeats what the steps say, and is made again from them."

@@ -182,6 +182,8 @@ class ServerPool(HTTPEngine):
         known = []
         for server in self._servers:
             state = "unreachable" if server.ready else "taken out" if server.attached else "loading"
+            if server.wants_weights:
+                state = "waiting for weights"
             if (server.address, server.pid) in self._frozen:
                 state = "frozen"
             known.append(f"{server.address} {state}")

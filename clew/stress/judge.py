@@ -165,7 +165,7 @@ def _failing(alone: Wave, crowd: Wave, again: Wave) -> list[Verdict]:
         return []
     commonest = failures([*alone.ended, *crowded])[0]
     what = f"{failed} of {len(crowded)} episodes failed at {crowd.width} at once, {failed_alone} of "
-    what += f"{len(alone.episodes)} alone"
+    what += f"{len(alone.ended)} alone"
     kind, evidence, refused = "fails", [commonest.error], []
     for wave in (alone, crowd, again):  # the last request decides
         last = {request.episode: request.refused for request in wave.requests}

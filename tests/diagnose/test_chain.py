@@ -102,6 +102,16 @@ def test_a_step_that_was_not_committed_does_not_hide_a_broken_chain(
     assert "BROKEN CHAIN" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("step", [3, 5])
+def test_the_index_is_not_called_needless_while_it_is_the_witness_of_a_step_that_is_gone(
+    run: RunDirectory, step: int
+) -> None:
+    run.steps.json_path(step).unlink()
+    found = [f"step {each.step}: {each.file}" for each in chain.breaks(run)]
+    assert f"step {step}: steps/step-{step:06d}.json" in found
+    assert not [each for each in found if "index.jsonl" in each]
+
+
 def test_a_run_whose_step_was_replaced_does_not_go_on(run: RunDirectory, twin: Path, folder: Path) -> None:
     replace(run, twin, 2)
     with pytest.raises(RecordError, match=r"Cannot go on with .*steps/step-000002\.json does not fit"):

@@ -504,3 +504,28 @@ def test_a_prompt_of_megabytes_is_refused_and_holds_nobody_up(tmp_path: Path) ->
     took = time.monotonic() - began
     assert said == "hello" and len(engine.requests[0]) > 1_000_000
     assert refused_in < max(2, took / 3) and held_up < max(1, took / 3)  # a busy machine is slow at everything
+
+
+@pytest.mark.parametrize(
+    "call, expected",
+    [
+        ({"name": "add", "arguments": '{"a": 1}'}, ("add", {"a": 1})),
+        ({"function": {"name": "add", "arguments": {}}}, ("add", {})),
+        ({"name": "add", "arguments": '{"a": '}, None),
+        ({"name": "add", "arguments": [1]}, None),
+        ({"arguments": "{}"}, None),
+    ],
+)
+def test_calls_that_a_response_template_finds_but_nobody_can_read_are_left_as_text(
+    call: dict[str, Any], expected: tuple[str, dict[str, Any]] | None
+) -> None:
+    class Tokenizer:
+        response_schema = response_template = "a template"
+
+        def parse_response(self, raw: str, **_: Any) -> dict[str, Any]:
+            return {"content": "", "tool_calls": [call]}
+
+    tokenizer: Any = Tokenizer()
+    parsed = parse_output(tokenizer, "said", "said", "", [ADD])
+    assert list(parsed.calls) == ([expected] if expected else []) and bool(parsed.unparsed) is (expected is None)
+    assert parsed.content == ("" if expected else "said")

@@ -158,6 +158,7 @@ def test_readers_of_a_run_read_it(path: Path, capsys: pytest.CaptureFixture[str]
         ({"input_ids": [[5, 6, 7, 8]]}, r"input_ids has the shape \[1, 4\]; expected one dimension"),
         ({"loss_mask": [0, 0, 1, 0.5]}, r"loss_mask is \[0, 0, 1, 0\.5\]; expected 0 or 1 for each token"),
         ({"versions": 0.5}, r"versions is 0\.5; expected whole numbers of 32 bits"),
+        ({"logprobs": [None, None, -0.1, 0]}, r"logprobs is \[None, None, .*; expected numbers"),
         ({"logprobs": [[0], [0, 1], 0, 0]}, r"logprobs is .*; expected numbers"),
         (
             {"sampling_mask_counts": [0, 0, 1], "sampling_mask_ids": [7]},

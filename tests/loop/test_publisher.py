@@ -1,0 +1,49 @@
+"""Publishing weights as files: where they are written, and when again."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clew.loop.publisher import Publisher
+from clew.loop.stopwatch import Clock
+from clew.record.run import RunDirectory
+from clew.record.weights import WeightRef
+from clew.training.engine import TrainEngine
+from tests.models import tiny_model, tiny_tokenizer
+from tests.training.sequences import make_config
+
+
+class Inference:
+    """What the publisher needs of an engine: it notes what it is given to load."""
+
+    def __init__(self) -> None:
+        self.loaded: list[WeightRef] = []
+
+    def load(self, ref: WeightRef) -> dict[str, float]:
+        self.loaded.append(ref)
+        return {}
+
+
+@pytest.mark.parametrize("before, after", [(None, "memory"), ("memory", None)])
+def test_weights_are_written_again_if_their_folder_has_changed(
+    tmp_path: Path, before: str | None, after: str | None
+) -> None:
+    tiny_tokenizer(tmp_path / "model")
+    tiny_model(tmp_path / "model", tie=True)
+    run, inference = RunDirectory(tmp_path / "runs" / "test" / "0"), Inference()
+
+    def publish(outside: str | None) -> Path:
+        config = make_config(tmp_path / "model", inference={"weights": outside and str(tmp_path / outside)})
+        engine: Any = inference
+        with closing(Publisher(config, run, engine, Clock())) as publisher:
+            publisher(TrainEngine(config))
+            folder = Path(inference.loaded[-1].path)
+            assert (folder / "model.safetensors").is_file()
+        return folder
+
+    assert publish(before).is_relative_to(run.path) is (before is None)
+    assert publish(after).is_relative_to(run.path) is (after is None)
