@@ -401,6 +401,7 @@ def test_logprobs_of_weights_that_another_environment_computed(
     assert (f"FIRST DIFFERENCE  step 1, data: {batch[0].id}, logprobs, token {position}" in shown) is not same
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the variables are those of x86 libraries")
 def test_a_run_with_other_instruction_sets_differs_by_rounding(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

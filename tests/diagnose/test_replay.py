@@ -384,6 +384,7 @@ def test_another_package_is_said_and_compared_within_a_tolerance(
     assert "compared within 0.001 + 0.001 x |recorded|: torch 2.11.0 recorded, " in shown
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the variables are those of x86 libraries")
 def test_other_instruction_sets_are_no_difference_beyond_rounding(
     run: RunDirectory, capsys: pytest.CaptureFixture[str]

@@ -67,6 +67,7 @@ def test_where_it_asked_is_not_where_it_worked_after_that() -> None:
     assert re.search(r"asked at .*agents_in_the_wild\.py:\d+ ask,", found.where)
 
 
+@pytest.mark.slow
 def test_whoever_waits_is_found_and_told_where(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waves, "SAY_S", 1.0)
     said: list[str] = []

@@ -220,6 +220,7 @@ def test_text_of_another_row_is_suspected_if_no_other_process_can_be_run() -> No
     assert ["text of one row" in each.what for each in report.verdicts if not each.certain] == [True], report.verdicts
 
 
+@pytest.mark.slow
 def test_a_slow_model_is_no_failure_in_another_process() -> None:
     tokenizer = byte_tokenizer()
     gateway = EngineGateway(StandIn(tokenizer, latency_s=1.5), tokenizer, None)
