@@ -43,7 +43,8 @@ def refuses(job: list[Actor], snapshot: Snapshot) -> tuple[Actor, str] | None:
     if any(accepts(a.process, snapshot.sources) for a in job):
         return None
     # Rejecting everything is a fault only if somebody waits for what is accepted, or has collected nothing of it.
-    asks = len(job) == 1 or any(not a.moving and a.activity.kind in (*TO_OTHERS, "sleep", *DISTRIBUTED) for a in job)
+    waiting = [a for a in job if not a.moving and not a.activity.heartbeat]
+    asks = len(job) == 1 or any(a.activity.kind in (*TO_OTHERS, "sleep", *DISTRIBUTED) for a in waiting)
     found = ((a, name) for a in job if (name := _rejecting(a.process, snapshot.sources)))
     return next(((a, name) for a, name in found if asks or _stays_empty(a.process, name, snapshot.sources)), None)
 

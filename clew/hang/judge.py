@@ -13,6 +13,7 @@ from clew.hang.advice import with_advice
 from clew.hang.between_ranks import cycle, initialisation, missing_ranks, same_everywhere, two_threads, with_callers
 from clew.hang.collective_calls import record_lines
 from clew.hang.ended import done, ended_inside, explains
+from clew.hang.expressions import constants
 from clew.hang.filters import refuses
 from clew.hang.graph import reachable, sinks
 from clew.hang.local_cause import device, local_cause
@@ -115,7 +116,10 @@ def _sleeps_s(actor: Actor, sources: Mapping[str, str]) -> float:
         or any(may_ask_again(sources.get(f.file, ""), f.line) for f in frames[1:])
     ):
         return math.inf
-    seconds = sleeps_s(sources.get(one.file, ""), one.line, frames[0].locals)
+    text = sources.get(one.file, "")
+    seconds = sleeps_s(
+        text, one.line, {**{name: str(value) for name, value in constants(text).items()}, **frames[0].locals}
+    )
     return math.inf if seconds is None else seconds
 
 

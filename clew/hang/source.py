@@ -468,7 +468,9 @@ def sleeps_s(text: str, line: int, names: Mapping[str, str]) -> float | None:
         names: Variables of its function, as text.
     """
     call = next((each for each in calls_at(text, line) if dotted(each.func).endswith("sleep") and each.args), None)
-    if call is None or may_ask_again(text, line):
+    function = enclosing_function(text, line)
+    recurs = function is not None and any(name.rpartition(".")[2] == function.name for name in calls_of(function))
+    if call is None or recurs or may_ask_again(text, line):
         return None
     given = ast.unparse(call.args[0])
     with suppress(ValueError):
