@@ -18,7 +18,7 @@ from tests.training.sequences import make_config
 
 
 class Inference:
-    """What the publisher needs of an engine: it notes what it is given to load."""
+    """Notes what it is given to load. The publisher needs nothing else of an engine."""
 
     def __init__(self) -> None:
         self.loaded: list[WeightRef] = []
