@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +19,7 @@ from clew.config import Config
 from clew.data import load_rows
 from clew.errors import ConfigError, explain_missing
 from clew.launch.preflight import check_named
+from clew.processes import kept_signals
 from clew.record import rows
 from clew.record.inbox import group_name
 from clew.record.run import RunDirectory
@@ -54,7 +55,8 @@ def train(config: Config | Path | str, overrides: Sequence[str] = ()) -> Run:
                 f"Set launch.ranks=1, or use the command `clew train`."
             )
         check_named(loaded)
-        train_as_configured(loaded, [str(path), *overrides], live=False)
+        with kept_signals():
+            train_as_configured(loaded, [str(path), *overrides], live=False)
     return open_run(loaded.run_path)
 
 
@@ -94,13 +96,16 @@ def drawing_curve(run: RunDirectory) -> Iterator[None]:
     from clew.training.ranks import rank_here
     from clew.view.learning_curve import draw_learning_curve
 
-    before, ended = run.steps.count(), False
+    before = run.steps.count()
     try:
         yield
-        ended = True
-    finally:
-        if rank_here() == 0 and (ended or run.steps.count() > before):
-            draw_learning_curve(run)
+    except BaseException:
+        with suppress(Exception):  # an error of the picture must not hide why the run ended
+            if rank_here() == 0 and run.steps.count() > before:
+                draw_learning_curve(run)
+        raise
+    if rank_here() == 0:
+        draw_learning_curve(run)
 
 
 def replay(
@@ -138,7 +143,8 @@ def replay(
             overrides=overrides,
             trust=trust,
         )
-        return rerun(Path(run), options)
+        with kept_signals():
+            return rerun(Path(run), options)
 
 
 @dataclass(frozen=True, kw_only=True)

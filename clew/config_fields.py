@@ -183,13 +183,13 @@ class Training(Section):
     """Rank of the low-rank adapters to train in all linear layers (arXiv 2106.09685); null: train all weights."""
     lora_alpha: float | None = Field(default=None, gt=0)
     """Adapters are scaled by lora_alpha / lora_rank; null: by 2."""
-    lr: float = Field(default=1e-5, gt=0)
+    lr: float = Field(default=1e-5, gt=0, allow_inf_nan=False)
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Course of the learning rate after the warm-up; linear and cosine end at 0."""
     warmup_steps: int = Field(default=0, ge=0)
     """Number of optimizer updates over which the learning rate rises from 0."""
-    weight_decay: float = Field(default=0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """AdamW's decoupled weight decay, for matrices only (not norms and biases)."""
     betas: tuple[DecayRate, DecayRate] = (0.9, 0.95)
     """AdamW's decay rates of the two moments."""
@@ -377,7 +377,7 @@ class Eval(Section):
     """Number n of episodes per prompt, for pass@1, pass@2, pass@4, ... up to pass@n."""
     temperature: float = Field(default=0.0, ge=0)
     """Sampling temperature; 0: take the likeliest token."""
-    pass_above: float = 0.5
+    pass_above: float = Field(default=0.5, allow_inf_nan=False)
     """An episode passes (pass@k) if its total reward is above this; 0/1 rewards count as they are."""
 
 

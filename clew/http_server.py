@@ -250,7 +250,7 @@ def bind(listen: str) -> socket.socket:
         EngineError: The address is not host:port, is not of this machine, or its port is in use.
     """
     host, _, port = listen.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
+    if not host or not port.isdecimal() or int(port) > 65535:
         raise EngineError(f"inference.listen is {listen!r}, expected host:port, for example 127.0.0.1:20082.")
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -14,6 +14,8 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -118,6 +120,20 @@ def is_lock_free(path: Path) -> bool:
     except OSError:  # held, or there is no such file, or it may not be read
         return False
     return True
+
+
+@contextmanager
+def kept_signals() -> Iterator[None]:
+    """Put the handlers of SIGINT, SIGTERM, SIGHUP and SIGALRM back after the block, for the code that called it."""
+    handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            if handler is not None and signal.getsignal(number) is not handler:
+                if number == signal.SIGALRM:
+                    signal.setitimer(signal.ITIMER_REAL, 0)  # `Interrupts` has set it
+                signal.signal(number, handler)
 
 
 def free_port() -> int:

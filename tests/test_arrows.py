@@ -64,20 +64,20 @@ MAY_IMPORT = {
     },
 }
 LINES = {
-    "top": 3130,  # servers without httptools; weights.via; launch.devices; asyncio; names; user's errors
+    "top": 3150,  # servers without httptools; weights.via; launch.devices; asyncio; names; user's errors
     "algorithms": 770,  # rejection.py: the corrections that other systems have for lag and mismatch
     "cli": 1040,  # clew hang, on several nodes; clew sft and clew learn watch themselves; refused options
-    "diagnose": 2824,  # 2750 before the search of clew diff had a file of its own
-    "gateway": 4840,  # 4740 before the generation of replies, and what they can honour, had files of their own
+    "diagnose": 2840,  # 2750 before the search of clew diff had a file of its own
+    "gateway": 4860,  # 4740 before the generation of replies, and what they can honour, had files of their own
     "hang": 7600,  # memory, pipes, programs; flight recorder, RAS, Ray; engines; locks, conditions; 100,000 ranks
-    "inference": 6190,  # 3700 before vLLM and SGLang in training: clients, checks, masks, broadcasts; server_watch.py
+    "inference": 6200,  # 3700 before vLLM and SGLang in training: clients, checks, masks, broadcasts; server_watch.py
     "launch": 660,  # no_progress.py, also without clew train; several servers, and their devices
     "loop": 2680,  # weight_sender.py: broadcast weights; servers that froze or refused are taken out in mid-update
     "models": 710,  # a hub name that no hub knows; prompts with placeholders of images, for engines that expand them
     "record": 3020,  # docstrings with Args in place of sentences that had to be read twice
     "rollout": 2030,
-    "stress": 4330,
-    "training": 4790,
+    "stress": 4340,
+    "training": 4810,
     "view": 2470,  # 1400 before the health check of a run, a reward that fell included, and its questions over steps
 }
 """Budget of each room. It may have a tenth more lines; beyond that, raise its number here and say why."""

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from clew.processes import PARENT_VARIABLE
+from clew.processes import PARENT_VARIABLE, kept_signals
 from clew.waits import Reporter, current_waits, oldest_of_each_kind, waiting
 
 CHILD = """
@@ -89,3 +89,15 @@ def test_an_error_is_left_in_the_status_file(tmp_path: Path) -> None:
         pass
     status = json.loads((tmp_path / "trainer.json").read_text())
     assert status["doing"] == "failed" and status["error"] == "ValueError: no such thing"
+
+
+def test_handlers_of_signals_are_put_back() -> None:
+    def own(*_: object) -> None: ...
+
+    before = signal.signal(signal.SIGINT, own)
+    try:
+        with kept_signals():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        assert signal.getsignal(signal.SIGINT) is own
+    finally:
+        signal.signal(signal.SIGINT, before)

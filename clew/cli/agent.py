@@ -69,7 +69,7 @@ def agent_run(
                 warnings=ran.warnings,
                 tokenizer=getattr(tokenizer, "backend_tokenizer", None),
             )
-            sound &= ran.episode is None or ran.episode.error is None
+            sound &= not ran.failed
             branched += ran.episode is not None and ran.episode.branched
         if share := branched_share(branched, number):
             console.print(share, style="yellow", soft_wrap=True)
@@ -148,13 +148,13 @@ def agent_stress(
         source=Source(path=agent, arguments=_arguments(arg)),
         say=lambda wave: print(wave, file=sys.stderr, flush=True),
     )
+    sys.stderr.flush()
+    EscapingConsole().print(rendered(report))  # first, so that the verdict is shown even if a file cannot be written
+    sys.stdout.flush()
     if json_to is not None:
         write_bytes(json_to, json.dumps(report.as_dict(), indent=1).encode())
     if html_to is not None:
         write_bytes(html_to, page(report).encode())
-    sys.stderr.flush()
-    EscapingConsole().print(rendered(report))
-    sys.stdout.flush()
     # End at once: threads that the agent left behind would delay an ordinary exit, and objects that it left to the
     # garbage collector would print complaints after the verdict.
     os._exit({"fit": 0, "not fit": 1, "not judged": 3}[report.outcome])

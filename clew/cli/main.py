@@ -16,7 +16,7 @@ from clew import __version__
 from clew.cli import record, run
 from clew.cli.agent import agent_app
 from clew.cli.hang import hang
-from clew.errors import ClewError, Interrupted, explain_missing
+from clew.errors import ClewError, Interrupted, RecordError, explain_missing
 from clew.printing import VisibleRecord, break_silence, print
 
 app = typer.Typer(
@@ -146,4 +146,8 @@ def _disk_error(error: Exception) -> ClewError | None:
         return None
     from clew.record.files import OF_THE_DISK, disk_error
 
+    if isinstance(error, PermissionError):  # it may have been read, or only looked for
+        return RecordError(
+            f"Cannot use {error.filename}: {error.strerror}. Give this user the right to it, or name another one."
+        )
     return disk_error(Path(error.filename), error) if error.errno in OF_THE_DISK else None

@@ -36,6 +36,8 @@ class AgentResult:
     returned: str
     """Text to show: the reward of the episode (with an API provider, what the agent returned), or the error."""
     warnings: list[str]
+    failed: bool
+    """True if the agent raised an error, or returned no reward."""
 
 
 def draw_rows(rows: list[dict[str, Any]], n: int, seed: int) -> list[dict[str, Any]]:
@@ -107,21 +109,27 @@ async def _with_capture(workflow: AgentWorkflow, shared: Resources, group_id: st
         warnings.append(f"{len(left)} tasks are left behind: {names}")
     returned = episode.error.splitlines()[0] if episode.error else f"{episode.reward:g}"
     return AgentResult(
-        data=row, seconds=time.monotonic() - began, episode=episode, returned=returned, warnings=warnings
+        data=row,
+        seconds=time.monotonic() - began,
+        episode=episode,
+        returned=returned,
+        warnings=warnings,
+        failed=episode.error is not None,
     )
 
 
 async def _with_provider(
     agent: Any, row: dict[str, Any], base_url: str, api_key: str, client: SharedClient
 ) -> AgentResult:
-    began = time.monotonic()
+    began, failed = time.monotonic(), False
     arguments = extra_kwargs_of(agent.run, {"base_url": base_url, "api_key": api_key, "http_client": client})
     try:
         value = await call_run(agent, dict(row), arguments)
         returned = str(checked(value, "the agent's run"))
     except (Exception, SystemExit) as error:  # the user's code
-        returned = f"{type(error).__name__}: {error}"
-    return AgentResult(data=row, seconds=time.monotonic() - began, episode=None, returned=returned, warnings=[])
+        returned, failed = f"{type(error).__name__}: {error}", True
+    seconds = time.monotonic() - began
+    return AgentResult(data=row, seconds=seconds, episode=None, returned=returned, warnings=[], failed=failed)
 
 
 def base_url_of(named: str | None) -> str:

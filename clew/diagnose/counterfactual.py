@@ -70,7 +70,13 @@ def counterfactual(run: RunDirectory, steps: range, overrides: list[str], *, fro
     rows = [(step, recorded.get(step, {}), new.steps.read(step)["metrics"]) for step in steps]  # {}: a failed step
     changed = [name for name in COMPARED if any(then.get(name) != now.get(name) for _, then, now in rows)]
     if not changed:
-        print(f"no metric differs: {' '.join(overrides)} has no effect on these steps on the same data.")
+        weights = {each.steps.read(last)["digests"].get("weights") for each in (run, new)}
+        if len(weights) == 1:
+            print(f"no metric differs: {' '.join(overrides)} has no effect on these steps on the same data.")
+        else:  # a step's metrics are taken before its update, so the next step's show it first
+            print(
+                f"no metric of these steps differs, but the weights after step {last} do. Replay a further step, too."
+            )
         return
     EscapingConsole(wide=200).print(table_of_changes("step", changed, rows, title="recorded → here"))
     print(f"→ clew show {shlex.quote(str(new.path))} {last}")

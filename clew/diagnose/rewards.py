@@ -65,7 +65,8 @@ def compare_rewards(run: RunDirectory, steps: range, only: str | None) -> bool:
         print(f"traceback of the first error:\n{traces[0]}")
     count = "1 episode is" if len(found) == 1 else f"{len(found)} episodes are"
     rewards = "the rewards of all episodes are" if not found else f"the rewards of {count} not"
-    print(f"{steps_in_words(steps)}: {rewards} what {config.rollout.reward or config.rollout.workflow} gives now.")
+    of = f" ({only})" if only else ""
+    print(f"{steps_in_words(steps)}{of}: {rewards} what {config.rollout.reward or config.rollout.workflow} gives now.")
     if found and not _changed_code(run, config, {each.step for each in found}):
         print(
             "The files of the reward and the workflow are those that the record names. So they may depend on the time, "

@@ -246,7 +246,7 @@ def _by_template(tokenizer: PreTrainedTokenizerBase, raw: str, prompt: str, tool
         json.dumps(message, allow_nan=False)
         assert isinstance(message, dict)
         calls = [_call_in(call.get("function", call)) for call in message.get("tool_calls") or ()]
-    except (ValueError, KeyError, TypeError) as error:
+    except (AssertionError, AttributeError, ValueError, KeyError, TypeError) as error:
         return Parsed(content=raw, unparsed=f"the tokenizer's response template cannot parse it ({error})")
     reasoning = message.get("reasoning_content") or message.get("thinking") or message.get("reasoning") or ""
     return Parsed(content=message.get("content") or "", reasoning=reasoning, calls=calls)
@@ -258,7 +258,9 @@ def _call_in(function: Mapping[str, Any]) -> Call:
     given = _json_object(arguments) if isinstance(arguments, str) else arguments
     if not isinstance(given, dict):
         raise ValueError(f"arguments that are no JSON object: {arguments!r:.60}")
-    return str(function["name"]), given
+    if not isinstance(function["name"], str):
+        raise ValueError(f"a name that is no text: {function['name']!r:.60}")
+    return function["name"], given
 
 
 def _llama(content: str) -> tuple[list[Call], str | None]:

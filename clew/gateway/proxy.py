@@ -68,7 +68,7 @@ class PassThrough:
         try:
             answer = await self._answer(request, came)
         except httpx2.HTTPError as error:
-            message = f"the provider at {self._url} cannot be reached: {error}"
+            message = f"the provider at {self._url} does not answer: {str(error) or type(error).__name__}"
             await JSONResponse({"error": {"message": message, "type": "server_error"}}, 502)(scope, receive, send)
             return
         if answer is None:

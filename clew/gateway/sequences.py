@@ -109,7 +109,9 @@ def turn_returns(
     by_index = sorted((interaction for chain in chains for interaction in chain), key=lambda each: -each.index)
     for interaction in by_index:  # latest first, so that the returns of later turns are known
         after = [returns[id] for id in children[interaction.id]]
-        future = discount * (sum(after) / len(after)) if after else episode
+        # Written so that the mean of equal returns is exactly that return: rewards are compared for equality.
+        mean = after[0] + sum(each - after[0] for each in after) / len(after) if after else 0.0
+        future = discount * mean if after else episode
         returns[interaction.id] = rewards.get(interaction.id, 0.0) + future
     return returns
 

@@ -107,10 +107,10 @@ class StandaloneGateway:
             while True:
                 await asyncio.sleep(IDLE_S / 60)
                 for key in self._unused(time.monotonic() - IDLE_S):
-                    self._end(key)
+                    self._end_unasked(key)
         finally:
             for key in list(self._sessions):
-                self._end(key)
+                self._end_unasked(key)
 
     def _unused(self, since: float) -> list[str]:
         """Return the keys of the sessions that were not used since that time, the one unused for longest first."""
@@ -135,7 +135,7 @@ class StandaloneGateway:
                     f"{UNUSED_S:g} s without use.",
                     code="rate_limit_exceeded",
                 )
-            self._end(oldest)
+            self._end_unasked(oldest)
 
     def _bytes(self) -> int:
         return sum(session.received_bytes for session in self._sessions.values())
@@ -144,6 +144,14 @@ class StandaloneGateway:
         session = self._sessions.pop(key)
         session.end("it was closed")
         self._file(session)
+
+    def _end_unasked(self, key: str) -> None:
+        """End a session that no client has asked to end. If it cannot be recorded, the others go on."""
+        session = self._sessions[key]
+        try:
+            self._end(key)
+        except Exception as error:
+            log.error("session %s is lost: it cannot be recorded: %s: %s", session.id, type(error).__name__, error)
 
     def _open(self, key: str) -> None:
         episode_id = f"{group_name(self._count)}.e0"

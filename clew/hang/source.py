@@ -469,7 +469,8 @@ def sleeps_s(text: str, line: int, names: Mapping[str, str]) -> float | None:
     """
     call = next((each for each in calls_at(text, line) if dotted(each.func).endswith("sleep") and each.args), None)
     function = enclosing_function(text, line)
-    recurs = function is not None and any(name.rpartition(".")[2] == function.name for name in calls_of(function))
+    own = {f"{owner}{function.name}" for owner in ("", "self.", "cls.")} if function is not None else set[str]()
+    recurs = function is not None and not own.isdisjoint(name.removesuffix("()") for name in calls_of(function))
     if call is None or recurs or may_ask_again(text, line):
         return None
     given = ast.unparse(call.args[0])

@@ -134,10 +134,10 @@ def check_model(kind: str, address: str, served: str, wanted: str) -> None:
 
 
 def config_field(folder: str, field: str) -> Any:
-    """Return a field of a model's config.json; None if there is no such file or field."""
+    """Return a field of a model's config.json; None if there is no such field, or no such file that can be read."""
     try:
         return json.loads((Path(folder) / "config.json").read_bytes()).get(field)
-    except OSError:
+    except (OSError, ValueError, AttributeError):
         return None
 
 

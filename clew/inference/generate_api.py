@@ -113,9 +113,9 @@ def _shown(value: Any) -> str:
 
 
 def _rids(given: Any, count: int) -> list[str]:
-    """Return the ID of each prompt's request; "" for prompts that have none."""
+    """Return the ID of each prompt's request; "" for prompts that have none. One ID may stand for all prompts."""
     if isinstance(given, str | None):
-        return [given or "" if count == 1 else ""] * count
+        return [given or ""] * count
     if not isinstance(given, list) or len(given) != count or not all(isinstance(rid, str | None) for rid in given):
         raise EngineError(f"rid is {_shown(given)}, expected a string, or a list of {count} strings.")
     return [rid or "" for rid in given]

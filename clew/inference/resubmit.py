@@ -10,7 +10,14 @@ import asyncio
 from contextlib import suppress
 from dataclasses import replace
 
-from clew.inference.protocol import Completion, Engine, EngineUnreachable, FaultyAnswer, GenerateRequest
+from clew.inference.protocol import (
+    Completion,
+    Engine,
+    EngineUnreachable,
+    FaultyAnswer,
+    GenerateRequest,
+    RequestTooLong,
+)
 from clew.waits import waiting
 
 MAX_EMPTY_ABORTS = 20
@@ -61,6 +68,10 @@ async def generate_through_aborts(engine: Engine, request: GenerateRequest, *, r
         try:
             with waiting(f"completion {request.id}".strip(), unblocks="the inference engine"):
                 part = await engine.generate(rest)
+        except RequestTooLong:
+            if not done:
+                raise
+            return replace(so_far, finish_reason="length")  # what it has generated fills the context
         except EngineUnreachable as error:
             await _until_reachable(engine, error)
             continue

@@ -165,6 +165,9 @@ def choose(logits_RV: Tensor, params: RowParams, uniforms_R: Tensor, banned_RV: 
     probs_RV = logprobs_RV.exp()
     if banned_RV is not None:
         probs_RV = probs_RV.masked_fill(banned_RV, 0.0)
+        # Beside a banned token of probability 1, at a low temperature, all others may round to 0: compare those alone.
+        rest_RV = torch.softmax(logits_RV.masked_fill(banned_RV, -torch.inf), -1)
+        probs_RV = torch.where(probs_RV.amax(-1, keepdim=True) == 0, rest_RV, probs_RV)
     drawable_RV = probs_RV if params.truncation is None else truncate(probs_RV, *params.truncation, params.sorts)
     cdf_RV = cumulative(drawable_RV)
     if cdf_RV.is_cuda:

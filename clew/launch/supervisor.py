@@ -207,7 +207,7 @@ def _check(config: Config, run: RunDirectory, children: dict[str, Child]) -> boo
     """
     for role, child in children.items():
         code = child.process.poll()
-        if code is None or (code == 0 and role == "rollout" and run.inbox.published() == config.training.steps):
+        if code is None or (code == 0 and role == "rollout" and (run.inbox.published() or 0) >= config.training.steps):
             continue
         if code == 0 and role == "trainer":
             return True

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from clew.config import Config
-from clew.errors import Interrupted, RolloutError, TrainingError
+from clew.errors import Interrupted, RecordError, RolloutError, TrainingError
 from clew.inference.protocol import Timings
 from clew.loop.branch import begin
 from clew.loop.dumped_batches import resume_dump
@@ -174,7 +174,10 @@ def train_here(
         together = ranks.size == 1 or not isinstance(error, TrainingError) or isinstance(error, GradientError)
         written = run.checkpoint(engine.version).exists()
         if together and engine.between_steps and engine.version == run.steps.count() and not written:
-            save_checkpoint(run, engine)  # so that it can go on with another configuration
+            try:
+                save_checkpoint(run, engine)  # so that it can go on with another configuration
+            except RecordError as failed:  # such as a full disk, which must not hide why the run ends
+                log.warning("no checkpoint of version %d was written: %s", engine.version, failed)
         if isinstance(error, TrainingError):
             raise
         raise Interrupted(

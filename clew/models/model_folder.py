@@ -44,6 +44,7 @@ def config_of(path: str) -> Any:
 
 def is_named(path: str, token: str | None) -> bool:
     """Return whether a folder names this token somewhere; true for a hub name."""
+    path = expanded(path)
     # For some architectures, transformers adds special tokens that no folder names and that have no embedding.
     if token is None or not Path(path).is_dir():
         return True
@@ -98,7 +99,10 @@ def _check_on_hub(name: str, field: str) -> None:
     except Exception as error:  # of many types: of the name, of the hub, of the HTTP library
         import torch  # noqa: F401  # no model can be used without it: if it is missing, that is the error to show
 
-        answered = isinstance(error, (HfHubHTTPError, ValueError))
+        status = getattr(getattr(error, "response", None), "status_code", None) or 404
+        answered = (
+            isinstance(error, (HfHubHTTPError, ValueError)) and status < 429
+        )  # otherwise it is overloaded or down
         why = "the hub has no such model that you may read" if answered else "the hub cannot be reached"
         raise ModelError(
             f"Cannot load a model: there is no folder {name} ({field}) here, it is not in the hub's cache on this "

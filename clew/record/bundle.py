@@ -80,7 +80,7 @@ def write_bundle(run: RunDirectory, step: int, *, stages_only: bool, to: Path | 
     with explain_disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with zipfile.ZipFile(beside, "w", zipfile.ZIP_DEFLATED) as archive:
+            with zipfile.ZipFile(beside, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as archive:
                 archive.writestr(NAME, json.dumps(contents))
                 index = [json.dumps(entry) + "\n" for entry in run.steps.index_lines()[: step + 1]]
                 archive.writestr("steps/index.jsonl", "".join(index))

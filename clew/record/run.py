@@ -233,10 +233,10 @@ class RunDirectory:
         from clew.config import dump
 
         before = self.facts() or {"created": time.time()}
-        if config is not None:
-            if step and (changed := self.changes(config)):
-                facts["changes"] = [*before.get("changes", []), {"step": step, "fields": changed}]
-            write_bytes(self.config_path, dump(config).encode())
+        if config is not None and step and (changed := self.changes(config)):
+            change = {"step": step, "fields": changed}
+            earlier = [each for each in before.get("changes", []) if each != change]  # written before a kill
+            facts["changes"] = [*earlier, change]
         described = {
             "clew_format": rows.FORMAT,
             "packages": installed(PACKAGES),
@@ -246,6 +246,8 @@ class RunDirectory:
             "git": facts["git"] if "git" in facts else _git_revision(),
         }
         write_json(self.run_json, {**before, **described})
+        if config is not None:  # last: after a kill before this line, the change is found and noted again
+            write_bytes(self.config_path, dump(config).encode())
 
     def facts(self) -> dict[str, Any]:
         """Return the content of run.json; empty before the first `describe`."""

@@ -95,7 +95,7 @@ async def run_episode(
         assert task is not None
         if isinstance(failure, asyncio.CancelledError) and task.cancelling():
             raise  # rollout is ending; any other CancelledError came from the user's code
-        error = f"{type(failure).__name__}: {failure}\n{''.join(traceback.format_exception(failure))}"
+        error = f"{_in_words(failure)}\n{''.join(traceback.format_exception(failure))}"
 
     columns: dict[str, Any] = {
         "group_id": group_id,
@@ -136,6 +136,14 @@ async def _reward_of(
             f"{name} returned {returned!r} without a response of the model, so there is nothing to train on."
         )
     return reward
+
+
+def _in_words(error: BaseException) -> str:
+    """Return the type and the message of an error of the user's code, even if its own `__str__` raises another."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception as other:
+        return f"{type(error).__name__}: its message cannot be shown ({type(other).__name__})"
 
 
 def _failed(episode_id: str, error: str, engine: EpisodeEngine, columns: dict[str, Any]) -> Sequence:

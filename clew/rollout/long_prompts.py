@@ -33,10 +33,10 @@ def leave_out_overlong(
     lengths = count_tokens(prompts, tokenizer, chat=chat, enable_thinking=enable_thinking)
     kept = [row for row, length in zip(rows, lengths, strict=True) if length <= limit]
     if len(kept) < needed:
+        what, lower = ("form a batch", ", or lower rollout.batch_groups") if needed > 1 else ("go on", "")
         raise DataError(
-            f"Cannot form a batch: {len(kept)} of the {len(rows)} rows of {path} have a prompt of at most "
-            f"data.max_prompt_tokens={limit} tokens, and {needed} are needed. Raise the limit, use more data, or lower "
-            f"rollout.batch_groups."
+            f"Cannot {what}: {len(kept)} of the {len(rows)} rows of {path} have a prompt of at most "
+            f"data.max_prompt_tokens={limit} tokens, and {needed} are needed. Raise the limit, or use more data{lower}."
         )
     if len(kept) < len(rows):
         log.warning(

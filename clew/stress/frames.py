@@ -161,10 +161,18 @@ def _suspended(awaited: Any) -> tuple[CodeType | None, FrameType | None, Any]:
     return code, frame, inner
 
 
+def working_directory() -> Path:
+    """Return the working directory; the root if an episode has removed it."""
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        return Path("/")
+
+
 def shown_path(name: str) -> str:
     """Return the path of a source file, shortened: relative to the working directory or to the library folder."""
     file = Path(name)
-    for folder in (Path.cwd(), *map(Path, _LIBRARIES)):
+    for folder in (working_directory(), *map(Path, _LIBRARIES)):
         if file.is_relative_to(folder):
             file = file.relative_to(folder)
             break

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
-from clew.stress.frames import Code, lines_of, stack_of_coroutine
+from clew.stress.frames import Code, lines_of, stack_of_coroutine, working_directory
 from clew.stress.origins import calls_noted
 from clew.stress.steps import Episode
 from clew.stress.verdict import Verdict, grouped, listed
@@ -107,7 +107,7 @@ def _now() -> dict[str, Any]:
     """Return the present state, by name."""
     state: dict[str, Any] = {f"os.environ['{name}']": value for name, value in os.environ.items()}
     state |= {f"the handler of {each.name}": signal.getsignal(each) for each in signal.Signals}
-    state["the working directory"] = str(Path.cwd())
+    state["the working directory"] = str(working_directory())
     state["the locale"] = locale.setlocale(locale.LC_ALL)
     status = Path("/proc/self/status")  # only on Linux: elsewhere, the umask cannot be read without being set
     lines = status.read_text().splitlines() if status.exists() else []

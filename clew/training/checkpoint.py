@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from hashlib import file_digest
@@ -28,7 +29,7 @@ from typing_extensions import TypedDict
 from clew.config import Config
 from clew.config_fields import Checkpoint
 from clew.errors import ModelError, RecordError
-from clew.models.loading import load_value_model
+from clew.models.loading import is_out_of_memory, load_value_model
 from clew.reading import STRICT, Count, Number, read_bytes, read_json
 from clew.reading import check as check_fields
 from clew.record import chain
@@ -258,7 +259,10 @@ def _problem_of_files(folder: Path, manifest: Manifest) -> str:
         if not path.is_file():  # safetensors would wait for ever at a named pipe
             return f"{name} is no file"
         if lists_all and path.suffix in LOADED and name not in {*files, "checkpoint.json"}:
-            return f"{name} is not among the files that it was saved with"
+            return (
+                f"{name} is not among the files that it was saved with (if you put it there, move it elsewhere, and "
+                f"keep the checkpoint)"
+            )
     for name, digest in files.items():
         if not (folder / name).is_file():
             return f"{name} is missing"
@@ -291,6 +295,9 @@ def _read_tensors(folder: Path, engine: TrainEngine, manifest: Manifest) -> tupl
             weights |= {f"critic.{name}": parameter for name, parameter in critic.named_parameters()}
         return weights, load_file(folder / STATE)
     except (ModelError, SafetensorError, OSError) as error:
+        cause = error.__cause__ or error
+        if is_out_of_memory(cause) or getattr(cause, "errno", None) not in (None, errno.ENOENT):
+            raise RecordError(f"Cannot read checkpoint {folder}: {error}") from error
         raise _altered(folder, str(error)) from error
 
 

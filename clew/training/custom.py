@@ -108,6 +108,8 @@ def digest_of_file(file: str) -> str:
 def _places(error: BaseException) -> str:
     """Return the line of the user's code that raised the error, and the line that called that code if it is another."""
     frames = traceback.extract_tb(error.__traceback__)[1:]
+    if not frames:
+        return "when it was called"
     own = [frame for frame in frames if "site-packages" not in frame.filename and not frame.filename.startswith("<")]
     places = list(dict.fromkeys(f"{frame.filename}:{frame.lineno}" for frame in own or frames))
     return f"in {places[-1]}" + (f", called in {places[0]}" if len(places) > 1 else "")

@@ -20,6 +20,8 @@ RECENT_NORMS = 32
 """Number of recent updates whose gradient norms define a spike."""
 ENOUGH_NORMS = 8
 """Minimum number of updates before spike detection starts."""
+NO_GRADIENT = 1e-7
+"""Largest norm of a gradient that is only rounding."""
 TOO_FAST = "Perhaps training.lr is too high."
 NOT_YET = "No update was made yet, so the model or the loss itself overflows on these tokens."
 
@@ -37,14 +39,16 @@ def loss_problem(
     bad_N = ~np.isfinite(loss_S[where_N])
     if not bad_N.any():
         return None
-    where = int(where_N[bad_N][0])
+    bad = where_N[bad_N]
+    by_model = bad[~np.isfinite(logprobs_S[bad])]  # its sequence's other tokens may have caught it from there
+    where = int((by_model if len(by_model) else bad)[0])
     row, logprob = int(tokens.row_of_S[where]), logprobs_S[where]
-    if loss not in LOSSES:
-        cause = f"algorithm.loss={loss} returned this loss."
-    elif math.isfinite(logprob):
-        cause = "So its advantage, its behaviour logprob or a coefficient of the loss is not finite."
-    else:
+    if not math.isfinite(logprob):
         cause = hint
+    elif loss not in LOSSES:
+        cause = f"algorithm.loss={loss} returned this loss."
+    else:
+        cause = "So its advantage, its behaviour logprob or a coefficient of the loss is not finite."
     return (
         f"the loss of token {where - tokens.starts[row]} of {tokens.ids[row]} is {loss_S[where]} (its logprob "
         f"is {logprob:.6g}); {int(bad_N.sum())} of the {len(bad_N)} losses of its micro-batch are not finite. {cause}"
@@ -67,14 +71,16 @@ def norm_problem(
         return (
             f"the norm of the gradient is {norm}, first in {where}, although every loss is finite. {hint_of(optimizer)}"
         )
-    if spike_factor is None or len(recent_norms) < ENOUGH_NORMS:
+    # Where all rewards were equal there was no gradient, apart from rounding: any other would be a spike beside it.
+    recent = [each for each in recent_norms if each > NO_GRADIENT]
+    if spike_factor is None or len(recent) < ENOUGH_NORMS:
         return None
-    median = statistics.median(recent_norms)
+    median = statistics.median(recent)
     if norm <= spike_factor * median:
         return None
     return (
         f"the norm of the gradient is {norm:.4g}, over training.spike_factor={spike_factor:g} times the median of the "
-        f"last {len(recent_norms)} updates, {median:.4g}. {TOO_FAST}"
+        f"last {len(recent)} updates, {median:.4g}. {TOO_FAST}"
     )
 
 

@@ -93,7 +93,7 @@ def show_missed(console: Console, name: str, episodes: Sequence[dict[str, Any]],
     missed = sorted((row for row in rates if rates[row] < 1), key=lambda row: (rates[row], row))
     if not missed:
         return
-    always = "" if len(by_row) == len(episodes) else "always "
+    always = "always " if any(len(of_row) > 1 for of_row in by_row.values()) else ""
     console.print(f"\n{len(missed)} of {len(rates)} prompts did not {always}pass with {name}:")
     shown = Rows("row", "passed", "reward", "prompt", "answer", words=("prompt", "answer"))
     for row in missed[:MISSED_SHOWN]:

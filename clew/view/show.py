@@ -213,7 +213,7 @@ def _show_facts(
         ("git", facts.get("git") or MISSING),
         ("created", moment(facts.get("created"))),
         ("steps", f"{count} committed of {config.get('training.steps', MISSING)}"),
-        *([("time", _time_in_words(seconds))] if seconds else []),
+        *([("time", _time_in_words(seconds))] if sum(seconds.values()) > 0 else []),
         *(("changed", f"from step {step}: {words}") for step, words in changes_of(run)),
         *([("groups", groups)] if not supervised else []),
         *([("rejected", "\n".join(reasons))] if reasons else []),

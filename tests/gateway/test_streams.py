@@ -514,6 +514,8 @@ def test_a_prompt_of_megabytes_is_refused_and_holds_nobody_up(tmp_path: Path) ->
         ({"name": "add", "arguments": '{"a": '}, None),
         ({"name": "add", "arguments": [1]}, None),
         ({"arguments": "{}"}, None),
+        ({"name": None}, None),
+        ({"function": "add"}, None),
     ],
 )
 def test_calls_that_a_response_template_finds_but_nobody_can_read_are_left_as_text(

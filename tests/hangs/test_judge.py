@@ -84,6 +84,7 @@ def test_a_rank_that_sleeps_is_at_fault() -> None:
         ("for _ in range(600):\n    if done(): break\n    time.sleep(5)", "", "missing rank"),
         ("PAUSE = 40\nwork()\ntime.sleep(PAUSE)", "", "slow"),
         ("def load():\n    if done(): return\n    time.sleep(40); load()", "", "missing rank"),
+        ("class A(B):\n  def load(self):\n    time.sleep(40); super().load()", "", "slow"),
         ("for each in rows:\n    work()\n    time.sleep(pause)", "", "missing rank"),
         ("while not ready():\n    work()\n    time.sleep(40)", "", "missing rank"),
         ("try:\n    work()\nexcept OSError: time.sleep(40)", "", "missing rank"),

@@ -336,3 +336,21 @@ def test_whoever_only_reads_a_run_makes_no_folder(tmp_path: Path) -> None:
     read = open_run(tmp_path / "run")
     assert read.steps.count() == 0 and not read.inbox.names() and not read.checkpointed() and not read.read_evals()
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["status"]
+
+
+def test_a_change_of_the_configuration_is_noted_even_if_writing_it_down_failed_once(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = Config(**{"experiment": "e", "model": {"path": "m"}, "data": {"path": "d"}})
+    run.describe(config)
+    changed = config.model_copy(update={"seed": config.seed + 1})
+
+    def full(*_: object) -> None:
+        raise RecordError("no space left")
+
+    with monkeypatch.context() as patched, pytest.raises(RecordError):
+        patched.setattr("clew.record.run.write_json", full)
+        run.describe(changed, step=3)
+    for _ in range(2):
+        run.describe(changed, step=3)
+        assert [change["step"] for change in run.facts()["changes"]] == [3]
