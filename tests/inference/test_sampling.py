@@ -86,6 +86,16 @@ def test_banned_tokens_are_not_drawn_and_do_not_change_the_logprob() -> None:
     assert ids.tolist() == [1, 1]
 
 
+def test_beside_a_banned_token_of_probability_1_the_likeliest_other_is_drawn() -> None:
+    logits = torch.full((1, 50), -3.0)
+    logits[0, 7], logits[0, 3] = 5.0, 2.0
+    banned = torch.zeros(1, 50, dtype=torch.bool)
+    banned[0, 7] = True
+    rows = RowParams.stack([SamplingParams(temperature=0.02, min_new_tokens=1)], 50, torch.device("cpu"))
+    ids, logprobs, _ = choose(logits, rows, torch.tensor([0.5]), banned)
+    assert ids.tolist() == [3] and logprobs.tolist() == pytest.approx([-150.0])
+
+
 def test_sums_that_fall_or_rise_by_rounding_draw_nothing_that_is_excluded() -> None:
     probs = torch.tensor([[0.25, 0.0, 0.25, 0.0, 0.5, 0.0]])
     rounded = torch.tensor([[0.25, 0.26, 0.49, 0.48, 0.98, 1.01]])  # as CUDA might add them, much exaggerated

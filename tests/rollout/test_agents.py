@@ -178,6 +178,8 @@ def test_returns_walk_the_turn_tree_from_its_leaves() -> None:
     a, b, c, d = Said("a", 0), Said("b", 1), Said("c", 2), Said("d", 3, follows="a")
     chains: Any = [[a, b, c], [d]]
     assert turn_returns(chains, 1.0, {}, 1.0) == {"a": 1.0, "b": 1.0, "c": 1.0, "d": 1.0}
+    twigs: Any = [[a, Said(name, number, follows="a")] for number, name in enumerate("xyz", 1)]
+    assert set(turn_returns(twigs, 0.7, {}, 1.0).values()) == {0.7}  # exactly: rewards are compared for equality
     # c = 1; b = 0.5 + 0.5 * 1; d = 2 + 1; a = 0.5 * (1 + 3) / 2
     assert turn_returns(chains, 1.0, {"b": 0.5, "d": 2.0}, 0.5) == {"c": 1.0, "b": 1.0, "d": 3.0, "a": 1.0}
 

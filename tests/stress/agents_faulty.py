@@ -391,6 +391,15 @@ class HoldsLock(Agent):
             return await super().run(data, **given)
 
 
+class RemovesFolder(Agent):
+    """Works in a folder that is gone afterwards."""
+
+    async def run(self, data, **given):
+        with tempfile.TemporaryDirectory() as folder:
+            os.chdir(folder)
+        return await super().run(data, **given)
+
+
 class ChangesFolder(Agent):
     async def run(self, data: dict, **given: Any) -> float:
         os.chdir(tempfile.gettempdir())

@@ -56,6 +56,7 @@ FAULTS = {
     agents_faulty.OneClient: ("shared", "OneClient.run"),
     agents_faulty.PlainState: ("shared", "agent.task"),
     agents_faulty.ChangesFolder: ("shared", "ChangesFolder.run"),
+    agents_faulty.RemovesFolder: ("shared", "RemovesFolder.run"),
     agents_faulty.SetsVariable: ("shared", "SetsVariable.run"),
     agents_faulty.HandlesSignals: ("shared", "HandlesSignals.run"),
     agents_faulty.LeaksTasks: ("growth", "LeaksTasks.run"),

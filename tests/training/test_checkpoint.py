@@ -229,3 +229,20 @@ def test_keep_best_can_be_turned_off(tmp_path):
     checkpoint.prune(run, config.checkpoint)
     assert run.checkpointed() == [0, 4]
     assert not (run.checkpoints / "best").exists() and run.best_in_words() == ""
+
+
+def test_a_checkpoint_that_does_not_fit_into_memory_is_not_called_altered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_tokenizer(tmp_path / "model")
+    tiny_model(tmp_path / "model")
+    engine = TrainEngine(make_config(tmp_path / "model"))
+    checkpoint.save(engine, tmp_path / "step-000000")
+
+    def no_memory(*_: object, **__: object) -> None:
+        raise MemoryError("Cannot allocate memory")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", no_memory)
+    with pytest.raises(RecordError, match="Cannot read checkpoint") as found:
+        checkpoint.load(engine, tmp_path / "step-000000")
+    assert "emove" not in str(found.value)

@@ -456,6 +456,15 @@ def test_the_probe_leaves_room_in_the_context(tmp_path, context, length):
     assert len(ref.probe_ids) == length
 
 
+def test_the_first_gradient_after_steps_without_one_is_no_spike(model):
+    engine = TrainEngine(make_config(model, training={"spike_factor": 5.0}))
+    for seed in range(ENOUGH_NORMS):
+        engine.train_step([dataclasses.replace(row, reward=0.5) for row in make_batch(seed=seed)])
+    before = engine.weights_digest()
+    engine.train_step(make_batch(seed=99))
+    assert engine.weights_digest() != before
+
+
 @pytest.mark.parametrize("what", ["nan", "spike"])
 def test_a_bad_update_is_left_out_or_stops_the_run(model, what, caplog):
     options = {"on_bad_gradient": "skip", "spike_factor": 3.0}
