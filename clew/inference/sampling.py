@@ -143,7 +143,8 @@ class Drawn(NamedTuple):
         """
         assert self.drawable_RV is not None, "a row that truncates"
         drawable_KV = self.drawable_RV[rows]
-        self.logprobs_R[rows] -= drawable_KV.sum(-1).log()
+        drawn_K = drawable_KV.gather(1, self.ids_R[rows][:, None])[:, 0]
+        self.logprobs_R[rows] = (drawn_K / drawable_KV.sum(-1)).log()
         return [each.nonzero()[:, 0] for each in drawable_KV]
 
 
@@ -165,9 +166,10 @@ def choose(logits_RV: Tensor, params: RowParams, uniforms_R: Tensor, banned_RV: 
     probs_RV = logprobs_RV.exp()
     if banned_RV is not None:
         probs_RV = probs_RV.masked_fill(banned_RV, 0.0)
-        # Beside a banned token of probability 1, at a low temperature, all others may round to 0: compare those alone.
-        rest_RV = torch.softmax(logits_RV.masked_fill(banned_RV, -torch.inf), -1)
-        probs_RV = torch.where(probs_RV.amax(-1, keepdim=True) == 0, rest_RV, probs_RV)
+        none_R1 = probs_RV.amax(-1, keepdim=True) == 0
+        if none_R1.any():  # beside a banned token of probability 1, all others may round to 0: compare those alone
+            rest_RV = torch.softmax(logits_RV.masked_fill(banned_RV, -torch.inf), -1)
+            probs_RV = torch.where(none_R1, rest_RV, probs_RV)
     drawable_RV = probs_RV if params.truncation is None else truncate(probs_RV, *params.truncation, params.sorts)
     cdf_RV = cumulative(drawable_RV)
     if cdf_RV.is_cuda:

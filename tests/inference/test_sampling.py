@@ -94,6 +94,11 @@ def test_beside_a_banned_token_of_probability_1_the_likeliest_other_is_drawn() -
     rows = RowParams.stack([SamplingParams(temperature=0.02, min_new_tokens=1)], 50, torch.device("cpu"))
     ids, logprobs, _ = choose(logits, rows, torch.tensor([0.5]), banned)
     assert ids.tolist() == [3] and logprobs.tolist() == pytest.approx([-150.0])
+    params_of_mask = SamplingParams(temperature=0.02, min_new_tokens=1, top_p=0.9)
+    rows = RowParams.stack([params_of_mask], 50, torch.device("cpu"))
+    drawn = choose(logits, rows, torch.tensor([0.5]), banned)
+    assert [mask.tolist() for mask in drawn.masks([0])] == [[3]]
+    assert drawn.logprobs_R.tolist() == [0.0]  # the only token that could be drawn
 
 
 def test_sums_that_fall_or_rise_by_rounding_draw_nothing_that_is_excluded() -> None:
