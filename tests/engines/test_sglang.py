@@ -39,7 +39,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
 PROMPT = [7, 8, 9, 10, 11]
-ENDLESS = SamplingParams(max_new_tokens=200, stop_token_ids=())
+CONTEXT = 1024
+ENDLESS = SamplingParams(max_new_tokens=800, stop_token_ids=())
 
 
 def config(model: Path, **args: Any) -> Any:
@@ -98,7 +99,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     family, tie = ("qwen2", True) if request.param == "tied" else ("qwen3", False)
     models = {}
     for seed, name in enumerate(("one", "two")):
-        models[name] = tiny_model(folder / name, family, tie=tie, seed=seed, scale=0.2)
+        models[name] = tiny_model(folder / name, family, tie=tie, seed=seed, scale=0.2, context=CONTEXT)
         tiny_tokenizer(folder / name)
     with closing_port() as port:
         pass
@@ -248,7 +249,7 @@ def test_a_sampling_mask_comes_with_logprobs_over_it(served: Served, truncation:
 def test_sampling_masks_go_on_after_an_update_has_interrupted(served: Served) -> None:
     async def body(engine: SGLangEngine) -> Completion:
         begun = asyncio.Event()
-        params = SamplingParams(max_new_tokens=200, stop_token_ids=(), top_p=0.9)
+        params = SamplingParams(max_new_tokens=800, stop_token_ids=(), top_p=0.9)
         request = GenerateRequest(PROMPT, params, id="x", on_token=lambda *_: begun.set(), sampling_mask=True)
         task = asyncio.create_task(generate_through_aborts(engine, request))
         await begun.wait()
@@ -256,7 +257,7 @@ def test_sampling_masks_go_on_after_an_update_has_interrupted(served: Served) ->
         return await task
 
     completion: Completion = use(served, body)
-    assert set(completion.versions) == {0, 7} and len(completion.output_ids) == 200 and not completion.wrong_logprobs
+    assert set(completion.versions) == {0, 7} and len(completion.output_ids) == 800 and not completion.wrong_logprobs
     served.check_masks(completion)
 
 
@@ -270,7 +271,7 @@ def test_a_minimum_of_tokens_is_said_to_change_the_logprobs(served: Served) -> N
 
 def test_stops_streams_and_scores(served: Served) -> None:
     async def body(engine: SGLangEngine) -> None:
-        assert await engine.prepare() and engine.context == 256 - SPARE_TOKENS and not engine.takes_images
+        assert await engine.prepare() and engine.context == CONTEXT - SPARE_TOKENS and not engine.takes_images
         stopped = await engine.generate(
             GenerateRequest(PROMPT, SamplingParams(max_new_tokens=200, stop_token_ids=tuple(range(20, 60))))
         )
@@ -282,7 +283,7 @@ def test_stops_streams_and_scores(served: Served) -> None:
         streamed: list[tuple[int, float]] = []
         request = GenerateRequest(PROMPT, ENDLESS, on_token=lambda token, logprob: streamed.append((token, logprob)))
         whole = await engine.generate(request)
-        assert streamed == list(zip(whole.output_ids, whole.logprobs, strict=True)) and len(streamed) == 200
+        assert streamed == list(zip(whole.output_ids, whole.logprobs, strict=True)) and len(streamed) == 800
         expected = served.logprobs("one", Completion(output_ids=[12], logprobs=[0], versions=[0], finish_reason="stop"))
         assert abs(await engine.score([*PROMPT, 12]) - expected.item()) < 1e-5
         with pytest.raises(ImageError):
@@ -303,7 +304,7 @@ def test_an_update_aborts_and_the_tokens_so_far_keep_their_version(served: Serve
         await begun.wait()
         await engine.abort("0")
         first = await tasks[0]
-        assert first.finish_reason == "abort" and 0 < len(first.output_ids) < 200
+        assert first.finish_reason == "abort" and 0 < len(first.output_ids) < 800
         await engine.pause()
         parts = await asyncio.gather(*tasks[1:])
         assert {part.finish_reason for part in parts} == {"abort"}
