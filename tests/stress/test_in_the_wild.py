@@ -53,7 +53,7 @@ def test_a_fault_is_found_with_its_line(agent: type) -> None:
         report = stressed(agent, latency_s)
         if kind != "serial" or not any("one at a time" in note for note in report.notes):  # the machine is too busy
             break
-    assert is_found(agent, report), report.verdicts
+    assert is_found(agent, report), str(report.verdicts)
 
 
 def is_found(agent: type, report: Report) -> bool:
@@ -72,7 +72,7 @@ def test_whoever_waits_is_found_and_told_where(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(waves, "SAY_S", 1.0)
     said: list[str] = []
     report = stressed(wild.NeverTold, 0.1, say=said.append)
-    assert is_found(wild.NeverTold, report), report.verdicts
+    assert is_found(wild.NeverTold, report), str(report.verdicts)
     (line, *_) = [line for line in said if "have ended after" in line]
     assert re.match(r"\w+: \d+ of \d+ episodes have ended after \d+ s; most wait at .*:\d+ NeverTold\.run", line)
 
@@ -81,7 +81,7 @@ def test_whoever_waits_is_found_and_told_where(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("agent", [pytest.param(agent, id=agent.__name__) for agent in wild.SOUND])
 def test_a_sound_agent_is_not_accused(agent: type) -> None:
     report = stressed(agent, 0.3)
-    assert not [verdict for verdict in report.verdicts if verdict.certain], report.verdicts
+    assert not [verdict for verdict in report.verdicts if verdict.certain], str(report.verdicts)
     assert not report.failures
 
 

@@ -133,8 +133,8 @@ def test_a_fault_is_found(agent: type, closing: None) -> None:
         if not unjudged:  # else the machine is too slow, or too busy
             break
     found = [(verdict.kind, verdict.where) for verdict in report.verdicts if verdict.certain]
-    assert any(each[0] == kind and where in each[1] for each in found), report.verdicts
-    assert {"serial", "blocks"}.isdisjoint({each[0] for each in found} - {kind}), report.verdicts
+    assert any(each[0] == kind and where in each[1] for each in found), str(report.verdicts)
+    assert {"serial", "blocks"}.isdisjoint({each[0] for each in found} - {kind}), str(report.verdicts)
     assert report.outcome == "not fit"
 
 
@@ -146,7 +146,7 @@ def test_a_blocked_loop_is_not_booked_under_reward(closing: None) -> None:
 @pytest.mark.parametrize("agent", each(SOUND))
 def test_a_sound_agent_gets_no_verdict(agent: type) -> None:
     report = stressed(agent)
-    assert not [verdict for verdict in report.verdicts if verdict.certain], report.verdicts
+    assert not [verdict for verdict in report.verdicts if verdict.certain], str(report.verdicts)
     assert not report.failures
     latency = report.measured.latency
     assert latency["episode"]["p50"] >= latency["model"]["p50"] >= 0.9 * LATENCY_S
@@ -227,7 +227,7 @@ def test_a_slow_model_is_no_failure_in_another_process() -> None:
     gateway = EngineGateway(StandIn(tokenizer, latency_s=1.5), tokenizer, None)
     source = Source(path="tests.stress.agents_faulty.Agent")
     report = run.stressed(agents_faulty.Agent(), ROWS, gateway=gateway, batch=2, group=1, timeout_s=1.0, source=source)
-    assert not [each for each in report.verdicts if each.certain], report.verdicts
+    assert not [each for each in report.verdicts if each.certain], str(report.verdicts)
 
 
 def test_what_an_episode_does_to_the_process_is_found_and_undone() -> None:
