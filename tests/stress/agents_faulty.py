@@ -80,7 +80,7 @@ class RunsProcesses(Agent):
 class Computes(Agent):
     async def run(self, data: dict, **given: Any) -> float:
         reward = await super().run(data, **given)
-        until = time.thread_time() + 0.065
+        until = time.thread_time() + 0.1
         while time.thread_time() < until:
             reward = reward * 1.0
         return reward
