@@ -64,6 +64,8 @@ class Crowd:
     """Places where episodes wait for the model. The cause of slowness there is the model or Clew's gateway."""
     took: Mapping[str, float] = field(default_factory=dict)
     """Seconds of each episode, by ID."""
+    blocked_s: float = 0.0
+    """Seconds in which a call blocked the event loop without computing."""
 
     @property
     def throughput(self) -> float:
@@ -71,8 +73,8 @@ class Crowd:
 
     @property
     def idle_s(self) -> float:
-        """Seconds in which nothing needed a processor: episodes waited for a lock, a tool or the model."""
-        return max(self.seconds - self.busy_s, 0.02 * self.seconds)  # never 0: others divide by it
+        """Seconds in which episodes waited for a lock, a tool or the model, not for a processor or a blocked loop."""
+        return max(self.seconds - self.busy_s - self.blocked_s, 0.02 * self.seconds)  # never 0: others divide by it
 
     @property
     def busy_share(self) -> float:
@@ -86,10 +88,10 @@ def slows(narrow: Crowd, wide: Crowd) -> bool:
 
 
 def saturates(alone: Crowd, narrow: Crowd, wide: Crowd) -> bool:
-    """Return whether throughput stops growing between two widths for reasons other than the processor.
+    """Return whether throughput stops growing between two widths, not for a busy processor or a blocked event loop.
 
-    The time in which the processor is busy is left out. The episodes that ran in both must also take longer in the
-    wider crowd, because some episodes of a crowd may simply be long by themselves.
+    The time in which either is the case is left out. The episodes that ran in both must also take longer in the wider
+    crowd, because some episodes of a crowd may simply be long by themselves.
     """
     asked = wide.width / narrow.width
     gained = (wide.episodes / wide.idle_s) / (narrow.episodes / narrow.idle_s)

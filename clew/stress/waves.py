@@ -98,6 +98,7 @@ class Wave:
             busy_s=min(self.busy_s, seconds),
             at_model=self.waits.at_model,
             took={episode.id: episode.seconds for episode in ended},
+            blocked_s=sum(block.seconds for block in self.watched.blocks if not block.computing),
         )
 
     @property

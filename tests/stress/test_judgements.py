@@ -253,6 +253,8 @@ def test_a_lock_is_where_the_additional_time_is_spent() -> None:
     assert "throughput stops at 1 " in found.what
     assert serial.verdict(alone, crowd(4, 1.0, 1.0, 0.0), crowd(16, 1.1, 1.05, 0.0)) is None
     assert serial.verdict(alone, narrow, crowd(16, 16.0, 8.5, 7.5, busy=0.9)) is None  # the processor's doing
+    blocked = replace(crowd(16, 16.0, 8.5, 7.5), blocked_s=13.0)  # the doing of a call that blocks the loop
+    assert serial.verdict(alone, narrow, blocked) is None
     slow = crowd(16, 16.0, 8.5, 7.5, model_s=6.0)
     assert serial.verdict(alone, narrow, slow) is None and serial.by_model(alone, slow)
     assert serial.verdict(alone, narrow, crowd(16, 16.0, 8.5, 7.5, model_s=3.0)) is not None
