@@ -292,7 +292,10 @@ def _coroutine(base: Activity, thread: Thread, user: Frame, text: str) -> Activi
     starts_program = any(re.search(r"asyncio/subprocess\.py$", frame.file) for frame in inside)
     if thread.waiter in ("Task", "_GatheringFuture") and not starts_program:  # communicate() gathers tasks of its own
         return replace(base, kind="tasks")
-    return _first_match(COROUTINES, base, inside, text) or replace(base, kind="future")
+    found = _first_match(COROUTINES, base, inside, text) or replace(base, kind="future")
+    # A stream of asyncio is a socket's or, in these attributes, a program's.
+    of_program = found.kind == "http" and re.search(r"\.std(in|out|err)\b", base.text)
+    return replace(found, kind="process") if of_program else found
 
 
 def line_of(text: str, line: int) -> str:

@@ -7,13 +7,14 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import takewhile
+from pathlib import PurePath
 
-from clew.hang.activity import DISTRIBUTED, Activity
+from clew.hang.activity import DISTRIBUTED, Activity, line_of
 from clew.hang.between_ranks import with_callers
 from clew.hang.collective_calls import behind, other_numbers, parting
 from clew.hang.ended import dead, done, joined_too_early, lost_task, outlived, pipe_kept_open
 from clew.hang.filters import never_holds, rejecting, starved
-from clew.hang.locks import left_locked, lock_holders, locked_file, locked_outside
+from clew.hang.locks import left_locked, lock_holders, locked_crosswise, locked_file, locked_outside
 from clew.hang.progress import busy, cpu_share, fails_in_loop, moved_counters, own_code_only, pace, places
 from clew.hang.roles import WAITS_INSIDE
 from clew.hang.sink import Sink
@@ -138,6 +139,8 @@ def _unexplained(sink: Sink) -> Verdict | None:
     if sink.act.kind in ("collective", *MESSAGES, "init", "new_group", "destroy"):
         why = f"Nothing that was seen explains the wait: {sink.one.says}."
         return sink.blame("undetermined", [], why, confidence="low")
+    if _started_without_source(sink):
+        return None
     if sink.act.kind == "unknown" or sink.act.kind not in LOCAL:
         why = f"The stack of {sink.one.process.label} does not say what it waits for."
         return sink.blame("undetermined", [], why, confidence="low")
@@ -163,6 +166,7 @@ def _store(sink: Sink) -> Verdict | None:
     blamed = asking if len(waiting) == len(others) else others
     why = f"{sink.one.says}: no other rank sets this key."
     why += f" Ranks {names(asking)} all wait for it." if len(asking) > 1 else sink.who_waits
+    why += f" {sentences(waiting[:1])}" if blamed is asking and waiting else ""
     return sink.blame("missing rank", blamed, why, confidence="low")
 
 
@@ -214,13 +218,21 @@ def _silent_server(sink: Sink) -> Verdict | None:
     return replace(found, pids=(rank.pid, *(c.pid for c in sink.culprits)))
 
 
+def _started_without_source(sink: Sink) -> bool:
+    """Return whether the culprit is a program such as `python -c ...`, whose parent waits for it."""
+    return _without_source(sink.act) and sink.parent is not None and sink.parent.activity.kind == "process"
+
+
+def _without_source(one: Activity) -> bool:
+    return not one.site or one.site.startswith("<")
+
+
 def _outside(sink: Sink) -> Verdict | None:
     """Judge a program that a process started, and that does not end."""
     by = sink.parent
-    no_source = not sink.act.site or sink.act.site.startswith("<")  # such as a program given to `python -c`
     if by is None or sink.one.rank is not None or sink.act.kind == "data_loader":
         return None
-    if by.rank is None and not (by.activity.kind == "process" and no_source):
+    if by.rank is None and not _started_without_source(sink):
         return None
     first, last = next(iter(sink.one.process.looks), sink.one.process.last), sink.one.process.last
     written = last.written - first.written
@@ -228,10 +240,9 @@ def _outside(sink: Sink) -> Verdict | None:
         why = f"{by.says}: its program {sink.one.process.label} has written {written:,} bytes meanwhile."
         return sink.blame("slow", [by], why, cause="slow", confidence="medium")
     words = LOCAL.get(sink.act.kind, ("", "does not answer"))[1]
-    at = "" if no_source else f" at {sink.act.site}"
-    why = f"{by.says}: its program {sink.one.process.label} {words}{at}."
-    found = sink.blame("external wait", [by], why)
-    found = found if no_source else found.at(sink.act.site)
+    site = "" if _without_source(sink.act) else sink.act.site
+    why = f"{by.says}: its program {sink.one.process.label} {words}{f' at {site}' if site else ''}."
+    found = sink.blame("external wait", [by], why).at(site)
     return replace(found, pids=(by.pid, *(c.pid for c in sink.culprits)))
 
 
@@ -381,6 +392,33 @@ def _set_around(one: Activity, sources: Mapping[str, str]) -> set[str]:
     return found
 
 
+def _asks_as_told(sink: Sink) -> Verdict | None:
+    """Judge a helper that asks again and again what its caller has given it, such as `poll(lambda: exists(path))`.
+
+    Processes that call it at different places may wait for one another: all of them are named, with their callers.
+    """
+    text, frames = sink.sources.get(sink.act.file, ""), sink.one.process.user_frames
+    helper, loop = enclosing_function(text, sink.act.line), loop_at(text, sink.act.line)
+    if sink.act.kind != "sleep" or sink.act.task or helper is None or not isinstance(loop, ast.While):
+        return None
+    asks = {dotted(each.func) for each in ast.walk(loop.test) if isinstance(each, ast.Call)}
+    if len(frames) < 2 or frames[0].line != sink.act.line or not asks & {each.arg for each in helper.args.args}:
+        return None
+    there = [a for a in sink.job if a.activity.site == sink.act.site and len(a.process.user_frames) > 1]
+    callers = {a.pid: (a.process.user_frames[1].file, a.process.user_frames[1].line) for a in there}
+    others = [a for a in there if callers[a.pid] != callers[sink.one.pid] and not (a.moving or a.dead)]
+    asking = [*sink.culprits, *(a for a in others if a not in sink.culprits)]
+    why = f"{sink.one.says} and asks again while {ast.unparse(loop.test)}."
+    for one in (a for a in asking if a.pid in callers):
+        file, line = callers[one.pid]
+        place = f"{PurePath(file).name}:{line}: {line_of(sink.sources.get(file, ''), line)}"
+        why += f" {one.process.label[:1].upper()}{one.process.label[1:]} asks at {place}."
+    why += (" They may wait for one another." if others else "") + sink.who_waits
+    confidence = "high" if sink.blocked_ranks else "medium"
+    found = sink.blame("external wait", asking, why, cause="sleep", confidence=confidence)
+    return found.at(*(f"{PurePath(file).name}:{line}" for file, line in callers.values()))
+
+
 def _polling(sink: Sink) -> Verdict | None:
     """Judge a loop that sleeps until a file appears."""
     loop = loop_at(sink.sources.get(sink.act.file, ""), sink.act.line)
@@ -523,9 +561,9 @@ def _beside(sink: Sink) -> str:
 
 RULES: tuple[Callable[[Sink], Verdict | None], ...] = (
     _paused, _blocked_loop, rejecting, starved, outlived, locked_outside, pipe_kept_open, joined_too_early,
-    _joins_its_producer, dead, _own_waits, never_holds, _slow, locked_file, _cleaned_up, _store, _unexplained,
-    _loader, _silent_server, _outside, _retrying, device, _unscheduled, _computing, _both_poll, _threads_poll,
-    _polling, _one_at_a_time, _through_server, lost_task, _blocked,
+    _joins_its_producer, dead, _own_waits, never_holds, _slow, locked_file, locked_crosswise, _cleaned_up, _store,
+    _unexplained, _loader, _silent_server, _outside, _retrying, device, _unscheduled, _computing, _both_poll,
+    _threads_poll, _polling, _asks_as_told, _one_at_a_time, _through_server, lost_task, _blocked,
 )  # fmt: skip
 """Rules in the order in which they are tried: the first that answers decides, so facts come before guesses.
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Collection
+from dataclasses import replace
 from pathlib import PurePath
 
-from clew.hang.activity import DISTRIBUTED
+from clew.hang.activity import DISTRIBUTED, Activity
 from clew.hang.sink import Sink
 from clew.hang.source import enclosing, same_name
-from clew.hang.verdict import Actor, Verdict, words_of
+from clew.hang.verdict import Actor, Verdict, sentences, words_of
 
 
 def locked_outside(sink: Sink) -> Verdict | None:
@@ -36,6 +38,27 @@ def locked_file(sink: Sink) -> Verdict | None:
     if by.activity.kind in DISTRIBUTED and waiting.rank is not None:
         why += " It is in a collective there, and waits for ranks that wait for this lock."
     return sink.blame("lock or I/O", [by], why, cause="file").at(waiting.activity.site)
+
+
+def locked_crosswise(sink: Sink) -> Verdict | None:
+    """Find two processes of which each waits for a lock that the other one has locked."""
+    one = sink.one
+    for other in (a for a in sink.job if a is not one and not (a.dead or a.moving)):
+        pairs = ((one, other), (other, one))
+        if all(_is_shared_lock(a.activity) and "" in _holding(b, a, sink) for a, b in pairs):
+            why = f"{sentences([one, other])} Each has locked what the other one waits for. Take both in one order."
+            return sink.blame("lock or I/O", [one, other], why, cause="lock", structural=True)
+    return None
+
+
+def _is_shared_lock(one: Activity) -> bool:
+    """Return whether a thread waits for a lock of multiprocessing, which another process can have locked."""
+    return one.kind == "lock" and one.op == "__enter__" and bool(one.target)
+
+
+def _holding(actor: Actor, waiting: Actor, sink: Sink) -> Collection[str]:
+    """Return the places where threads of a process have locked what another process waits for; see `lock_holders`."""
+    return lock_holders(actor, replace(sink, culprits=[waiting])).values()
 
 
 def lock_holders(actor: Actor, sink: Sink) -> dict[str, str]:
@@ -66,7 +89,7 @@ def lock_holders(actor: Actor, sink: Sink) -> dict[str, str]:
 
 def left_locked(sink: Sink) -> str:
     """Return words about a lock that was left locked: nothing that was seen is inside a `with` of it."""
-    if sink.act.op == "__enter__" and sink.act.target:  # a lock of multiprocessing: another process can hold it
+    if _is_shared_lock(sink.act):
         if any(lock_holders(a, sink) for a in sink.job):
             return ""
         return (

@@ -772,6 +772,77 @@ def main_in(*frames: Frame) -> Thread:
 LOOP = (within("select", "selectors.py"), within("run_forever", "asyncio/base_events.py"), at(99, "<module>"))
 
 
+def below(pid: int, *frames: Frame, waits_in: str = "futex_do_wait", **more: Any) -> Process:
+    """Return a child of process 100 with one thread that stays in these frames."""
+    looks = tuple(Look(at=0.5 * n, state="S", switches=7, threads=(main_in(*frames),)) for n in range(6))
+    looks = tuple(replace(look, threads=(replace(look.threads[0], os_id=pid),)) for look in looks)
+    more = {"parent": 100 if pid > 100 else 1, "command": ("python",)} | more
+    return Process(pid=pid, looks=looks, waits_in=waits_in, **more)
+
+
+@pytest.mark.parametrize("taken, pids", [("replay", (101, 102)), ("other", (101,))])
+def test_two_processes_that_lock_each_other_out_are_both_at_fault(taken: str, pids: tuple[int, ...]) -> None:
+    text = (
+        f"def collect():\n    with weights:\n        record()\ndef record():\n    with replay:\n        pass\n"
+        f"def update():\n    with {taken}:\n        publish()\ndef publish():\n    with weights:\n        pass\n"
+        "value = batches.get()\n"
+    )
+    enter = within("SemLock.__enter__", "multiprocessing/synchronize.py")
+    gets = (
+        within("Connection.recv", "multiprocessing/connection.py"),
+        within("Queue.get", "multiprocessing/queues.py"),
+    )
+    every = (
+        below(100, *gets, at(13, "<module>")),
+        below(101, enter, at(5, "record"), at(3, "collect")),
+        below(102, enter, at(11, "publish"), at(9, "update")),
+    )
+    verdict = judge(Snapshot(processes=every, seconds=3.0, sources={"train.py": text}))
+    assert (verdict.pattern, verdict.pids) == ("lock or I/O", pids)
+    assert ("Each has locked what the other one waits for" in verdict.explanation) is (len(pids) > 1)
+
+
+@pytest.mark.parametrize("line, pids", [(8, (101, 102)), (6, (101,))])
+def test_callers_of_one_helper_that_ask_for_different_things_may_wait_for_one_another(
+    line: int, pids: tuple[int, ...]
+) -> None:
+    text = (
+        "def poll(ready):\n    while not ready():\n        sleep(1)\n"
+        "inbox.put(step)\ndef score():\n    poll(lambda: done(step))\ndef save():\n    poll(lambda: scored(step))\n"
+    )
+    puts = (
+        within("SemLock.__enter__", "multiprocessing/synchronize.py"),
+        within("Queue.put", "multiprocessing/queues.py"),
+    )
+    asks = (at(3, "poll"), at(6, "score")), (at(3, "poll"), at(line, "save"))
+    polls = [below(101 + n, *frames, waits_in="hrtimer_nanosleep") for n, frames in enumerate(asks)]
+    every = (below(100, *puts, at(4, "<module>")), *polls)
+    verdict = judge(Snapshot(processes=every, seconds=3.0, sources={"train.py": text}))
+    assert (verdict.pattern, verdict.pids) == ("external wait", pids)
+    assert verdict.sites == tuple(sorted({"train.py:3", "train.py:6", f"train.py:{line}"}))
+    assert "Pid 101 asks at train.py:6: poll(lambda: done(step))." in verdict.explanation
+
+
+@pytest.mark.parametrize(
+    "kernel, words", [("anon_pipe_read", "reads from a pipe"), ("futex_do_wait", "does something")]
+)
+def test_a_coroutine_that_reads_what_a_program_prints_waits_for_the_program(kernel: str, words: str) -> None:
+    text = "output = await proc.stdout.read()\n"
+    reads = Thread(
+        name="Task-1",
+        os_id=0,
+        task=True,
+        waiter="Future",
+        frames=(within("StreamReader.read", "asyncio/streams.py"), at(1, "run")),
+    )
+    one = below(100, *LOOP)
+    one = replace(one, looks=tuple(replace(look, threads=(*look.threads, reads)) for look in one.looks))
+    program = below(101, Frame(function="<module>", file="<string>", line=2), waits_in=kernel)
+    verdict = judge(Snapshot(processes=(one, program), seconds=3.0, sources={"train.py": text}))
+    assert (verdict.pattern, verdict.pids, verdict.sites) == ("external wait", (100, 101), ("train.py:1",))
+    assert f"its program pid 101 {words}" in verdict.explanation and "HTTP" not in verdict.explanation
+
+
 @pytest.mark.parametrize("step, pattern", [(1, "healthy"), (0, "rollout blocked")])
 def test_a_counter_of_a_job_whose_result_is_awaited_is_progress_whatever_its_name(step: int, pattern: str) -> None:
     text = "job.result()\nfor turn in range(80):\n    obs = env.step(obs)\n    total += len(obs)\n"
