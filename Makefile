@@ -38,11 +38,12 @@ slow: $(VENV)/dev
 	$(BIN)/python -m pytest -m slow tests/stress; alone=$$?; \
 	$(BIN)/python -m pytest -m slow --ignore tests/stress -n 2 --dist loadfile --no-loadscope-reorder && exit $$alone
 
-# Before a real vLLM and a real SGLang, as far as they run without a GPU.
+# Before a real vLLM and a real SGLang, as far as they run without a GPU. Two files at a time: servers take long to start.
 test-engines: $(VENV)/dev
 	vllm=$$($(BIN)/python tests/engines/install.py vllm $(ENGINES)/vllm) && \
 	sglang=$$($(BIN)/python tests/engines/install.py sglang $(ENGINES)/sglang) && \
-	CLEW_VLLM_PYTHON=$$vllm CLEW_SGLANG_PYTHON=$$sglang $(BIN)/python -m pytest -m engines tests/engines
+	CLEW_VLLM_PYTHON=$$vllm CLEW_SGLANG_PYTHON=$$sglang \
+	$(BIN)/python -m pytest -m engines tests/engines -n 2 --dist loadfile --no-loadscope-reorder
 
 # The site, build/site/index.html; a warning is an error.
 docs: $(VENV)/docs

@@ -323,9 +323,9 @@ def test_an_update_aborts_and_the_tokens_so_far_keep_their_version(served: Serve
 @pytest.mark.parametrize("mode", ["restart", "wait"])
 def test_generations_in_flight_restart_or_are_waited_for(served: Served, tmp_path: Path, mode: str) -> None:
     refs = [served.ref("one", 0), served.ref("two", 7)]
-    first, second = update_in_flight(tmp_path, served.folder / "one", "sglang", served.address, mode, refs, 200)
-    assert first.versions == [0 if mode == "wait" else 7] * 200
-    assert second.versions == [7] * 200
+    first, second = update_in_flight(tmp_path, served.folder / "one", "sglang", served.address, mode, refs, 800)
+    assert first.versions == [0 if mode == "wait" else 7] * 800
+    assert second.versions == [7] * 800
     for completion in (first, second):
         name = "two" if completion.versions[0] else "one"
         assert (served.logprobs(name, completion) - torch.tensor(completion.logprobs)).abs().max() < 1e-5
