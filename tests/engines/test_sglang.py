@@ -81,7 +81,7 @@ class Served:
             over_mask = torch.log_softmax(logits[completion.versions[place]][place][mask], -1)
             worst = max(worst, abs(over_mask[mask.index(token)].item() - completion.logprobs[place]))
         print(f"|Δlogprob| over the masks {worst:.1e}, {min(map(len, masks))} to {max(map(len, masks))} tokens each")
-        assert worst <= 1e-5
+        assert worst <= 2e-5
 
 
 def start(folder: Path, port: int) -> subprocess.Popen[bytes]:
@@ -315,7 +315,7 @@ def test_an_update_aborts_and_the_tokens_so_far_keep_their_version(served: Serve
         await engine.resume()
         after = await held_back
         assert set(after.versions) == {7}
-        assert (served.logprobs("two", after) - torch.tensor(after.logprobs)).abs().max() < 1e-5
+        assert (served.logprobs("two", after) - torch.tensor(after.logprobs)).abs().max() < 2e-5
 
     use(served, body)
 
@@ -328,7 +328,7 @@ def test_generations_in_flight_restart_or_are_waited_for(served: Served, tmp_pat
     assert second.versions == [7] * 800
     for completion in (first, second):
         name = "two" if completion.versions[0] else "one"
-        assert (served.logprobs(name, completion) - torch.tensor(completion.logprobs)).abs().max() < 1e-5
+        assert (served.logprobs(name, completion) - torch.tensor(completion.logprobs)).abs().max() < 2e-5
 
 
 def test_an_update_that_answers_200_and_changed_nothing(served: Served) -> None:
