@@ -226,8 +226,8 @@ class RemoteEngine:
             raise EngineUnreachable(self._backend.address, reason) from None
 
     def holds(self, ref: WeightRef) -> bool:
-        """Return whether the server has these weights. One that has loaded none yet may hold any, so this is False."""
-        return self.core.version == ref.version and self._loaded is not None
+        """Return whether the server has these weights; False if nobody knows: before a load, or after a failed one."""
+        return self.core.version == ref.version and self._loaded is not None and self.core.broken is None
 
     @property
     def attached(self) -> bool:
