@@ -43,6 +43,7 @@ from clew.models.tensor_digest import hex_digests
 from clew.processes import free_port
 from clew.record.run import RunDirectory, Server
 from clew.record.weights import DIGESTS_KEY, WeightRef
+from clew.waits import current_waits
 from tests.inference.test_faulty_servers import serving
 from tests.inference.test_sglang_client import broadcast
 from tests.models import tiny_model, tiny_tokenizer
@@ -652,6 +653,49 @@ def test_an_attached_server_that_was_left_paused_is_resumed(tmp_path: Path, capl
     with serving(answer) as address, pytest.raises(EngineError, match="it does not offer /generate"):
         asyncio.run(asyncio.wait_for(attach(address), 30))
     assert resumed.is_set() and f"SGLang at {address} answers but generates nothing: resuming it" in caplog.text
+
+
+@pytest.mark.usefixtures("version")
+def test_an_attached_server_that_hangs_as_it_is_resumed_is_waited_for_by_name(tmp_path: Path) -> None:
+    named, _ = served_model(tmp_path)
+    run = RunDirectory(tmp_path / "run")
+
+    async def answer(request: web.Request) -> web.Response:
+        if request.path == "/resume":
+            await asyncio.sleep(600)
+        return web.json_response({})
+
+    async def scenario(address: str) -> list[str]:
+        engine = RemoteEngine(named, RemoteCore(named), VLLMEngine.client(named, address))
+        with run.report("server") as reporter:
+            starting = asyncio.ensure_future(engine.start(reporter))
+            await asyncio.sleep(0.5)
+            waits = [wait.what for wait in current_waits()]
+            starting.cancel()
+            await engine.close()
+        return waits
+
+    with serving(answer) as address:
+        assert asyncio.run(scenario(address)) == [f"vLLM at {address} to generate its first tokens"]
+
+
+@pytest.mark.usefixtures("version")
+@pytest.mark.parametrize("options", ["VllmConfig(model=...)", None])
+def test_a_server_that_tells_its_options_in_another_form_starts_all_the_same(
+    tmp_path: Path, options: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    named, _ = served_model(tmp_path)
+    run = RunDirectory(tmp_path / "run")
+
+    async def scenario(address: str) -> None:
+        engine = RemoteEngine(named, RemoteCore(named), VLLMEngine.client(named, address))
+        with run.report("server") as reporter:
+            await engine._record_options(reporter)
+        await engine.close()
+
+    with answering(200, {"vllm_config": options}) as address:
+        asyncio.run(scenario(address))
+    assert "vLLM does not say which options it runs with" in caplog.text
 
 
 @pytest.mark.parametrize("pauses", [False, True])
