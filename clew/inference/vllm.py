@@ -179,7 +179,7 @@ class VLLMEngine(Backend):
 
     async def identity(self) -> str:
         async with self._answered("GET", "/metrics", None) as response:
-            lines = (await response.text()).splitlines()
+            lines = (await response.read()).decode(errors="replace").splitlines()
         return next((line for line in lines if line.startswith("process_start_time_seconds ")), "")
 
     async def prepare(self) -> list[str]:

@@ -350,6 +350,21 @@ def test_a_probe_without_numbers_is_no_traceback(logprob: Any) -> None:
         asyncio.run(probe(address))
 
 
+def test_metrics_that_are_no_text_do_not_say_which_process_answers() -> None:
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(body=b"\xff\xfe")
+
+    async def identity(address: str) -> str:
+        client = VLLMEngine(address, "model", 256)
+        try:
+            return await client.identity()
+        finally:
+            await client.close()
+
+    with serving(answer) as address:
+        assert asyncio.run(identity(address)) == ""
+
+
 @pytest.mark.parametrize("content", ["[]", "[1]"])
 def test_an_answer_to_the_trainer_that_is_no_object_is_said_to_be_faulty(content: str) -> None:
     async def answer(_: web.Request) -> web.Response:
