@@ -17,6 +17,7 @@ import orjson
 
 from clew.errors import EngineError, ImageError
 from clew.inference.protocol import (
+    FINISH_REASONS,
     Completion,
     EngineUnreachable,
     FaultyAnswer,
@@ -364,6 +365,8 @@ class HTTPEngine:
             with _readable(address, path, content):
                 # "<" begins a web page: it goes to the parser, to be refused there. Other text counts as {}.
                 answer = orjson.loads(content) if content[:1] in (b"{", b"[", b"<") else {}
+                if take is None and not isinstance(answer, dict):
+                    raise ValueError("it is no JSON object")
                 return answer if take is None else take(answer, address)
 
     async def _events(self, path: str, body: dict[str, Any], take: Take) -> AsyncIterator[Any]:
@@ -524,6 +527,8 @@ def completion_of(answer: dict[str, Any], server: str, *, labelled: bool = False
             raise ValueError(f"weight_version {version}")
         versions += [int(version) if version.isdigit() else 0] * (span["end"] - span["start"])
     ended: dict[str, Any] = meta["finish_reason"] or {"type": "abort"}
+    if ended["type"] not in FINISH_REASONS:
+        raise ValueError(f"finish_reason {ended['type']!r}")
     return Completion(
         output_ids=ids,
         logprobs=[pair[0] for pair in pairs],

@@ -63,6 +63,8 @@ class LocalEngine:
         self.failure: str | None = None
         """Reason why this process serves nothing any more, such as a failed step: every call raises EngineError."""
         self._futures: dict[GenerateRequest, asyncio.Future[Completion]] = {}
+        self._has_missed = False
+        """True from when the trainer begins to broadcast weights until weights are loaded."""
         self.released = False
         """True from `release_memory` until `resume_memory`, or until its lease or a pause ends. Requests wait."""
         self._pause_lease: asyncio.TimerHandle | None = None
@@ -100,8 +102,8 @@ class LocalEngine:
             del self._futures[request]
 
     def holds(self, ref: WeightRef) -> bool:
-        """Return whether it serves these weights."""
-        return self.core.version == ref.version
+        """Return whether it serves these weights, and has missed no newer ones that the trainer broadcast."""
+        return self.core.version == ref.version and not self._has_missed
 
     async def load_weights(self, ref: WeightRef) -> Timings:
         """Abort all requests, load the weights in place, score the probe, and resume. Return the parts' seconds.
@@ -131,12 +133,13 @@ class LocalEngine:
                 if self._update_ended is not None:
                     self._update_ended.set()
                     self._update_ended = None
+        self._has_missed = False
         self._resume()
         return clock.seconds
 
     async def receive_weights(self, sent: Broadcast) -> Timings:
         """Receive the trainer's broadcast, and keep it for `load_weights`. The engine keeps serving meanwhile."""
-        clock = UpdateTimer()
+        clock, self._has_missed = UpdateTimer(), True
 
         def receive() -> dict[str, torch.Tensor]:
             tensors: dict[str, torch.Tensor] = {}

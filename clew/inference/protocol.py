@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 from typing_extensions import TypedDict
@@ -22,6 +22,8 @@ FinishReason = Literal["stop", "length", "abort"]
 
 stop: a stop ID or stop string; length: `max_new_tokens` or the context is full; abort: cut short, submit it again.
 """
+
+FINISH_REASONS = get_args(FinishReason)
 
 OnToken = Callable[[int, float], None]
 """Callback that receives a token and its logprob while the tokens after it are still being generated."""

@@ -226,8 +226,8 @@ class RemoteEngine:
             raise EngineUnreachable(self._backend.address, reason) from None
 
     def holds(self, ref: WeightRef) -> bool:
-        """Return whether the server has these weights. One that has loaded none yet may hold any, so this is False."""
-        return self.core.version == ref.version and self._loaded is not None
+        """Return whether the server has these weights; False if nobody knows: before a load, or after a failed one."""
+        return self.core.version == ref.version and self._loaded is not None and self.core.broken is None
 
     @property
     def attached(self) -> bool:
@@ -474,9 +474,9 @@ class RemoteEngine:
                     )
                 reporter.set(doing=f"waiting for {kind} at {backend.address} to start ({loop.time() - began:.0f} s)")
                 await asyncio.sleep(POLL_S)
-        if self.attached:
-            await self._resumed()
         with waiting(f"{kind} at {backend.address} to generate its first tokens", unblocks=kind):
+            if self.attached:
+                await self._resumed()
             lacks = await backend.prepare()
         for lack in lacks:
             log.warning("%s at %s: %s", kind, backend.address, lack)
@@ -497,7 +497,7 @@ class RemoteEngine:
         command = [] if self._launch is None else self._launch.command
         try:
             resolved = await self._backend.resolved()
-        except (EngineError, LookupError) as error:
+        except (EngineError, LookupError, TypeError) as error:  # older vLLMs send their options as one text
             log.warning("%s does not say which options it runs with: %s", kind, error)
             return
         options_by_name = leaves(resolved)

@@ -77,6 +77,9 @@ MASKS = "output_token_sampling_mask"
 MASK_OPTION = "sampling_mask_max_tokens"
 """Server option with the largest number of tokens in a sampling mask. SGLang ends a request that exceeds it."""
 
+CLEANUP_S = 10.0
+"""Seconds that a server is given to end a failed update session. One whose workers are frozen would never answer."""
+
 ABORT_CHECKS = 50
 """Number of checks, 20 ms apart, of whether aborted requests have ended. SGLang's own pause checks once a second."""
 
@@ -380,19 +383,27 @@ class SGLangEngine(Backend):
             )
         group = {"group_name": sent.group}
         place = {"master_address": sent.host, "master_port": sent.port, "rank_offset": sent.rank}
-        await self._post(
-            "/init_weights_update_group", {**group, **place, "world_size": sent.size, "backend": sent.backend}
-        )
+        place |= {"world_size": sent.size, "backend": sent.backend}
+        end = "/end_weight_update"
+        left = {end: {}, "/destroy_weights_update_group": group}
+        await self._do("/init_weights_update_group", {**group, **place})
         try:
-            await self._post("/begin_weight_update", {})
+            await self._do("/begin_weight_update", {})
             for bucket in sent.by_bucket():
                 body = {"names": sent.names[bucket], "dtypes": sent.dtypes[bucket], "shapes": sent.shapes[bucket]}
                 label = {"weight_version": str(sent.version), "flush_cache": False}
-                await self._post("/update_weights_from_distributed", {**body, **group, **label})
+                await self._do("/update_weights_from_distributed", {**body, **group, **label})
+            del left[end]
+            await self._do(end, {})
         finally:
-            for path, body in (("/end_weight_update", {}), ("/destroy_weights_update_group", group)):
-                with contextlib.suppress(EngineError):  # the first error is the one to report
-                    await self._post(path, body)
+            for path, body in left.items():  # the first error is the one to report, and a hanging server stays one
+                with contextlib.suppress(EngineError, TimeoutError):
+                    await asyncio.wait_for(self._post(path, body), CLEANUP_S)
+
+    async def _do(self, path: str, body: dict[str, Any]) -> None:
+        """Have the server do a part of an update."""
+        if (answer := await self._post(path, body)).get("success") is False:
+            raise EngineError(f"SGLang at {self.address} failed at {path}: {answer.get('message')}")
 
     async def load(self, ref: WeightRef) -> None:
         self._refuse_experts(ref.version)
@@ -486,6 +497,8 @@ class SGLangEngine(Backend):
             for rank in answer["ranks"]:
                 for name, checksum in rank["checksums"].items():
                     by_name.setdefault(name, []).append(checksum)
+            if not by_name:  # every update would seem to be checked
+                raise ValueError("it has no checksums")
             return {name: "".join(sorted(each)) for name, each in by_name.items()}
 
         return await self._post("/weights_checker", {"action": "checksum"}, take)

@@ -33,6 +33,7 @@ from clew.errors import ConfigError, EngineError, ImageError, RecordError
 from clew.inference.backend import Backend, Launch, check_model, options
 from clew.inference.client import experts_of
 from clew.inference.protocol import (
+    FINISH_REASONS,
     Completion,
     EngineUnreachable,
     FaultyAnswer,
@@ -178,7 +179,7 @@ class VLLMEngine(Backend):
 
     async def identity(self) -> str:
         async with self._answered("GET", "/metrics", None) as response:
-            lines = (await response.text()).splitlines()
+            lines = (await response.read()).decode(errors="replace").splitlines()
         return next((line for line in lines if line.startswith("process_start_time_seconds ")), "")
 
     async def prepare(self) -> list[str]:
@@ -339,7 +340,8 @@ class VLLMEngine(Backend):
         }
         try:
             answer = await self._post("/v1/completions", body)
-            return dict(answer["choices"][0]["logprobs"]["top_logprobs"][0])
+            likeliest = dict(answer["choices"][0]["logprobs"]["top_logprobs"][0])
+            return {token: float(logprob) for token, logprob in likeliest.items()}
         except EngineUnreachable:
             raise
         except (EngineError, LookupError, TypeError, ValueError) as error:
@@ -401,8 +403,9 @@ class VLLMEngine(Backend):
             completion = await self._in_one_answer(route, body, request)
         else:
             completion = await self._streamed(route, body, request)
-        wrong = completion.wrong_logprobs or self.wrong_logprobs(params, completion.sampling_mask is not None)
-        completion = replace(completion, wrong_logprobs=wrong)
+        if completion.output_ids:  # otherwise it was aborted before its first token, and has no masks yet
+            wrong = completion.wrong_logprobs or self.wrong_logprobs(params, completion.sampling_mask is not None)
+            completion = replace(completion, wrong_logprobs=wrong)
         if completion.finish_reason == "stop" and completion.matched is None and completion.output_ids:
             return replace(completion, matched=completion.output_ids[-1])  # vLLM does not name an end token
         return completion
@@ -439,18 +442,20 @@ class VLLMEngine(Backend):
         if ids is None:
             raise FaultyAnswer(address, "it returned no token_ids: this vLLM is older than return_token_ids.")
         reason = choice["finish_reason"] or "abort"  # null in each event but the last
-        if reason not in ("stop", "length", "abort"):
+        if reason not in FINISH_REASONS:
             raise FaultyAnswer(address, f"it ended a completion with finish_reason {reason!r}. Its log may say why.")
         said = choice["logprobs"] if ids else {"token_logprobs": []}
         logprobs = [each["logprob"] for each in said["content"]] if "content" in said else said["token_logprobs"]
-        mask = choice.get("sampling_mask")
+        masks = [mask or [] for mask in (choice.get("sampling_mask") or [])[: len(ids)]]
+        if masks and (len(masks) < len(ids) or any(mask and t not in mask for t, mask in zip(ids, masks, strict=True))):
+            raise FaultyAnswer(address, f"its {len(masks)} sampling masks do not fit the {len(ids)} tokens it returned")
         return Completion(
             output_ids=ids,
             logprobs=logprobs,
             versions=[0] * len(ids),
             finish_reason=reason,
             matched=choice.get("stop_reason"),
-            sampling_mask=mask and mask[: len(ids)],
+            sampling_mask=masks or None,
             sampled_by=spans_of(choice.get("weight_versions") or [], self.name_of(address)),
             routed_experts=experts_of(choice.get("routed_experts")),
         )

@@ -191,7 +191,10 @@ def host_for(address: str) -> str:
     """Return this machine's address as the server at `address`, host:port, reaches it."""
     host, _, port = address.rpartition(":")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting sends nothing
-        probe.connect((host, int(port)))
+        try:
+            probe.connect((host, int(port)))
+        except OSError:  # nothing can reach it, such as a server whose name is gone: asking it will show that
+            return socket.gethostname()
         return probe.getsockname()[0]
 
 

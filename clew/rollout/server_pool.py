@@ -103,7 +103,8 @@ class ServerPool(HTTPEngine):
             with waiting(f"an answer of {server.name} ({server.address})", unblocks="the inference engine"):
                 async with self._clients[place]._answered(method, path, body) as response:
                     yield response
-            self._avoided.pop(key, None)
+            if method == "POST":  # a server whose generations fail may still answer what it is asked about itself
+                self._avoided.pop(key, None)
         except asyncio.CancelledError:
             # `_keep_watch` cancels the tasks at a frozen server. If `uncancel` leaves another cancellation, the episode
             # itself was cancelled.

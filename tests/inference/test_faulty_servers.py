@@ -90,6 +90,11 @@ def without_last_logprob(answer: Any) -> Any:
     return answer
 
 
+def unknown_end(answer: Any) -> Any:
+    answer["meta_info"]["finish_reason"] = {"type": "error"}
+    return answer
+
+
 def longer(answer: Any) -> Any:
     answer["meta_info"]["output_token_logprobs"] *= 2
     answer["output_ids"] *= 2
@@ -117,6 +122,7 @@ FAULTS: dict[str, tuple[Callable[[bytes], web.Response], str]] = {
     "positive": (spoilt(first_pair(logprob=0.5)), "it returned the logprob 0.5"),
     "vocabulary": (spoilt(first_pair(token=VOCAB)), f"the token ID {VOCAB}, and the model has 0 to {VOCAB - 1}"),
     "negative": (spoilt(first_pair(token=-1)), "it returned the token ID -1"),
+    "finish reason": (spoilt(unknown_end), "finish_reason 'error'"),
     "counts": (spoilt(without_last_logprob), f"{TOKENS} tokens and {TOKENS - 1} logprobs"),
     "too many": (spoilt(longer), f"it returned {2 * TOKENS} tokens, and was asked for at most {TOKENS}"),
 }
@@ -279,6 +285,8 @@ VLLM_FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "counts": ({"token_ids": [7, 8, 9]}, "3 tokens, 2 logprobs"),
     "error": ({"finish_reason": "error"}, "finish_reason 'error'"),
     "none": ({"token_ids": [], "logprobs": None}, "it returned no tokens"),
+    "few masks": ({"sampling_mask": [[7, 9]]}, "its 1 sampling masks do not fit the 2 tokens"),
+    "other masks": ({"sampling_mask": [[7, 9], [9]]}, "its 2 sampling masks do not fit the 2 tokens"),
     "too many": ({"token_ids": [7] * 30, "logprobs": {"token_logprobs": [-1.0] * 30}}, "30 tokens, and was asked for"),
     "no IDs": ({"token_ids": None}, "no token_ids"),
 }
@@ -305,6 +313,72 @@ def test_vllms_shape_is_checked_too(name: str, stream: bool) -> None:
     with serving(answer) as address, pytest.raises(FaultyAnswer) as raised:
         asyncio.run(ask(address))
     assert address in str(raised.value) and said in str(raised.value)
+
+
+def test_an_abort_before_the_first_token_is_not_refused_for_its_missing_masks() -> None:
+    """Only top_k with masks can be trained on, and there is nothing yet that masks could belong to."""
+
+    async def answer(_: web.Request) -> web.Response:
+        return web.json_response({"choices": [{"token_ids": [], "logprobs": None, "finish_reason": "abort"}]})
+
+    async def ask(address: str) -> Completion:
+        client = VLLMEngine(address, "model", 256)
+        client.logprobs_mode = "processed"
+        try:
+            return await client.generate(GenerateRequest(PROMPT, SamplingParams(top_k=5), sampling_mask=True))
+        finally:
+            await client.close()
+
+    with serving(answer) as address:
+        completion = asyncio.run(ask(address))
+    assert (completion.finish_reason, completion.wrong_logprobs) == ("abort", "")
+
+
+@pytest.mark.parametrize("logprob", [None, "NaN?"])
+def test_a_probe_without_numbers_is_no_traceback(logprob: Any) -> None:
+    async def answer(_: web.Request) -> web.Response:
+        return web.json_response({"choices": [{"logprobs": {"top_logprobs": [{"token_id:7": logprob}]}}]})
+
+    async def probe(address: str) -> None:
+        client = VLLMEngine(address, "model", 256)
+        try:
+            await client.probe()
+        finally:
+            await client.close()
+
+    with serving(answer) as address, pytest.raises(EngineError, match="Cannot find out which logprobs vLLM at 127"):
+        asyncio.run(probe(address))
+
+
+def test_metrics_that_are_no_text_do_not_say_which_process_answers() -> None:
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(body=b"\xff\xfe")
+
+    async def identity(address: str) -> str:
+        client = VLLMEngine(address, "model", 256)
+        try:
+            return await client.identity()
+        finally:
+            await client.close()
+
+    with serving(answer) as address:
+        assert asyncio.run(identity(address)) == ""
+
+
+@pytest.mark.parametrize("content", ["[]", "[1]"])
+def test_an_answer_to_the_trainer_that_is_no_object_is_said_to_be_faulty(content: str) -> None:
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(text=content, content_type="application/json")
+
+    async def load(address: str) -> None:
+        client = HTTPEngine(address)
+        try:
+            await client.load_weights(WeightRef(version=5, path="/nowhere", digest=""))
+        finally:
+            await client.close()
+
+    with serving(answer) as address, pytest.raises(FaultyAnswer, match=f"{address}.*it is no JSON object"):
+        asyncio.run(load(address))
 
 
 @pytest.fixture

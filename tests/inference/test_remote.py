@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import json
 import os
 import signal
@@ -28,10 +29,11 @@ from safetensors.torch import load_file, save_file
 from clew.config import Config
 from clew.config_fields import Inference, Model
 from clew.errors import ConfigError, EngineError
-from clew.inference import remote, serve, sglang, vllm
+from clew.inference import remote, serve, sglang, vllm, weight_group
 from clew.inference.app import Application
 from clew.inference.backend import Launch
 from clew.inference.client import HTTPEngine
+from clew.inference.local import load_engine
 from clew.inference.protocol import Completion, EngineUnreachable, FaultyAnswer, GenerateRequest, SamplingParams
 from clew.inference.remote import RemoteCore, RemoteEngine, start_remote
 from clew.inference.server_process import ServerProcess
@@ -41,7 +43,9 @@ from clew.models.tensor_digest import hex_digests
 from clew.processes import free_port
 from clew.record.run import RunDirectory, Server
 from clew.record.weights import DIGESTS_KEY, WeightRef
+from clew.waits import current_waits
 from tests.inference.test_faulty_servers import serving
+from tests.inference.test_sglang_client import broadcast
 from tests.models import tiny_model, tiny_tokenizer
 
 
@@ -651,6 +655,49 @@ def test_an_attached_server_that_was_left_paused_is_resumed(tmp_path: Path, capl
     assert resumed.is_set() and f"SGLang at {address} answers but generates nothing: resuming it" in caplog.text
 
 
+@pytest.mark.usefixtures("version")
+def test_an_attached_server_that_hangs_as_it_is_resumed_is_waited_for_by_name(tmp_path: Path) -> None:
+    named, _ = served_model(tmp_path)
+    run = RunDirectory(tmp_path / "run")
+
+    async def answer(request: web.Request) -> web.Response:
+        if request.path == "/resume":
+            await asyncio.sleep(600)
+        return web.json_response({})
+
+    async def scenario(address: str) -> list[str]:
+        engine = RemoteEngine(named, RemoteCore(named), VLLMEngine.client(named, address))
+        with run.report("server") as reporter:
+            starting = asyncio.ensure_future(engine.start(reporter))
+            await asyncio.sleep(0.5)
+            waits = [wait.what for wait in current_waits()]
+            starting.cancel()
+            await engine.close()
+        return waits
+
+    with serving(answer) as address:
+        assert asyncio.run(scenario(address)) == [f"vLLM at {address} to generate its first tokens"]
+
+
+@pytest.mark.usefixtures("version")
+@pytest.mark.parametrize("options", ["VllmConfig(model=...)", None])
+def test_a_server_that_tells_its_options_in_another_form_starts_all_the_same(
+    tmp_path: Path, options: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    named, _ = served_model(tmp_path)
+    run = RunDirectory(tmp_path / "run")
+
+    async def scenario(address: str) -> None:
+        engine = RemoteEngine(named, RemoteCore(named), VLLMEngine.client(named, address))
+        with run.report("server") as reporter:
+            await engine._record_options(reporter)
+        await engine.close()
+
+    with answering(200, {"vllm_config": options}) as address:
+        asyncio.run(scenario(address))
+    assert "vLLM does not say which options it runs with" in caplog.text
+
+
 @pytest.mark.parametrize("pauses", [False, True])
 def test_a_server_that_this_run_has_not_paused_is_not_resumed_at_the_end(
     tmp_path: Path, version: WeightRef, pauses: bool
@@ -782,6 +829,60 @@ def test_requests_that_wait_together_ask_once_which_process_answers(tmp_path: Pa
     with serving(answer) as address:
         asyncio.run(scenario(address))
     assert len(asked) == 2  # when it was attached to, and once for all
+
+
+def test_a_server_that_missed_a_broadcast_does_not_come_back_as_one_that_has_the_version_before(
+    tmp_path: Path, version: WeightRef
+) -> None:
+    """The trainer announces a version only after its broadcast: until then, the one before is the newest."""
+    named, held = served_model(tmp_path)
+    choice = {"token_ids": [7], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "length"}
+
+    async def answer(request: web.Request) -> web.Response:
+        if b"clew_receive" in await request.read():
+            return web.json_response({"error": {"message": "a member is lost"}}, status=400)
+        return web.json_response({"results": [held], "choices": [choice]})
+
+    async def scenario(address: str) -> None:
+        engine = RemoteEngine(named, RemoteCore(named), VLLMEngine.client(named, address))
+        application = Application(engine, named.model.path, weights_below=[tmp_path])
+        run = RunDirectory(tmp_path / "run")
+        entry = Server(name="server", address=address, pid=1, ready=True)
+        run.announce_weights(version)
+        try:
+            await engine.load_weights(version)
+            with pytest.raises(EngineError, match="a member is lost"):
+                await engine.receive_weights(broadcast(6))
+            with run.report("server") as reporter:
+                await serve._load_newest(application, run, entry, reporter)
+            completion = await engine.generate(GenerateRequest([9], SamplingParams(max_new_tokens=1)))
+            assert completion.versions == [5]
+        finally:
+            await engine.close()
+
+    with serving(answer) as address:
+        asyncio.run(asyncio.wait_for(scenario(address), 60))
+
+
+def test_an_embedded_engine_that_missed_a_broadcast_asks_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_tokenizer(tmp_path)
+    tiny_model(tmp_path)
+    monkeypatch.setattr(weight_group, "PATIENCE", datetime.timedelta(seconds=0.2))
+    engine = load_engine(Config.model_validate({**config().model_dump(), "model": {"path": str(tmp_path)}}))
+    ref = WeightRef(version=0, path=str(tmp_path), digest="")
+
+    async def scenario() -> None:
+        assert engine.holds(ref)
+        with pytest.raises(EngineError, match="version 1 was not received"):
+            await engine.receive_weights(broadcast(1))
+        assert not engine.holds(ref), "it would serve version 0 until the trainer publishes again"
+        await engine.load_weights(ref)
+        assert engine.holds(ref)
+        await engine.close()
+
+    asyncio.run(scenario())
 
 
 def test_a_server_that_starts_while_the_trainer_publishes_loads_no_version_twice(

@@ -15,6 +15,7 @@ from aiohttp import web
 from safetensors.torch import save_file
 
 from clew.errors import EngineError, ImageError
+from clew.inference import sglang
 from clew.inference.protocol import Completion, FaultyAnswer, GenerateRequest, SamplingParams
 from clew.inference.sglang import NEEDED, SESSION, SGLangEngine
 from clew.models.tensor_digest import hex_digests
@@ -261,6 +262,64 @@ def test_a_session_ends_after_a_failed_broadcast_too() -> None:
         with pytest.raises(EngineError, match="a member is lost"):
             await engine.receive(broadcast(1))
         assert not stand_in.in_session and stand_in.asked[-1] == (SESSION[-1], {"group_name": "g1"})
+
+    use(stand_in, body)
+
+
+def test_an_end_of_the_session_that_fails_fails_the_update() -> None:
+    """SGLang finishes the weights there, such as packed copies of them."""
+    stand_in = StandIn()
+    answer = stand_in.in_update
+    stand_in.in_update = lambda path, body: (
+        {"success": False, "message": "no memory to pack"} if "/end" in path else answer(path, body)
+    )
+
+    async def body(engine: SGLangEngine) -> None:
+        with pytest.raises(EngineError, match=r"SGLang at .* failed at /end_weight_update: no memory to pack"):
+            await engine.receive(broadcast(1))
+        assert stand_in.asked[-1] == (SESSION[-1], {"group_name": "g1"})
+
+    use(stand_in, body)
+
+
+def test_a_server_that_hangs_in_a_broadcast_does_not_hang_its_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client asks it to end its session, too, which it does not answer, either."""
+    monkeypatch.setattr(sglang, "CLEANUP_S", 0.1)
+
+    async def answer(request: web.Request) -> web.Response:
+        if request.path in SESSION[2:]:
+            await asyncio.sleep(600)
+        return web.json_response({})
+
+    async def receive(address: str) -> None:
+        engine = SGLangEngine(address)
+        try:
+            receiving = asyncio.ensure_future(engine.receive(broadcast(1)))
+            await asyncio.sleep(0.3)
+            receiving.cancel()
+            done, _ = await asyncio.wait({receiving}, timeout=5)
+            assert done and receiving.cancelled()
+        finally:
+            await engine.close()
+
+    with serving(answer) as address:
+        asyncio.run(receive(address))
+
+
+@pytest.mark.parametrize("ranks", [[], [{"checksums": {}}]])
+def test_an_answer_without_checksums_does_not_pass_for_a_check(tmp_path: Path, ranks: Any) -> None:
+    stand_in = StandIn()
+    stand_in.server["device"], stand_in.server["tp_size"] = "cpu", 1
+    stand_in.ranks = [{NORM: "a"}]
+
+    async def body(engine: SGLangEngine) -> None:
+        stand_in.model["weight_version"] = "1"
+        answer = stand_in.body_of
+        stand_in.body_of = lambda path, body: {"ranks": ranks} if path == "/weights_checker" else answer(path, body)
+        ref = written(tmp_path, 1)
+        await engine.load(ref)
+        with pytest.raises(FaultyAnswer, match="it has no checksums"):
+            await engine.verify(ref)
 
     use(stand_in, body)
 

@@ -29,7 +29,7 @@ from clew.loop.server_control import ServerControl
 from clew.loop.stopwatch import Clock
 from clew.loop.weight_sender import buckets, host_for
 from clew.record.broadcast import Broadcast
-from clew.record.run import RunDirectory
+from clew.record.run import RunDirectory, Server
 from clew.record.weights import read_broadcast
 from clew.training.engine import TrainEngine
 from tests.inference.test_server import ServerProcess, with_engine
@@ -274,6 +274,17 @@ def test_buckets_hold_as_much_as_fits_and_a_larger_tensor_is_alone() -> None:
 
 def test_the_trainers_address_is_that_which_the_server_reaches() -> None:
     assert host_for("127.0.0.1:8000") == "127.0.0.1" == host_for("localhost:8000")
+
+
+def test_a_server_whose_name_is_gone_is_taken_out_and_the_others_are_updated(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name of a pod ends with the pod. The run ended with a traceback."""
+    monkeypatch.setattr(weight_group, "PATIENCE", datetime.timedelta(seconds=2))
+    with servers(folder, serve), publishing(folder) as (engine, publisher, run):
+        run.register_server(Server(name="gone", address="gone.invalid:8000", pid=1, ready=True))
+        publisher(engine)
+        assert [server.name for server in run.servers() if server.ready] == ["server"]
 
 
 @pytest.mark.parametrize("sections", [{"launch": {"mode": "inline"}}, {"training": {"lora_rank": 4}}])

@@ -126,6 +126,31 @@ def test_a_request_that_is_not_answered_says_which_server_it_waits_for(tmp_path:
         assert ask(run, scenario) == ["completion g000000.e0.i0", f"an answer of server-1 ({address})"]
 
 
+def test_a_server_whose_generations_fail_is_asked_ever_more_rarely_although_it_tells_its_version(
+    tmp_path: Path,
+) -> None:
+    run = RunDirectory(tmp_path / "run")
+    asked: list[float] = []
+
+    async def answer(http: web.Request) -> web.Response:
+        if http.path == "/generate":
+            asked.append(time.monotonic())
+            assert http.transport is not None
+            http.transport.abort()
+        return web.json_response({"weight_version": "5"})
+
+    async def scenario(pool: ServerPool) -> None:
+        asking = asyncio.ensure_future(generate_through_aborts(pool, request(0)))
+        while len(asked) < 4:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        asking.cancel()
+
+    with serving(answer) as address:
+        run.register_server(Server(name="server-1", address=address, pid=os.getpid(), ready=True))
+        ask(run, scenario)
+    assert asked[3] - asked[2] > 1.0, "0.25 s, 0.5 s, 1 s"
+
+
 def test_a_server_that_froze_in_mid_update_is_taken_out_and_returns_with_the_newest_weights(
     two: Any, tmp_path: Path
 ) -> None:
