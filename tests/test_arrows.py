@@ -70,7 +70,7 @@ LINES = {
     "diagnose": 2840,  # 2750 before the search of clew diff had a file of its own
     "gateway": 4860,  # 4740 before the generation of replies, and what they can honour, had files of their own
     "hang": 7700,  # memory, pipes, programs; flight recorder, RAS, Ray; engines; locks, conditions; 100,000 ranks
-    "inference": 6200,  # 3700 before vLLM and SGLang in training: clients, checks, masks, broadcasts; server_watch.py
+    "inference": 6200,  # 3700 before vLLM and SGLang in training: clients, checks, masks, broadcasts; run_server.py
     "launch": 660,  # no_progress.py, also without clew train; several servers, and their devices
     "loop": 2680,  # weight_sender.py: broadcast weights; servers that froze or refused are taken out in mid-update
     "models": 710,  # a hub name that no hub knows; prompts with placeholders of images, for engines that expand them
