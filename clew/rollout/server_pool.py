@@ -36,9 +36,12 @@ LOOK_S = 0.2
 
 AVOID_S = 0.25
 """Seconds for which a server is avoided after it could not be reached, or gave a faulty answer. Each further failure
-doubles them, up to 8."""
+doubles them."""
 
-PLACES = 65536
+MAX_AVOID_S = 8.0
+"""Maximum seconds for which a server is avoided."""
+
+MAX_PLACES = 65536
 """Maximum number of episodes whose server is remembered."""
 
 SENT_AGAIN = "a request failed, and may be tried again, on another server if there is one: %s"
@@ -69,7 +72,7 @@ class ServerPool(HTTPEngine):
         self._frozen_s = frozen_s
         self._watches: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._avoided: dict[tuple[str, int], tuple[float, float]] = {}
-        """Avoided servers, by address and pid: monotonic time until which each is avoided; half of its next period."""
+        """Avoided servers, by address and pid: monotonic time until which each is avoided, and its next period."""
 
     async def generate(self, request: GenerateRequest) -> Completion:
         _episode.set(request.id.rpartition(".")[0])
@@ -86,22 +89,17 @@ class ServerPool(HTTPEngine):
 
     @asynccontextmanager
     async def _answered(self, method: str, path: str, body: bytes | None) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Yield the response of the episode's server, or of another one if that is not ready."""
         server = await self._ready_server()
-        place, key = (server.address, server.token), (server.address, server.pid)
-        if place not in self._clients:
-            self._clients[place] = HTTPEngine(*place)
+        key = (server.address, server.pid)
         task = asyncio.current_task()
         assert task is not None
         self._busy[key].add(task)
-        if key not in self._watches:
-            for former in self._watches.keys() - self._frozen:
-                if former[0] == server.address:  # that process is gone, and the new one answers at its address
-                    self._watches[former].cancel()
-            self._watches[key] = asyncio.create_task(self._keep_watch(server))
+        self._watch(server)
         try:
             # The wait covers the whole generation if the server answers in one piece: it sends nothing before the end.
             with waiting(f"an answer of {server.name} ({server.address})", unblocks="the inference engine"):
-                async with self._clients[place]._answered(method, path, body) as response:
+                async with self._client_of(server)._answered(method, path, body) as response:
                     yield response
             self._avoided.pop(key, None)
         except asyncio.CancelledError:
@@ -113,15 +111,37 @@ class ServerPool(HTTPEngine):
             log.warning(SENT_AGAIN, gone)
             raise gone from None
         except (EngineUnreachable, FaultyAnswer) as error:
-            until, before = self._avoided.get(key, (0.0, AVOID_S / 2))
-            is_news = time.monotonic() >= until  # otherwise another request has just found out the same
-            if is_news:
-                self._avoided[key] = time.monotonic() + 2 * before, min(2 * before, 4.0)
+            is_news = self._avoid(key)
             if is_news or isinstance(error, FaultyAnswer):
                 log.warning(SENT_AGAIN, error)
             raise
         finally:
             self._busy[key].discard(task)
+
+    def _client_of(self, server: Server) -> HTTPEngine:
+        place = (server.address, server.token)
+        if place not in self._clients:
+            self._clients[place] = HTTPEngine(*place)
+        return self._clients[place]
+
+    def _avoid(self, key: tuple[str, int]) -> bool:
+        """Avoid a server that failed. Return False if it is avoided already, because another request failed there."""
+        now = time.monotonic()
+        until, period_s = self._avoided.get(key, (0.0, AVOID_S))
+        if now < until:
+            return False
+        self._avoided[key] = now + period_s, min(2 * period_s, MAX_AVOID_S)
+        return True
+
+    def _watch(self, server: Server) -> None:
+        """Start to watch whether a server is frozen, unless that has begun."""
+        key = (server.address, server.pid)
+        if key in self._watches:
+            return
+        for former in self._watches.keys() - self._frozen:
+            if former[0] == server.address:  # that process is gone, and the new one answers at its address
+                self._watches[former].cancel()
+        self._watches[key] = asyncio.create_task(self._keep_watch(server))
 
     async def _keep_watch(self, server: Server) -> None:
         """End the requests at a server when it is frozen, and leave it out until it answers again."""
@@ -161,7 +181,7 @@ class ServerPool(HTTPEngine):
         if episode:
             self._places[episode] = server.address
             self._places.move_to_end(episode)
-            if len(self._places) > PLACES:
+            if len(self._places) > MAX_PLACES:
                 self._places.popitem(last=False)
         return server
 
