@@ -48,10 +48,9 @@ class Source:
 
 @dataclass(kw_only=True)
 class Elsewhere:
-    """Results of the other processes."""
+    """Results of the other processes: `tried` has the episodes of each that ran, and their requests."""
 
     tried: list[tuple[Sequence[Episode], list[Request]]] = field(default_factory=list)
-    """Episodes of each process that ran, and their requests."""
     why_not: str = ""
     """Reason why a process could not be run; empty if all ran."""
 
@@ -139,10 +138,7 @@ async def _run_child(
 def judge_elsewhere(
     crowd: Wave, elsewhere: Elsewhere, origins: Origins, sources: Sources
 ) -> tuple[list[Verdict], list[str]]:
-    """Return a verdict if episodes fail or give other results than in the crowd, and a note if a process could not run.
-
-    If only the second process could not run, the episodes of the first one are still judged.
-    """
+    """Return a verdict if episodes fail or differ from those in the crowd, and a note if a process could not run."""
     notes = []
     if elsewhere.why_not:
         notes.append(

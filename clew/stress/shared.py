@@ -40,7 +40,6 @@ NO_SOURCES = Sources()
 
 _PLAIN = (str, int, float, bool, bytes, type(None))
 
-
 ChangeKind = Literal["set", "added", "removed", "changed"]
 """Kinds of change:
 
@@ -174,10 +173,8 @@ class State:
     def _add_held(self, name: str, value: Any, held: dict[str, Any], depth: int, top: str, looked: set[int]) -> None:
         """Add to `held` what an object holds, and what the objects within it hold.
 
-        Args:
-            depth: Depth of the object below a root. A root is a dictionary of attributes, globals or defaults.
-            top: Attribute or global that contains the object; "" if it is one itself.
-            looked: IDs of the objects that were added before, perhaps under another name.
+        `top` is the attribute or global that contains the object ("" if it is one itself), `depth` its depth below a
+        root. `looked` has the IDs of the objects that were added before, perhaps under another name.
         """
         if depth > DEPTH or id(value) in looked:
             return

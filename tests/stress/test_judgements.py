@@ -35,7 +35,7 @@ from clew.stress.judge import _held, judge
 from clew.stress.origins import Origins, Written, judge_written
 from clew.stress.process_state import ProcessState
 from clew.stress.repeat import Behaviour
-from clew.stress.report import Report, parts
+from clew.stress.report import Report, seconds_of_parts
 from clew.stress.requests import Request, Requests
 from clew.stress.serial import Crowd, Waits
 from clew.stress.shared import ObjectChange
@@ -675,10 +675,10 @@ def test_three_outcomes() -> None:
 def test_time_that_another_episode_holds_the_loop_is_no_reward() -> None:
     episode = Episode(id="a", data={}, started=10.0, finished=20.0, code_s=0.5)
     asked = [request("a", "", "", came=11, done=13), request("a", "", "", came=14, done=16)]
-    free = parts(episode, asked, [])
+    free = seconds_of_parts(episode, asked, [])
     assert free == {"episode": 10, "model": 4, "agent code": 0.5, "tools": 1.5, "reward": 4, "blocked": 0}
     holds = [(5.0, 10.5), (12.0, 13.5), (15.0, 18.0), (19.5, 30.0)]  # before, beside and after the model's answers
-    held = parts(episode, asked, holds)
+    held = seconds_of_parts(episode, asked, holds)
     assert held == {"episode": 10, "model": 4, "agent code": 0.5, "tools": 0.5, "reward": 1.5, "blocked": 3.5}
 
 
