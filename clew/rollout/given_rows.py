@@ -35,9 +35,6 @@ async def run_rows(
 ) -> list[list[Episode]]:
     """Run the configured workflow or agent on each row. Return the episodes of each row.
 
-    At most inference.max_running episodes run at a time. With more, their time limit would end while they wait for the
-    engine.
-
     Args:
         load: Loads the engine. It is called after the user's code is loaded, and the engine is closed at the end.
         name: Returns the group ID of a row by its place. The seeds of its episodes derive from it.
@@ -58,6 +55,7 @@ async def run_rows(
         tokenizer, vision = load_tokenizer(config.model.path), load_vision(config.model.path)
         engine = load()
         shared = resources(config, engine, tokenizer, reward, vision=vision).at_temperature(temperature)
+        # With more episodes at a time, their time limits would count the wait for the engine.
         admitted_at, slots = time.time(), asyncio.Semaphore(config.inference.max_running)
 
         async def run(place: int, number: int) -> Episode:

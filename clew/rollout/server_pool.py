@@ -36,10 +36,7 @@ LOOK_S = 0.2
 
 AVOID_S = 0.25
 """Seconds for which a server is avoided after it could not be reached, or gave a faulty answer. Each further failure
-doubles them."""
-
-MAX_AVOID_S = 8.0
-"""Maximum seconds for which a server is avoided."""
+doubles them, up to 8."""
 
 MAX_PLACES = 65536
 """Maximum number of episodes whose server is remembered."""
@@ -89,9 +86,10 @@ class ServerPool(HTTPEngine):
 
     @asynccontextmanager
     async def _answered(self, method: str, path: str, body: bytes | None) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Yield the response of the episode's server, or of another one if that is not ready."""
         server = await self._ready_server()
-        key = (server.address, server.pid)
+        place, key = (server.address, server.token), (server.address, server.pid)
+        if place not in self._clients:
+            self._clients[place] = HTTPEngine(*place)
         task = asyncio.current_task()
         assert task is not None
         self._busy[key].add(task)
@@ -99,7 +97,7 @@ class ServerPool(HTTPEngine):
         try:
             # The wait covers the whole generation if the server answers in one piece: it sends nothing before the end.
             with waiting(f"an answer of {server.name} ({server.address})", unblocks="the inference engine"):
-                async with self._client_of(server)._answered(method, path, body) as response:
+                async with self._clients[place]._answered(method, path, body) as response:
                     yield response
             self._avoided.pop(key, None)
         except asyncio.CancelledError:
@@ -111,27 +109,15 @@ class ServerPool(HTTPEngine):
             log.warning(SENT_AGAIN, gone)
             raise gone from None
         except (EngineUnreachable, FaultyAnswer) as error:
-            is_news = self._avoid(key)
+            until, period_s = self._avoided.get(key, (0.0, AVOID_S))
+            is_news = time.monotonic() >= until  # otherwise another request has failed there just before
+            if is_news:
+                self._avoided[key] = time.monotonic() + period_s, min(2 * period_s, 8.0)
             if is_news or isinstance(error, FaultyAnswer):
                 log.warning(SENT_AGAIN, error)
             raise
         finally:
             self._busy[key].discard(task)
-
-    def _client_of(self, server: Server) -> HTTPEngine:
-        place = (server.address, server.token)
-        if place not in self._clients:
-            self._clients[place] = HTTPEngine(*place)
-        return self._clients[place]
-
-    def _avoid(self, key: tuple[str, int]) -> bool:
-        """Avoid a server that failed. Return False if it is avoided already, because another request failed there."""
-        now = time.monotonic()
-        until, period_s = self._avoided.get(key, (0.0, AVOID_S))
-        if now < until:
-            return False
-        self._avoided[key] = now + period_s, min(2 * period_s, MAX_AVOID_S)
-        return True
 
     def _watch(self, server: Server) -> None:
         """Start to watch whether a server is frozen, unless that has begun."""
