@@ -461,7 +461,7 @@ def test_a_reward_function_with_a_new_bug(run: RunDirectory, folder: Path, capsy
         now = digest_of_file(str(module))
         change_summary(run, 1, lambda said: said["code"].update({"rollout.reward": now}))
         assert not again(run, "1", reward=True)
-        assert "So they may depend on the time, on chance, on the environment," in capsys.readouterr().out
+        assert "So the rewards may depend on the time, on random numbers," in capsys.readouterr().out
         module.write_text(REWARD.replace("len(completion) / 100", "1 / 0"))
         shutil.rmtree(folder / "__pycache__", ignore_errors=True)
         assert not again(run, "1", reward=True)
