@@ -188,7 +188,7 @@ def rollout_batch(
         data: Rows, or anything that data.path accepts.
         model: A folder or hub name. With `server`, only its tokenizer is loaded; without it, the model too.
         server: The host:port of `clew serve` or SGLang.
-        n_samples: Episodes for each row.
+        n_samples: Episodes for each row. At most 256 episodes run at a time.
         seed: The seed from which all others derive.
         sampling: Fields of the configuration's section `sampling`.
         rollout: Fields of the configuration's section `rollout`, such as workflow="my_project.MyWorkflow" or

@@ -39,7 +39,7 @@ class EscapingConsole(Console):
         super().__init__(**{"markup": False, "emoji": False, "highlight": False, "width": width, **options})
 
     def _render_buffer(self, buffer: Iterable[Segment]) -> str:
-        """Return the text of the segments. A file or a pipe gets no blanks at the end of a line, which Rich pads."""
+        """Return the text of the segments. For a file or a pipe, remove the blanks with which Rich pads lines."""
         shown.set()
         text = super()._render_buffer(buffer)
         return text if self.is_terminal else re.sub(r" +$", "", text, flags=re.MULTILINE)
@@ -66,29 +66,29 @@ def numbers_table(*columns: str, left: Iterable[str] = (), title: str | Text | N
 
 @contextmanager
 def progress(doing: str, *, total: int, unit: str) -> Iterator[Callable[[], None]]:
-    """Say on stderr what a long command is doing, and yield a function to call after each unit of the work.
+    """Show the progress of a long command on stderr, and yield a function to call after each unit of the work.
 
     A terminal gets a bar that disappears at the end; a file gets a line after `SILENT_S` seconds, and one every
     `AGAIN_S` from then on. The block must print nothing to the terminal.
     """
     console = EscapingConsole(stderr=True)
     if not console.is_terminal:
-        steps, ended = list[None](), threading.Event()  # appending is safe in threads, adding to a number is not
+        steps, ended = list[None](), threading.Event()  # a list, because a number cannot be raised safely in threads
 
-        def tell() -> None:
+        def report() -> None:
             patience = SILENT_S
             while not ended.wait(patience):
                 patience = AGAIN_S
                 print(f"{doing}: {f'{len(steps)} of ' if steps else ''}{total} {unit}", file=sys.stderr, flush=True)
 
-        threading.Thread(target=tell, daemon=True).start()
+        threading.Thread(target=report, daemon=True).start()
         try:
             yield lambda: steps.append(None)
         finally:
             ended.set()
         return
-    what, of = TextColumn(doing, markup=False), TextColumn(unit)
-    columns = (what, BarColumn(), MofNCompleteColumn(), of, TimeRemainingColumn())
+    label, unit_label = TextColumn(doing, markup=False), TextColumn(unit)
+    columns = (label, BarColumn(), MofNCompleteColumn(), unit_label, TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False) as bar:
         task = bar.add_task(doing, total=total)
         yield lambda: bar.advance(task)

@@ -42,7 +42,7 @@ Send = Callable[[Message], Awaitable[None]]
 ASGI = Callable[[Message, Receive, Send], Awaitable[None]]
 
 LARGE_TEXT = 50_000
-"""Length in characters from which a text is tokenized outside the event loop: tokenizing it takes about 20 ms."""
+"""Number of characters from which a text is tokenized outside the event loop: this takes 20 ms or more."""
 
 MAX_TEXT = 1_000_000
 """Maximum length, in characters, of a text to tokenize, unless the model's context has room for more (`max_text`).
@@ -55,8 +55,8 @@ MAX_BODY = 32 * 2**20
 """Maximum number of bytes in the body of a request."""
 
 MAX_VALUES = 2_000_000
-"""Maximum number of commas in a body, as a measure of its values. Parsing two million takes about 0.1 s, during which
-the event loop stands still."""
+"""Maximum number of commas in a body, which estimates the number of its values. Parsing two million values takes about
+0.1 s, during which the event loop stands still."""
 
 MAX_HEADERS = 64 * 2**10
 """Maximum number of bytes in the headers of a request."""
@@ -68,7 +68,8 @@ MIN_RATE = 16 * 2**10
 """Minimum rate, in bytes per second, at which a longer request has to arrive."""
 
 WRITE_STALL_S = 300.0
-"""Seconds for which a client may leave an answer unread once the buffers are full. People stop at breakpoints."""
+"""Seconds for which a client may leave an answer unread once the buffers are full. This is long, because a client may
+stop at a breakpoint."""
 
 SAFE = ("GET", "HEAD", "OPTIONS")
 """HTTP methods that change nothing on any of Clew's servers."""
@@ -94,7 +95,7 @@ class Access:
     key: str = ""
     """API key that clients send. Empty: any key will do."""
     has_session: Callable[[str], bool] = lambda key: False
-    """Function that tells whether a key belongs to an open session of the gateway, and so is as good as `key`."""
+    """Return whether a key belongs to an open session of the gateway. Such a key is accepted like `key`."""
 
 
 class Guard:
@@ -133,7 +134,7 @@ class Guard:
         first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive_whole() -> Message:
-            return first.pop() if first else await receive()  # only the client's disconnect can follow
+            return first.pop() if first else await receive()  # after the body, only a disconnect can come
 
         await self._application(scope, receive_whole, send)
 
@@ -300,7 +301,7 @@ def _error(status: int, message: str) -> tuple[int, Message]:
 
 
 async def respond(send: Send, status: int, content: Any) -> None:
-    """Send a complete answer as JSON."""
+    """Send an answer in one piece, as JSON."""
     body = orjson.dumps(content)
     await send(
         {
@@ -315,7 +316,7 @@ async def respond(send: Send, status: int, content: Any) -> None:
 class Connection(HTTPProtocol):  # type: ignore[misc]  # one of two classes
     """A connection of uvicorn with time limits.
 
-    uvicorn itself waits for ever for the rest of a request, and for a client to read its answer.
+    Without these, uvicorn waits forever for the rest of a request, and for the client to read its answer.
     """
 
     _incomplete = False
@@ -388,7 +389,7 @@ class Connection(HTTPProtocol):  # type: ignore[misc]  # one of two classes
 
     def _look(self) -> None:
         """Close the connection if its request arrives too slowly."""
-        if self.flow.read_paused:  # nothing can come: an earlier request on this connection is still being answered
+        if self.flow.read_paused:  # nothing can arrive while an earlier request on this connection is being answered
             self._await_rest()
             return
         left = self._since + STALL_S + self._bytes / MIN_RATE - self.loop.time()
@@ -411,7 +412,7 @@ class Connection(HTTPProtocol):  # type: ignore[misc]  # one of two classes
 class GuardedServer(uvicorn.Server):
     """Server of an ASGI application behind a `Guard`, on the running event loop; `should_exit = True` ends it.
 
-    Its owner handles signals: uvicorn's own handler would raise them again and so skip all cleanup.
+    Its owner handles signals, because uvicorn's own handler would raise them again, and all cleanup would be skipped.
     """
 
     def __init__(self, application: Any, access: Access) -> None:

@@ -70,13 +70,13 @@ LINES = {
     "diagnose": 2840,  # 2750 before the search of clew diff had a file of its own
     "gateway": 4860,  # 4740 before the generation of replies, and what they can honour, had files of their own
     "hang": 7700,  # memory, pipes, programs; flight recorder, RAS, Ray; engines; locks, conditions; 100,000 ranks
-    "inference": 6240,  # 3700 before vLLM and SGLang in training: clients, checks, masks, broadcasts; server_watch.py
+    "inference": 6240,  # 3700 before vLLM and SGLang in training: clients, checks, masks, broadcasts; run_server.py
     "launch": 660,  # no_progress.py, also without clew train; several servers, and their devices
     "loop": 2680,  # weight_sender.py: broadcast weights; servers that froze or refused are taken out in mid-update
     "models": 710,  # a hub name that no hub knows; prompts with placeholders of images, for engines that expand them
     "record": 3020,  # docstrings with Args in place of sentences that had to be read twice
-    "rollout": 2040,
-    "stress": 4340,
+    "rollout": 2040,  # given_rows.py: episodes wait for the engine before their time limit begins
+    "stress": 4345,  # shared.py: the entries of an object have a function of their own
     "training": 4810,
     "view": 2470,  # 1400 before the health check of a run, a reward that fell included, and its questions over steps
 }

@@ -44,7 +44,7 @@ def within_groups(
     for place, sequence in enumerate(sequences):
         group = "the batch" if batch else sequence.group_id
         groups.setdefault(group, {}).setdefault(sequence.episode_id, []).append(place)
-    found = np.empty(len(sequences), np.float32)
+    results = np.empty(len(sequences), np.float32)
     for group, episodes in groups.items():
         if len(episodes) < 2:
             raise TrainingError(
@@ -52,8 +52,8 @@ def within_groups(
                 f"needs two or more. Use a larger rollout.n_samples, or algorithm.advantages=none."
             )
         places = [place for episode in episodes.values() for place in episode]
-        found[places] = compute([[sequences[place].reward for place in episode] for episode in episodes.values()])
-    return found
+        results[places] = compute([[sequences[place].reward for place in episode] for episode in episodes.values()])
+    return results
 
 
 def mean(rewards_ES: Rewards) -> float:

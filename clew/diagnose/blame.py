@@ -36,8 +36,8 @@ TOKEN = {
     "rejected": ".0f",
     "loss": ".4g",
 }
-"""Columns shown for a token where its value is known, with their number formats. kl and behaviour_k3 are shown only if
-sequences are ranked by them."""
+"""Columns of the table of tokens, with their number formats. A column is shown if its values are known; kl and
+behaviour_k3 only if sequences are ranked by them."""
 
 
 def blame(target: Path, step: int, *, top: int, tokens: int, by: str | None, trust: SequenceABC[str] = ()) -> None:
@@ -97,7 +97,8 @@ def _show(attribution: StepAttribution, step: int, *, top: int, tokens: int, by:
 
 def _sequences(sequences: list[SequenceAttribution], step: int, by: str) -> Table:
     names = list(dict.fromkeys(name for entry in sequences for name in entry.shown))
-    names += [by] * (by not in ("critic", *names))
+    if by not in names and by != "critic":
+        names.append(by)
     table = numbers_table("sequence", *names, "reward", "advantage", "tokens", "lag", left=("sequence",))
     for entry in sequences:
         row, numbers = entry.sequence, {**entry.measures, **entry.shown}

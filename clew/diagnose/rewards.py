@@ -17,7 +17,7 @@ from clew.diagnose.causes import code_at
 from clew.diagnose.recorded_model import RecordedModel, interactions_of, resources_of
 from clew.diagnose.stages import select_rows
 from clew.errors import ConfigError, EpisodeError
-from clew.printing import print
+from clew.printing import counted, print
 from clew.record.rows import by_episode
 from clew.record.run import RunDirectory
 from clew.record.steps import steps_in_words
@@ -38,7 +38,7 @@ class Disagreement:
     episode_id: str
     recorded: dict[str, float]
     now: dict[str, float] | str
-    """Rewards by name, or one line that says why there are none."""
+    """Rewards by name, or one line that says why the episode now has no reward."""
     traceback: str = ""
     """Traceback of the error that the user's code raised; empty if it raised none."""
 
@@ -63,14 +63,13 @@ def compare_rewards(run: RunDirectory, steps: range, only: str | None) -> bool:
         print(f"… and {len(more)} more")
     if traces := [each.traceback.rstrip() for each in found if each.traceback]:
         print(f"traceback of the first error:\n{traces[0]}")
-    count = "1 episode is" if len(found) == 1 else f"{len(found)} episodes are"
-    rewards = "the rewards of all episodes are" if not found else f"the rewards of {count} not"
+    result = f"the rewards of {counted(len(found), 'episode')} differ from" if found else "all rewards agree with"
     of = f" ({only})" if only else ""
-    print(f"{steps_in_words(steps)}{of}: {rewards} what {config.rollout.reward or config.rollout.workflow} gives now.")
+    print(f"{steps_in_words(steps)}{of}: {result} what {config.rollout.reward or config.rollout.workflow} returns now.")
     if found and not _changed_code(run, config, {each.step for each in found}):
         print(
-            "The files of the reward and the workflow are those that the record names. So they may depend on the time, "
-            "on chance, on the environment, or on a module that they import."
+            "The files of the reward and the workflow have not changed since these steps were recorded. So the rewards "
+            "may depend on the time, on random numbers, on environment variables, or on an imported module."
         )
     return not found
 
@@ -113,9 +112,9 @@ async def recompute_rewards(
                 model, trace = RecordedModel(shared, interactions_of(rows), episode_id, sampling=False), ""
                 try:
                     now: dict[str, float] | str = by_name(await workflow.run_episode(model, dict(rows[0].data)))
-                except ConfigError:  # no other episode would fare better
+                except ConfigError:  # the other episodes would fail in the same way
                     raise
-                except EpisodeError as error:  # its traceback, from the reward's own process, is in the message
+                except EpisodeError as error:  # its message ends with the traceback from the reward's own process
                     now, _, trace = str(error).partition("\n")
                 except (Exception, SystemExit) as error:  # the user's code
                     now, *_ = f"{type(error).__name__}: {error}".splitlines()

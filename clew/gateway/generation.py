@@ -84,7 +84,7 @@ class Generation:
         draft = self._draft(number) if request.stream else None
         sampling = dict(request.sampling)
         if "seed" in sampling:
-            sampling["seed"] += index  # otherwise the n replies, or those to equal requests, would be equal
+            sampling["seed"] += index  # otherwise the n replies would be equal, and so would replies to equal requests
         if request.response_format is not None:
             sampling["json_schema"] = json.dumps(request.response_format.schema)
         interaction = await self.engine.generate(
@@ -98,7 +98,7 @@ class Generation:
         )
         if prompt.follows is not None:
             interaction.details["follows"] = prompt.follows.reply.id
-        reply = self._parse(interaction)
+        reply = self._reply(interaction)
         if draft is not None:
             try:
                 draft.finish(reply)
@@ -127,30 +127,15 @@ class Generation:
             stops=[stop for stop in stops if stop != CALL_CLOSES],  # CALL_CLOSES belongs to the call that it ends
         )
 
-    def _parse(self, interaction: Interaction) -> Reply:
-        """Split the output into content, reasoning and tool calls."""
-        request, prompt = self.request, self.prompt
-        text = prompt.begin + interaction.text
-        stop_string = None
+    def _reply(self, interaction: Interaction) -> Reply:
+        """Return the reply, whose content, reasoning and tool calls are read from the output."""
+        text, stop_string = self.prompt.begin + interaction.text, None
         if isinstance(interaction.matched, str) and interaction.matched != CALL_CLOSES:
             stop_string = interaction.matched
             text = text[: text.rindex(stop_string)] if stop_string in text else text
-        if request.text is not None:
-            parsed = Parsed(content=text, begins=0)
-        else:
-            raw = prompt.begin + self._decode(interaction.output_ids)
-            # The schema of a response format may leave no room for a thought.
-            no_thought = request.response_format is not None and THINK_CLOSES not in text
-            before = "" if no_thought else prompt.before
-            parsed = parse_output(self.engine.tokenizer, text, raw, before, request.shown_tools)
-        if parsed.unparsed is not None:
-            what = "has a tool call that cannot be read, which stays text"
-            self.engine.warn(f"{interaction.id} {what}: {parsed.unparsed!r}", kind=what)
-        if parsed.left_out.strip():
-            what = "has words after a tool call, which are left out"
-            self.engine.warn(f"{interaction.id} {what}: {parsed.left_out.strip()!r}", kind=what)
-        if interaction.finish_reason == "length":
-            self.engine.warn(f"{interaction.id} was cut short after {len(interaction.output_ids)} tokens")
+        parsed = self._parsed(text, interaction.output_ids)
+        self._warn_of_losses(interaction, parsed)
+        cut_short = interaction.finish_reason == "length"
         calls = [
             ToolCall.of(interaction.id, number, name, arguments)
             for number, (name, arguments) in enumerate(parsed.calls)
@@ -160,13 +145,35 @@ class Generation:
             content=parsed.content,
             reasoning=parsed.reasoning,
             tool_calls=calls,
-            finish_reason="tool_calls" if calls else "length" if interaction.finish_reason == "length" else "stop",
+            finish_reason="tool_calls" if calls else "length" if cut_short else "stop",
             reasoning_tokens=self.turns.count(parsed.reasoning) if parsed.reasoning else 0,
             stop_string=stop_string,
-            tokens=self._tokens(interaction, parsed) if request.logprobs is not None else (),
+            tokens=self._tokens(interaction, parsed) if self.request.logprobs is not None else (),
         )
         interaction.details["reply"] = message_of(reply)
         return reply
+
+    def _parsed(self, text: str, output_ids: list[int]) -> Parsed:
+        """Split the reply's text, which has no special tokens and no stop string."""
+        request, prompt = self.request, self.prompt
+        if request.text is not None:
+            return Parsed(content=text, begins=0)
+        # The schema of a response format may leave no room for a thought.
+        no_thought = request.response_format is not None and THINK_CLOSES not in text
+        before = "" if no_thought else prompt.before
+        raw = prompt.begin + self._decode(output_ids)
+        return parse_output(self.engine.tokenizer, text, raw, before, request.shown_tools)
+
+    def _warn_of_losses(self, interaction: Interaction, parsed: Parsed) -> None:
+        """Warn if a part of the output is missing or is not in the place that the model meant."""
+        if parsed.unparsed is not None:
+            what = "has a tool call that cannot be read, which stays text"
+            self.engine.warn(f"{interaction.id} {what}: {parsed.unparsed!r}", kind=what)
+        if parsed.left_out.strip():
+            what = "has words after a tool call, which are left out"
+            self.engine.warn(f"{interaction.id} {what}: {parsed.left_out.strip()!r}", kind=what)
+        if interaction.finish_reason == "length":
+            self.engine.warn(f"{interaction.id} was cut short after {len(interaction.output_ids)} tokens")
 
     def _tokens(self, interaction: Interaction, parsed: Parsed) -> list[Token]:
         """Return the tokens that make up the content."""

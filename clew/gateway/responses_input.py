@@ -91,8 +91,8 @@ Items = Annotated[list[Item], Field(min_length=1), BeforeValidator(_as_items)]
 def messages_of(items: Sequence[Item], images: dict[str, bytes]) -> list[Message]:
     """Return the messages that the items stand for, and add their images to `images`.
 
-    Items of the assistant that follow one another become one message per reply. A reply has its reasoning first, then
-    one text, then its calls. So reasoning or a second text begins a new message.
+    Consecutive items of the assistant become one message for each reply. A reply has its reasoning first, then one
+    text, then its calls. So reasoning, or a second text, begins a new message.
     """
     messages: list[Message] = []
     names: dict[str, str] = {}
@@ -112,8 +112,8 @@ def messages_of(items: Sequence[Item], images: dict[str, bytes]) -> list[Message
             reply = None
         else:
             begins = isinstance(item, _Reasoning) or (isinstance(item, _Message) and reply and reply["content"])
-            if reply is None or (begins and reply != _SILENT):
-                messages.append(reply := dict(_SILENT))
+            if reply is None or (begins and reply != _EMPTY_REPLY):
+                messages.append(reply := dict(_EMPTY_REPLY))
             if isinstance(item, _Message):
                 reply["content"] = content_of([part.shown for part in item.content], images)
             elif isinstance(item, _FunctionCall):
@@ -125,18 +125,18 @@ def messages_of(items: Sequence[Item], images: dict[str, bytes]) -> list[Message
     return messages
 
 
-_SILENT: Message = {"role": "assistant", "content": ""}  # a message to which no item has been added yet
+_EMPTY_REPLY: Message = {"role": "assistant", "content": ""}
 
 
 def _reasoning_of(item: _Reasoning) -> str:
-    """Return the text of reasoning from its content, or else from encrypted_content, or else from its summary."""
+    """Return the text of a reasoning item: its content, else its decoded encrypted_content, else its summary."""
     if item.content or not item.encrypted_content:
         return "".join(thought.text for thought in item.content or item.summary)
     try:
         return base64.b64decode(item.encrypted_content, validate=True).decode()
     except ValueError:
         message = (
-            f"Cannot read input: the encrypted_content of reasoning {item.id!r} is not from here. Send the item as the "
-            f"response had it."
+            f"Cannot read input: the encrypted_content of reasoning {item.id!r} is not from this server. Send the item "
+            f"back as it was in the response."
         )
         raise Refusal(400, message, param="input") from None

@@ -35,6 +35,7 @@ from clew.gateway.conversation_difference import Difference, excerpt, first_diff
 from clew.gateway.dialect import Message, ModelRequest, Refusal, Reply, message_of
 from clew.gateway.images import image_names
 from clew.models.vision import ImageExpander
+from clew.printing import common_length
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,15 +45,15 @@ _WORDS: list[Message] = [{"role": "assistant", "content": word} for word in ("cl
 """Two messages whose words end in different characters. The end that their renderings share is therefore what the
 template writes after the words."""
 
-
 _GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 """Tags that templates put around the model's words. Transformers understands them, plain Jinja does not."""
 
-LOOKED_AT = 16
-"""Number of characters, per token of the context, that are tokenized to see whether a long prompt can fit at all."""
+CHECKED_CHARACTERS = 16
+"""Number of characters per token of the context. Of a longer prompt, only a beginning of this length is tokenized to
+see whether it can fit."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Turn:
     """A request that was answered."""
 
@@ -102,7 +103,7 @@ class Branch:
     kind: str
     """Kind of the branch; only a few warnings of one kind are shown."""
     message: int | None
-    """Number of the first message of the request that differs, from 1; None if none does."""
+    """Number of the first message of the request that differs, from 1; None if no message differs."""
     why: str
     tokens: int
     """Number of tokens of the conversation that are processed again in training."""
@@ -140,10 +141,10 @@ class Turns:
         self._turns.append(turn)
 
     def find(self, id: str) -> Turn:
-        """Return the turn with the reply of that ID.
+        """Return the turn whose reply has this ID.
 
         Raises:
-            Refusal: There is none.
+            Refusal: No reply has it.
         """
         for turn in self._turns:
             if turn.reply.id == id:
@@ -186,32 +187,10 @@ class Turns:
         return Prompt(input_ids=self._encode(rendered), rendered=rendered, follows=rewritten, begin=begin)
 
     def branch(self, turn: Turn) -> Branch | None:
-        """Return how a turn differs from the conversation that it should have continued; None if it is no branch.
-
-        A request should continue a conversation if it has a reply of the model among its messages, or another message
-        in the place of one. A request with neither (from a sub-agent, say) is a conversation of its own, not a branch.
-        The same request made again, for another answer, is no branch either.
-        """
-        extended = turn.follows if turn.extends else None
-        begin = 0
-        if extended is not None:  # only turns added after it can continue it
-            begin = next(place for place, other in enumerate(self._turns) if other is extended) + 1
-        others = [
-            other for other in self._turns[begin:] if other.request is not turn.request and other.request.text is None
-        ]
-        again = any(other.rendered == turn.rendered for other in others)
-        if turn.request.text is not None or again or not others:
-            return None
+        """Return how a turn differs from the conversation that it should have continued; None if it is no branch."""
         sent = [key_of(message) for message in turn.request.messages]
-        if extended is not None:
-            tail = set(sent[len(extended.keys) :])
-            others = [other for other in others if other.comes_after(extended) or other.keys[-1] in tail]
-        else:
-            known = {key for other in others for key in other.keys}
-            new = (place for place, key in enumerate(sent) if key not in known)
-            reworded = next((place for place in new if turn.request.messages[place]["role"] == "assistant"), 0)
-            others = [other for other in others if _goes_on_from(sent, reworded, other)]
-        if not others:
+        candidates = self._should_continue(turn, sent)
+        if not candidates:
             return None
         counts = Counter(sent)
 
@@ -219,41 +198,68 @@ class Turns:
             """Return the number of messages in common, and whether the request begins with all of the other's."""
             return sum((counts & Counter(other.keys)).values()), sent[: len(other.keys)] == other.keys
 
-        best = max(reversed(others), key=alike)
+        best = max(reversed(candidates), key=alike)  # the newest, if several are equally alike
         difference = first_difference(best.conversation, turn.request.messages)
         kind, why = (difference.kind, difference.what) if difference is not None else _why_rewritten(turn, best)
         tokens = self._processed_again(turn, best, sent, difference)
         message = difference.index + 1 if difference is not None else None
         return Branch(of=best, kind=kind, message=message, why=why, tokens=tokens)
 
+    def _should_continue(self, turn: Turn, sent: Sequence[str]) -> list[Turn]:
+        """Return the turns that a turn should have continued, besides the one that it extends. `sent` are its keys.
+
+        A request should continue a turn if the turn's reply is among its messages, or another message is in the place
+        of the reply. A request with neither (from a sub-agent, say) is a conversation of its own. A request that was
+        made before, and is made again for another answer, continues nothing either.
+        """
+        if turn.request.text is not None:
+            return []
+        extended = turn.follows if turn.extends else None
+        begin = 0 if extended is None else self._turns.index(extended) + 1  # only later turns can continue it
+        others = [
+            other for other in self._turns[begin:] if other.request is not turn.request and other.request.text is None
+        ]
+        if any(other.rendered == turn.rendered for other in others):
+            return []
+        if extended is not None:
+            tail = set(sent[len(extended.keys) :])
+            return [other for other in others if other.comes_after(extended) or other.keys[-1] in tail]
+        recorded = {key for other in others for key in other.keys}
+        new = (place for place, key in enumerate(sent) if key not in recorded)
+        reworded = next((place for place in new if turn.request.messages[place]["role"] == "assistant"), 0)
+        return [other for other in others if _goes_on_from(sent, reworded, other)]
+
     def _processed_again(self, turn: Turn, best: Turn, sent: Sequence[str], difference: Difference | None) -> int:
-        """Return how many of a turn's prompt tokens repeat the recorded conversation, exactly or in another form."""
+        """Return how many of a turn's prompt tokens repeat the recorded conversation, exactly or in another form.
+
+        Only tokens after the last repeated message are new.
+        """
         input_ids = turn.reply.interaction.input_ids
-        both = zip(input_ids, best.all_ids, strict=False)
-        same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], both)) if turn.extends else 0
+        same = common_length(input_ids, best.all_ids) if turn.extends else 0
         recorded = set(best.keys)
         last = max((place for place, key in enumerate(sent) if key in recorded), default=0)
         if difference is not None and turn.request.messages[difference.index]["role"] == "assistant":
-            last = max(last, difference.index)
-        if turn.request.messages[last]["role"] == "assistant":
-            tail = self._after_words(turn.request, last)
-        else:
-            until = self._render_or_none(turn.request, turn.request.messages[: last + 1])
-            tail = turn.rendered.removeprefix(until) if until and turn.rendered.startswith(until) else None
+            last = max(last, difference.index)  # a reworded reply
+        tail = self._after_message(turn, last)
         new = len(self._encode(tail)) if tail and turn.rendered.endswith(tail) else 0
         return max(same, len(input_ids) - new)
 
-    def _render_or_none(self, request: ModelRequest, messages: Sequence[Message]) -> str | None:
+    def _after_message(self, turn: Turn, place: int) -> str | None:
+        """Return the rendered text after the request's message at `place`; None if the template does not show it."""
+        request = turn.request
+        if request.messages[place]["role"] == "assistant":
+            return self._after_words(request, place)
         try:
-            return self._render(request, messages, generation=False)
+            until = self._render(request, request.messages[: place + 1], generation=False)
         except Refusal:
             return None
+        return turn.rendered[len(until) :] if until and turn.rendered.startswith(until) else None
 
     def _refuse_what_never_fits(self, text: str, param: str) -> None:
         """Refuse a text whose beginning (the only part tokenized) has more than twice as many tokens as the context."""
-        if self._context is None or len(text) <= LOOKED_AT * self._context:
+        if self._context is None or len(text) <= CHECKED_CHARACTERS * self._context:
             return
-        beginning = text[: LOOKED_AT * self._context]
+        beginning = text[: CHECKED_CHARACTERS * self._context]
         if len(tokens := self._encode(beginning)) > 2 * self._context:
             raise Refusal(
                 400,
@@ -264,7 +270,7 @@ class Turns:
             )
 
     def _tail_ids(self, request: ModelRequest, rendered: str, turn: Turn) -> list[int] | None:
-        """Return the tokens that follow the turn's own; None if the rendered text does not contain that turn."""
+        """Return the tokens that follow the turn's own; None if the rendered text does not continue that turn."""
         if not rendered.startswith(turn.rendered):
             return None
         last_id = turn.all_ids[-1]

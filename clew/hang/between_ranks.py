@@ -12,7 +12,7 @@ from math import prod
 from pathlib import PurePath
 
 from clew.hang.activity import DISTRIBUTED, LENGTH, LOOP_COUNTER, WORKS, Activity
-from clew.hang.collective_calls import behind, other_numbers, parting
+from clew.hang.collective_calls import behind, different_counts, first_different_call
 from clew.hang.equal_stacks import ranges
 from clew.hang.observed import Frame
 from clew.hang.roles import joins_as
@@ -209,10 +209,10 @@ def same_everywhere(ranks: list[Actor]) -> Verdict:
     if found := _other_roots(ranks) or _other_shapes(ranks):
         return found
     came = f"{_together(ranks)}, but they came there by different calls."
-    if parted := parting(ranks):
+    if parted := first_different_call(ranks):
         odd, why_odd = parted
         return verdict_about("collective mismatch", odd, f"{came} {why_odd}", ranks, structural=True)
-    if parted := other_numbers(ranks):  # RAS counts what hosts have launched, which may be ahead of a slow network
+    if parted := different_counts(ranks):  # RAS counts what hosts have launched, which may be ahead of a slow network
         odd, why_odd = parted
         late = behind(ranks)
         if late and late[0] == odd and all(a.activity.cleanup in ("finally", "except", WITHOUT_RAISE) for a in ranks):
@@ -488,7 +488,7 @@ def _different_collectives(sink: Sink) -> Verdict:
     culprits = sink.culprits
     why = f"The ranks are in different collectives, which can never meet. {sink.says}"
     odd = _deviating(culprits)
-    parted = parting(culprits) or other_numbers(culprits)
+    parted = first_different_call(culprits) or different_counts(culprits)
     left = _left_a_loop(culprits, sink.sources)
     if found := left or (None if parted else _received_less(odd, sink)):
         odd, said = found

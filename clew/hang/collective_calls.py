@@ -15,53 +15,57 @@ from clew.hang.verdict import Actor
 RAS = "Collectives launched, as NCCL's RAS counts them, in communicator"
 
 
-def parting(ranks: Sequence[Actor]) -> tuple[list[Actor], str] | None:
-    """Return the ranks that left the common path of calls, and a sentence that says at which call.
+def first_different_call(ranks: Sequence[Actor]) -> tuple[list[Actor], str] | None:
+    """Return the ranks that first made another call than the majority, and a sentence that names the call.
 
-    Ranks may run on for long after that: gloo pairs calls by their number and size in bytes alone.
+    Ranks may run on for long after that call: gloo pairs calls only by their number and size in bytes.
 
     Returns:
-        None if the calls on record are the same. All ranks if that call has no majority.
+        None if the calls on record are the same. All ranks if there is no majority.
     """
     for group in _pending_groups(ranks):
         calls = {a.pid: {c.number: c for c in a.process.calls if c.group == group} for a in ranks}
         for number in sorted(set.intersection(*(set(each) for each in calls.values()))):
-            said = {pid: _operation(each[number]) for pid, each in calls.items()}
-            common, count = Counter(said.values()).most_common(1)[0]
-            if count < len(ranks):
-                odd = [a for a in ranks if said[a.pid] != common] if count > len(ranks) / 2 else list(ranks)
-                return odd, f"They parted at call {number} of group {group}: {_by_value(ranks, said)}."
+            operations = {pid: _operation(each[number]) for pid, each in calls.items()}
+            odd = _unlike_most(ranks, operations)
+            if odd:
+                return odd, f"They parted at call {number} of group {group}: {_by_value(ranks, operations)}."
     return None
 
 
-def other_numbers(ranks: Sequence[Actor]) -> tuple[list[Actor], str] | None:
-    """Return the ranks whose counts of launched collectives in an NCCL communicator differ from most, and words.
+def different_counts(ranks: Sequence[Actor]) -> tuple[list[Actor], str] | None:
+    """Return the ranks that launched other numbers of collectives in an NCCL communicator than most, and a sentence.
 
     If several communicators differ, return the ranks that are behind.
     """
     unequal = _unequal(ranks)
     if len(unequal) != 1:
         return behind(ranks)
-    members, counts, told = unequal[0]
-    common, count = Counter(counts.values()).most_common(1)[0]
-    return [a for a in members if counts[a.pid] != common] if count > len(members) / 2 else members, f"{told}."
+    members, counts, text = unequal[0]
+    return _unlike_most(members, counts), f"{text}."
+
+
+def _unlike_most(ranks: Sequence[Actor], values: Mapping[int, object]) -> list[Actor]:
+    """Return the ranks whose value, by pid, differs from that of the majority; all if there is no majority."""
+    common, count = Counter(values.values()).most_common(1)[0]
+    return [a for a in ranks if values[a.pid] != common] if count > len(ranks) / 2 else list(ranks)
 
 
 def behind(ranks: Sequence[Actor]) -> tuple[list[Actor], str] | None:
-    """Return the ranks that have launched fewer collectives in a communicator of NCCL, and words; None if none has.
+    """Return the ranks that launched fewer collectives in an NCCL communicator, and a sentence; None if no rank did.
 
     A rank that has launched more of one collective and fewer of another is not behind: it took another path. One that
     is ahead in another communicator waits there, so another rank is the cause.
     """
     late, waiting, words = list[Actor](), set[int](), list[str]()
-    for members, counts, told in _unequal(ranks):
+    for members, counts, text in _unequal(ranks):
         furthest = max(counts.values(), key=lambda each: sum(number for _, number in each))
         slower = [a for a in members if counts[a.pid] != furthest]
         if any(n > dict(furthest).get(op, 0) for a in slower for op, n in counts[a.pid]):
             return None
         late += slower
         waiting |= {a.pid for a in members if a not in slower}
-        words.append(f"{told}.")
+        words.append(f"{text}.")
     blamed = [a for a in ranks if a in late and a.pid not in waiting]
     return (blamed, " ".join(words)) if blamed else None
 
@@ -79,8 +83,8 @@ def _unequal(ranks: Sequence[Actor]) -> list[tuple[list[Actor], dict[int, tuple[
         counts = {a.pid: each.counts for a, each in inside}
         if len(inside) == inside[0][1].size and len(set(counts.values())) > 1:
             members = [a for a, _ in inside]
-            said = {pid: ", ".join(f"{n} {op}" for op, n in each if n) or "none" for pid, each in counts.items()}
-            found.append((members, counts, f"{RAS} {name}: {_by_value(members, said)}"))
+            texts = {pid: ", ".join(f"{n} {op}" for op, n in each if n) or "none" for pid, each in counts.items()}
+            found.append((members, counts, f"{RAS} {name}: {_by_value(members, texts)}"))
     return found
 
 
@@ -89,10 +93,10 @@ def record_lines(ranks: Sequence[Actor]) -> tuple[str, ...]:
     lines = []
     for group in _pending_groups(ranks):
         newest = {a.pid: next((c for c in reversed(a.process.calls) if c.group == group), None) for a in ranks}
-        said = {pid: _newest_call(call) for pid, call in newest.items()}
-        told = _by_value([a for a in ranks if a.process.calls], said)
-        lines.append(f"torch's flight record of group {group}: {told}")
-    lines += [told for _, _, told in _unequal(ranks)]
+        calls = {pid: _newest_call(call) for pid, call in newest.items()}
+        text = _by_value([a for a in ranks if a.process.calls], calls)
+        lines.append(f"torch's flight record of group {group}: {text}")
+    lines += [text for _, _, text in _unequal(ranks)]
     return tuple(lines)
 
 
@@ -110,6 +114,6 @@ def _operation(call: Call) -> str:
     return f"{call.op} of {sizes}" if (sizes := call.sizes[1:-1]) else call.op
 
 
-def _by_value(ranks: Sequence[Actor], said: Mapping[int, str]) -> str:
-    """Return texts, each after the ranks that share it."""
-    return by_value((a.rank, said[a.pid]) for a in ranks if a.rank is not None)
+def _by_value(ranks: Sequence[Actor], texts: Mapping[int, str]) -> str:
+    """Return the texts of the ranks, by pid, as one. Each text comes once, after the ranks that share it."""
+    return by_value((a.rank, texts[a.pid]) for a in ranks if a.rank is not None)

@@ -11,7 +11,7 @@ from pathlib import PurePath
 
 from clew.hang.activity import DISTRIBUTED, Activity, line_of
 from clew.hang.between_ranks import with_callers
-from clew.hang.collective_calls import behind, other_numbers, parting
+from clew.hang.collective_calls import behind, different_counts, first_different_call
 from clew.hang.ended import dead, done, joined_too_early, lost_task, outlived, pipe_kept_open
 from clew.hang.filters import never_holds, rejecting, starved
 from clew.hang.locks import left_locked, lock_holders, locked_crosswise, locked_file, locked_outside
@@ -316,7 +316,7 @@ def device(sink: Sink) -> Verdict | None:
     if late and all(a.activity.kind == "device" and a.activity.site not in there for a in late):
         why = f"{late[0].says}, and the others wait for it in NCCL. {told}"
         return sink.blame("missing rank", late, why, cause="device", confidence="medium")
-    if parted := parting(inside) or other_numbers(inside):
+    if parted := first_different_call(inside) or different_counts(inside):
         why = f"The ranks wait for their GPUs, which wait for one another in NCCL. {parted[1]}"
         return sink.blame("collective mismatch", parted[0], why, cause="device", confidence="medium")
     why = f"{waiting[0].says}. Its kernels have not ended: one of them may never end, or take longer than was watched."

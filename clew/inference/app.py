@@ -61,8 +61,8 @@ class Application:
 
         Args:
             model_path: Folder or hub name of the model that the engine serves.
-            beside: Application that answers everything that is not part of SGLang's interface.
-            weights_below: Folders that weights may be loaded from; folders inside them are allowed, too.
+            beside: Application that answers all requests outside SGLang's interface.
+            weights_below: Folders that weights may be loaded from, with the folders inside them.
         """
         self.engine = engine
         self._weights_below = [folder.resolve() for folder in weights_below]
@@ -70,7 +70,7 @@ class Application:
         self.model_path = str(folder.resolve()) if folder.is_dir() else model_path
         self.ready = False
         self.updating = asyncio.Lock()
-        """Lock that each weight update holds, so that `clew serve` does not load what the trainer has just loaded."""
+        """Lock that each weight update holds, so that `clew serve` does not load the trainer's weights once more."""
         administration = _Administration(self)
         routes = administration.routes()
         self._admin = Starlette(routes=routes, exception_handlers={EngineError: administration.refused})
@@ -137,7 +137,7 @@ class Application:
             await respond(send, content["error"]["code"], content)
 
     def _refusal(self, error: BaseException) -> dict[str, Any]:
-        """Return an error as JSON; its code says whether to submit the request again, to this server or another."""
+        """Return an error as JSON. From its code, clients see whether to send the request again."""
         code = 500 if isinstance(error, FaultyAnswer) else 400
         if isinstance(error, EngineUnreachable) or self.engine.failure is not None:  # not the request's fault
             code = 503
@@ -213,8 +213,8 @@ class Application:
                 output.append(token)
                 logprobs.append(logprob)
                 # The token that ends the completion is sent only in the last event. If it came earlier and the last
-                # event were lost, a client would submit the request again, and continue after its end. Whether a
-                # token completes a stop string is known only when the next token comes.
+                # event were lost, a client would submit the request again, and continue after its end. A token is
+                # known not to complete a stop string only when the next token comes.
                 ready = len(output) - bool(request.params.stop)
                 if token in ends or not ready:
                     return
@@ -400,7 +400,8 @@ class _Administration:
             sent = TypeAdapter(Broadcast).validate_python(content)
         except ValidationError as error:
             raise EngineError(wrong_field(error.errors()[0])) from None
-        return await self._changed(sent.version, lambda: self._engine.receive_weights(sent))
+        message = f"version {sent.version} is received"
+        return await self._update(message, lambda: self._engine.receive_weights(sent))
 
     async def update_weights_from_disk(self, request: Request) -> Response:
         ref = weight_ref(await _read(request), self._engine.core.version + 1)
@@ -409,21 +410,21 @@ class _Administration:
             self._application.refuse_foreign_weights(ref.path)
             return await self._engine.load_weights(ref)
 
-        return await self._changed(ref.version, load)
+        return await self._update(f"version {ref.version} is loaded", load)
 
-    async def _changed(self, version: int, change: Callable[[], Awaitable[Timings]]) -> Response:
+    async def _update(self, message: str, change: Callable[[], Awaitable[Timings]]) -> Response:
+        """Make a change to the weights, and answer with `message`, or with the error of a refused change."""
         try:
             async with self._application.updating:
                 seconds = await change()
         except asyncio.CancelledError:
             raise EngineUnreachable("", "the server is ending, and did not load the weights") from None
-        except EngineUnreachable:  # the engine died or froze meanwhile; it loads the newest weights before it serves
+        except EngineUnreachable:  # the engine died or froze; before it serves again, it loads the newest weights
             raise
         except EngineError as error:
             if self._engine.failure is not None:
                 raise
             return _json({"success": False, "message": str(error), "num_paused_requests": 0}, 400)
-        message = f"version {version} is loaded"
         serves = {"weight_version": str(self._engine.core.version), "clew": seconds}
         return _json({"success": True, "message": message, "num_paused_requests": 0, **serves})
 

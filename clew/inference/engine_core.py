@@ -77,7 +77,7 @@ class Core(ServedModel):
         return 0
 
     def _drop_cache(self) -> None:
-        """Free the memory of the cache while nothing runs; it is taken again as requests need it."""
+        """Free the memory of the cache while nothing runs. It is allocated again when requests need it."""
 
     # The interface ---------------------------------------------------------------------------------------------------
 
@@ -112,7 +112,7 @@ class Core(ServedModel):
         return self._abort_running(which) + never_ran
 
     def abort_waiting(self, which: AbortTarget = None) -> list[Finished]:
-        """Abort like `abort`, but only requests in the queue."""
+        """Abort only requests that are still in the queue; otherwise like `abort`."""
         waiting = [request for request in self.waiting if matches(request, which)]
         self.waiting = deque(request for request in self.waiting if not matches(request, which))
         return [
@@ -130,22 +130,23 @@ class Core(ServedModel):
     def load_weights(
         self, ref: WeightRef, clock: UpdateTimer | None = None, weights: Callable[[], Iterator[Named]] | None = None
     ) -> None:
-        """Load weights in place and score the probe; `clock` times it. The caller has aborted what was in flight.
+        """Load weights in place and score the probe. The caller has aborted all running requests.
 
-        The weights are checked before a live weight is touched. If a file breaks or the probe differs, the old weights
-        are put back, so that a failed load changes nothing. During the load, a copy of the model's weights is kept in
-        main memory.
+        The weights are checked before the model's own are changed. If a file is damaged or the probe differs, the old
+        weights are restored, so that a failed load changes nothing. During the load, a copy of the model's weights is
+        kept in main memory.
 
         Args:
+            clock: Measures how long each part takes.
             weights: Result of `weights_of`, if it was called already: for a broadcast, it takes a long time.
 
         Raises:
             EngineError: The weights are refused, and the old ones are still served. Any other error means that the old
-                ones could not be put back, and `broken` says so.
+                ones could not be restored; `broken` then says so.
         """
         clock, weights = clock or UpdateTimer(), weights or weights_of(self.model, ref, self.pending_weights)
-        self.abort()  # what a failed step may have left; what was in flight has been aborted by the caller
-        before, backup = self.broken, {}
+        self.abort()  # a failed step may have left requests
+        broken_before, backup = self.broken, {}
         try:
             with clock("load"):
                 backup = backed_up(self.model)
@@ -153,10 +154,10 @@ class Core(ServedModel):
             with clock("verify"):
                 self._check_probe(ref)
         except Exception as error:  # the device may be out of memory, for example
-            # Not set during the load itself: requests that come meanwhile wait for it, and must not be refused.
+            # Not set during the load itself: requests that arrive then wait for its end, and must not be refused.
             self.broken = f"loading version {ref.version} from {ref.path} did not finish"
             restore(self.model, backup)
-            self.broken = before
+            self.broken = broken_before
             if isinstance(error, EngineError):
                 raise
             raise EngineError(f"Cannot load version {ref.version} from {ref.path}: {described(error)}.") from error
@@ -170,8 +171,8 @@ class Core(ServedModel):
             raise EngineError(
                 f"Cannot load version {ref.version} from {ref.path}: the engine gives the probe the logprob "
                 f"{logprob:.6f}, the trainer gave it {ref.probe_logprob:.6f} (tolerance {self.probe_tolerance:g}, "
-                f"{self.dtype_name}). They do not hold the same weights, or do not "
-                f"compute the same model. The server continues with the weights from before."
+                f"{self.dtype_name}). Their weights differ, or they compute the model differently. The server "
+                f"continues with the weights from before."
             )
 
     # Completions -----------------------------------------------------------------------------------------------------
@@ -184,7 +185,7 @@ class Core(ServedModel):
         matched: int | str | None = None,
         masks: list[Tensor] | None = None,
     ) -> Completion:
-        """Return a completion and count its tokens. A load aborts all requests, so the current weights made it."""
+        """Return a completion and count its tokens. All are by the current weights, as a load aborts all requests."""
         self.generated_tokens += len(output_ids)
         return Completion(
             output_ids=output_ids,

@@ -1,11 +1,15 @@
-"""SGLang's native HTTP shapes: what a client may ask of `/generate`, and what it gets back.
+"""Requests to `/generate` and its responses, in SGLang's format.
 
-Clew's additions are in one field, `clew`, which SGLang ignores: ``continues`` (see SamplingParams), ``exact_stop``
-(stop_token_ids replace the model's end tokens instead of adding to them), ``text: false`` (leave out the text),
-``deltas`` (each event of a stream has only the new tokens; otherwise, as with SGLang, it has all tokens so far) and
-``sampling_mask`` (if top_p, top_k or min_p cut tokens off, the logprobs are renormalised over the tokens that are left,
-and meta_info.clew.sampling_mask has their IDs). meta_info.clew also says which vLLM or SGLang server
-sampled which tokens.
+Clew's additions to a request are in one field, `clew`, which SGLang ignores:
+
+- ``continues``: see SamplingParams
+- ``exact_stop``: stop_token_ids replace the model's end tokens instead of adding to them
+- ``text``: false leaves out the text
+- ``deltas``: each event of a stream has only the new tokens; otherwise, as with SGLang, all tokens so far
+- ``sampling_mask``: if top_p, top_k or min_p cut tokens off, the logprobs are renormalised over the tokens that are
+  left, and meta_info.clew.sampling_mask has their IDs
+
+meta_info.clew also says which vLLM or SGLang server sampled which tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ NEUTRAL = {"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 
 """Fields of sampling_params that clients send with the value that changes nothing; no other value is accepted."""
 
 MAX_SEQUENCES = 4096
-"""Maximum number of sequences that one call may ask for: its prompts, times their n."""
+"""Maximum number of sequences that one call may ask for: the sum of n over its prompts."""
 
 LARGEST = 2**64
 """Largest absolute value of a number in a request; seeds have 64 bits."""
@@ -113,7 +117,7 @@ def _shown(value: Any) -> str:
 
 
 def _rids(given: Any, count: int) -> list[str]:
-    """Return the ID of each prompt's request; "" for prompts that have none. One ID may stand for all prompts."""
+    """Return the ID of each prompt's request; "" if the client gave none. A single ID counts for all prompts."""
     if isinstance(given, str | None):
         return [given or ""] * count
     if not isinstance(given, list) or len(given) != count or not all(isinstance(rid, str | None) for rid in given):
@@ -131,7 +135,7 @@ def _flag(fields: dict[str, Any], name: str, default: bool = False) -> bool:
 
 
 def _number(fields: dict[str, Any], name: str, default: float, kind: str = "number") -> float:
-    """Return a finite number as it is (a float cannot hold every seed); the default if it is missing or null."""
+    """Return a finite number, unconverted because a float cannot hold every seed; the default if missing or null."""
     value = fields.get(name)
     if value is None:
         return default
@@ -271,7 +275,7 @@ def answer(rid: str, request: GenerateRequest, completion: Completion, *, text: 
 
 
 def version_spans(versions: list[int]) -> list[dict[str, Any]]:
-    """Return the runs of equal versions: [{"version": "7", "start": 0, "end": 12}, ...]."""
+    """Return the stretches of tokens with equal versions: [{"version": "7", "start": 0, "end": 12}, ...]."""
     spans: list[dict[str, Any]] = []
     start = 0
     for version, run in itertools.groupby(versions):

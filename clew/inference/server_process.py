@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from clew.errors import EngineError
-from clew.inference import server_watch
+from clew.inference import run_server
 from clew.inference.backend import Launch
 from clew.processes import how_it_ended, written_since
 
@@ -43,17 +43,17 @@ class ServerProcess:
             )
         with log.open("ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-S", server_watch.__file__, str(os.getpid())],
+                [sys.executable, "-P", "-S", run_server.__file__, str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**os.environ, **launch.environment, server_watch.COMMAND_VARIABLE: json.dumps(launch.command)},
+                env={**os.environ, **launch.environment, run_server.COMMAND_VARIABLE: json.dumps(launch.command)},
             )
 
     @property
     def pid(self) -> int:
-        """Return the pid of the server's parent (`server_watch`), which leads the group of all its processes."""
+        """Return the pid of the server's parent (`run_server`), which leads the group of all its processes."""
         return self._process.pid
 
     def ended(self) -> str | None:

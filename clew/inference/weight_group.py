@@ -4,10 +4,10 @@
 
     rank 0 of the trainer ──► gloo or NCCL ──► workers of vLLM and SGLang
 
-The group is formed as SGLang's /init_weights_update_group forms it: separate from the default group of each process. A
-process need not have a default group. Torch has no public function for that.
+The group is formed as SGLang's /init_weights_update_group forms it: separate from the default group of each process,
+which a process need not have. Torch has no public function for that.
 
-vLLM's workers load this file, too. Besides Clew's own files, it imports only torch.
+vLLM's workers load this file, too, so it imports only torch and other files of Clew.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.distributed import distributed_c10d as c10d
 from clew.record.broadcast import Broadcast
 
 PATIENCE = datetime.timedelta(seconds=30)
-"""Time within which every member must join the group, and take part in sending each tensor."""
+"""Time limit for all members to join the group, and for sending each tensor."""
 
 
 class MemberLost(RuntimeError):
@@ -33,22 +33,22 @@ class MemberLost(RuntimeError):
 
 
 @contextmanager
-def _plainly() -> Iterator[None]:
+def _as_member_lost() -> Iterator[None]:
     """Raise torch's errors as MemberLost, without their C++ locations and advice."""
     try:
         yield
     except RuntimeError as error:
-        said = str(error).strip().partition("\n")[0].rpartition("] ")[2] or str(error)
-        raise MemberLost(said.partition(". This is typically")[0]) from error
+        message = str(error).strip().partition("\n")[0].rpartition("] ")[2] or str(error)
+        raise MemberLost(message.partition(". This is typically")[0]) from error
 
 
 def meeting_point(host: str, port: int, size: int, *, leads: bool = False) -> Any:
     """Return the store at which `size` members meet.
 
-    Rank 0 (`leads`) serves it, on all network interfaces, whatever `host` is; with port 0, on any free port.
+    Rank 0 (`leads`) serves it on all network interfaces, whatever `host` is. Port 0 stands for any free port.
     """
     store: Any = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
-    with _plainly():
+    with _as_member_lost():
         return store(host, port, size, is_master=leads, wait_for_workers=False, timeout=PATIENCE)
 
 
@@ -59,25 +59,25 @@ class Group:
         """Join the group; return when every member has joined.
 
         Raises:
-            MemberLost: One did not join in time.
+            MemberLost: A member did not join in time.
         """
         named: Any = dist.PrefixStore(name, store)  # pyright: ignore[reportPrivateImportUsage]
-        with _plainly():
+        with _as_member_lost():
             make: Any = c10d._new_process_group_helper
             made = make(size, rank, [], backend, named, group_name=name, timeout=PATIENCE)
         self._group: dist.ProcessGroup = made[0]
-        # destroy_process_group deletes this entry, which otherwise only new_group makes.
+        # destroy_process_group deletes this entry, so it must exist. Usually new_group makes it.
         c10d._world.pg_group_ranks[self._group] = {each: each for each in range(size)}
 
     def broadcast(self, tensor: Tensor) -> None:
         """Send a tensor from rank 0 to the others, or receive it into `tensor`. Raises MemberLost if one is lost."""
         options = dist.BroadcastOptions()  # pyright: ignore[reportPrivateImportUsage]
         options.rootRank = options.rootTensor = 0
-        with _plainly():
+        with _as_member_lost():
             self._group.broadcast([tensor], options).wait()
 
     def close(self) -> None:
-        """Leave the group. Whoever still waits for this member then fails."""
+        """Leave the group. Members that still wait for this one get an error."""
         dist.destroy_process_group(self._group)
         del self._group  # gloo closes its connections with the last reference
 
@@ -99,7 +99,7 @@ def joined(sent: Broadcast, worker: int) -> Iterator[Group]:
 
 
 def receive_buckets(sent: Broadcast, group: Group, device: torch.device) -> Iterator[dict[str, Tensor]]:
-    """Yield the tensors of each bucket by name, as they come."""
+    """Yield the tensors of each bucket by name, as soon as they have arrived."""
     for bucket in sent.by_bucket():
         tensors = {
             name: torch.empty(shape, dtype=getattr(torch, dtype), device=device)

@@ -17,7 +17,7 @@ Synchronous training is asynchronous training with a permitted lag of 0. Resumin
 
 consumes  batches of groups, one per step
 produces  committed steps, published versions, checkpoints
-waits     for a batch and for evaluations (rollout unblocks both), and for servers to load weights (the servers do)
+waits     for a batch and for evaluations (rollout ends both waits), and for the servers to load weights
 
 Every rank of the trainer runs it. Only rank 0 talks to rollout and inference, and commits; the others follow it from
 one batch to the next.
@@ -47,7 +47,7 @@ def train(
     """Train from the newest checkpoint, where `engine` is, until `until` steps are committed.
 
     Args:
-        on_step: Called on rank 0 with each step that is committed here.
+        on_step: Called on rank 0 after each new step is committed.
 
     Raises:
         TrainingError: A recorded step differs when it is trained again, or a new step fails.
@@ -59,7 +59,7 @@ def train(
     while True:
         version = engine.version  # also the number of the next step
         with clock("evaluation"):
-            around.wait_for_evaluation(version - 1)  # one version is evaluated before the next is published
+            around.wait_for_evaluation(version - 1)  # a version is evaluated before the next one is published
         with clock("publish"):
             around.publish(engine)
             around.evaluate_here(engine)
@@ -100,19 +100,19 @@ def train_again(config: Config, run: RunDirectory, engine: TrainEngine, around: 
     """
     if engine.version >= run.steps.count():
         return
-    because = ""
+    reason = ""
     for done in replay(run, engine, run.steps.count() - 1):
         if done.differences:
             raise TrainingError(
                 f"step {done.step}, trained again from the record, differs: {done.differences[0]}. Nothing was "
                 f"published or overwritten. Either {run.steps.data_path(done.step)} or a checkpoint was altered, or "
-                f"the code of the training changed since: put it back, or start another trial=NAME."
+                f"the training code has changed since: restore it, or start another trial=NAME."
             )
-        if engine.ranks.leads and done.because != because:
-            because = done.because
-            log.warning("step %d: compared %s, not bit for bit: %s", done.step, done.tolerance, because)
+        if engine.ranks.leads and done.because != reason:
+            reason = done.because
+            log.warning("step %d: compared %s, not bit for bit: %s", done.step, done.tolerance, reason)
         around.check()
-    engine.configure(config.training, config.algorithm)  # `replay` used what the steps were recorded with
+    engine.configure(config.training, config.algorithm)  # `replay` used the configuration of the recorded steps
     engine.config = config
 
 

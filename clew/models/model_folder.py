@@ -1,4 +1,4 @@
-"""Model folders: what they hold and lack, and what they name. A hub name stands for a folder, too."""
+"""Checks of model folders before a model is loaded. The hub's name of a model can stand in place of a folder."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def config_of(path: str) -> Any:
         return None
     try:
         return AutoConfig.from_pretrained(expanded(path), trust_remote_code=False)
-    except Exception:  # of many types, for a broken config.json; loading the model will report it
+    except Exception:  # a broken config.json raises errors of many types; loading the model will report it
         return None
 
 
 def is_named(path: str, token: str | None) -> bool:
-    """Return whether a folder names this token somewhere; true for a hub name."""
+    """Return whether a tokenizer's file in a folder names this token; true for a hub name."""
     path = expanded(path)
     # For some architectures, transformers adds special tokens that no folder names and that have no embedding.
     if token is None or not Path(path).is_dir():
@@ -66,7 +66,7 @@ def check_folder(path: str, needed: str, what: str, remedy: str, field: str = "m
         if steps:
             raise ModelError(
                 f"Cannot load a model: there is no checkpoint {path}; there are {', '.join(steps)}. Older ones are "
-                f"removed (checkpoint.keep), the first and the best stay."
+                f"removed (checkpoint.keep), except for the first and the best."
             )
         raise ModelError(
             f"Cannot load a model: there is no folder {path}. {field} takes a folder written by save_pretrained, or a "
@@ -96,14 +96,12 @@ def _check_on_hub(name: str, field: str) -> None:
         if isinstance(try_to_load_from_cache(name, needed), str):
             return
         get_hf_file_metadata(hf_hub_url(name, needed), timeout=HUB_S)
-    except Exception as error:  # of many types: of the name, of the hub, of the HTTP library
+    except Exception as error:  # a wrong name, the hub and the HTTP library raise errors of many types
         import torch  # noqa: F401  # no model can be used without it: if it is missing, that is the error to show
 
         status = getattr(getattr(error, "response", None), "status_code", None) or 404
-        answered = (
-            isinstance(error, (HfHubHTTPError, ValueError)) and status < 429
-        )  # otherwise it is overloaded or down
-        why = "the hub has no such model that you may read" if answered else "the hub cannot be reached"
+        refused = isinstance(error, (HfHubHTTPError, ValueError)) and status < 429  # from 429: overloaded or down
+        why = "the hub has no such model that you may read" if refused else "the hub cannot be reached"
         raise ModelError(
             f"Cannot load a model: there is no folder {name} ({field}) here, it is not in the hub's cache on this "
             f"machine, and {why} ({first_line(error)[:-1]}). Check the name, or name a folder."

@@ -1,4 +1,4 @@
-"""One episode: runs the workflow, and turns what it did into rows of the record, even when it fails."""
+"""Runs one episode of a workflow, and makes rows of the record of it, even if it fails."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ async def run_episode(
     """Run the workflow on its own copy of `data` and record what it did.
 
     Anything that the user's code raises, even SystemExit, makes the episode a failed one. A ConfigError is passed on,
-    because no further episode would fare better.
+    because all other episodes would fail in the same way.
 
     Args:
         admitted_version: Version of the weights when the group was admitted.
@@ -152,7 +152,7 @@ def _failed(episode_id: str, error: str, engine: EpisodeEngine, columns: dict[st
         reward=math.nan,
         finish_reason="error",
         error=error,
-        # No sequence holds the tokens of a failed episode, and `clew agent replay` answers with them.
+        # `clew agent replay` answers with these tokens, and a failed episode has no sequence that holds them.
         interactions=[
             {**each.record_entry(), "tokens": {name: getattr(each, name) for name in TOKENS}}
             for each in engine.interactions

@@ -43,8 +43,8 @@ def pass_interval(rates: SequenceABC[float], n_samples: int) -> tuple[float, flo
     """Return the 95 % confidence interval of the mean of the prompts' pass rates, each in [0, 1]; None for no prompt.
 
     It is Wilson's score interval (1927), which stays within [0, 1] and has a width even if all prompts pass. Its number
-    of trials is the number of independent trials whose mean would have the same variance. It is one per prompt if each
-    prompt always passes or always fails, and n_samples per prompt, the maximum, if a prompt's samples are independent.
+    of trials is the number of independent trials whose mean would have the same variance: one per prompt if each prompt
+    always passes or always fails, and n_samples (the maximum) per prompt if a prompt's samples are independent.
     """
     if not rates:
         return None
@@ -66,8 +66,8 @@ def summarize(
 ) -> dict[str, Any]:
     """Return the summary of an evaluation. Failed episodes are counted in `failed` and nowhere else.
 
-    It has pass@k for k = 1, 2, 4, ... up to n_samples, each over the prompts of which at least k episodes did not fail.
-    `intervals` has the 95 % confidence interval of each and of the mean reward, by name.
+    The summary has pass@k for k = 1, 2, 4, ... up to n_samples, each over the prompts with at least k episodes that did
+    not fail. `intervals` has the 95 % confidence interval of each pass@k and of the mean reward, by name.
     """
     scored = [[episode for episode in episodes if episode.error is None] for episodes in prompts]
     flat = [episode for episodes in scored for episode in episodes]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -32,7 +33,7 @@ async def run_rows(
     temperature: float,
     done: Callable[[], None] = lambda: None,
 ) -> list[list[Episode]]:
-    """Run the configured workflow or agent on each row, all episodes side by side. Return the episodes of each row.
+    """Run the configured workflow or agent on each row. Return the episodes of each row.
 
     Args:
         load: Loads the engine. It is called after the user's code is loaded, and the engine is closed at the end.
@@ -54,20 +55,22 @@ async def run_rows(
         tokenizer, vision = load_tokenizer(config.model.path), load_vision(config.model.path)
         engine = load()
         shared = resources(config, engine, tokenizer, reward, vision=vision).at_temperature(temperature)
-        admitted_at = time.time()
+        # With more episodes at a time, their time limits would count the wait for the engine.
+        admitted_at, slots = time.time(), asyncio.Semaphore(config.inference.max_running)
 
         async def run(place: int, number: int) -> Episode:
             group_id = name(place)
-            episode = await run_episode(
-                workflow,
-                shared,
-                episode_id=f"{group_id}.e{number}",
-                group_id=group_id,
-                data=rows[place],
-                admitted_version=0,
-                admitted_at=admitted_at,
-                timeout_s=config.rollout.episode_timeout_s,
-            )
+            async with slots:
+                episode = await run_episode(
+                    workflow,
+                    shared,
+                    episode_id=f"{group_id}.e{number}",
+                    group_id=group_id,
+                    data=rows[place],
+                    admitted_version=0,
+                    admitted_at=admitted_at,
+                    timeout_s=config.rollout.episode_timeout_s,
+                )
             done()
             return episode
 
@@ -80,7 +83,7 @@ async def run_rows(
             await agent.close()
         if isinstance(reward, RewardPool):
             reward.close()
-        if engine is not None:  # on the loop that its requests came from
+        if engine is not None:  # close it on the loop that its requests came from
             await (engine.close() if gateway is None else gateway.call(engine.close()))
         if gateway is not None:
             gateway.stop()

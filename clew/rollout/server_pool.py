@@ -38,7 +38,7 @@ AVOID_S = 0.25
 """Seconds for which a server is avoided after it could not be reached, or gave a faulty answer. Each further failure
 doubles them, up to 8."""
 
-PLACES = 65536
+MAX_PLACES = 65536
 """Maximum number of episodes whose server is remembered."""
 
 SENT_AGAIN = "a request failed, and may be tried again, on another server if there is one: %s"
@@ -69,7 +69,7 @@ class ServerPool(HTTPEngine):
         self._frozen_s = frozen_s
         self._watches: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._avoided: dict[tuple[str, int], tuple[float, float]] = {}
-        """Avoided servers, by address and pid: monotonic time until which each is avoided; half of its next period."""
+        """Avoided servers, by address and pid: monotonic time until which each is avoided, and its next period."""
 
     async def generate(self, request: GenerateRequest) -> Completion:
         _episode.set(request.id.rpartition(".")[0])
@@ -93,11 +93,7 @@ class ServerPool(HTTPEngine):
         task = asyncio.current_task()
         assert task is not None
         self._busy[key].add(task)
-        if key not in self._watches:
-            for former in self._watches.keys() - self._frozen:
-                if former[0] == server.address:  # that process is gone, and the new one answers at its address
-                    self._watches[former].cancel()
-            self._watches[key] = asyncio.create_task(self._keep_watch(server))
+        self._watch(server)
         try:
             # The wait covers the whole generation if the server answers in one piece: it sends nothing before the end.
             with waiting(f"an answer of {server.name} ({server.address})", unblocks="the inference engine"):
@@ -114,15 +110,25 @@ class ServerPool(HTTPEngine):
             log.warning(SENT_AGAIN, gone)
             raise gone from None
         except (EngineUnreachable, FaultyAnswer) as error:
-            until, before = self._avoided.get(key, (0.0, AVOID_S / 2))
-            is_news = time.monotonic() >= until  # otherwise another request has just found out the same
+            until, period_s = self._avoided.get(key, (0.0, AVOID_S))
+            is_news = time.monotonic() >= until  # otherwise another request has failed there just before
             if is_news:
-                self._avoided[key] = time.monotonic() + 2 * before, min(2 * before, 4.0)
+                self._avoided[key] = time.monotonic() + period_s, min(2 * period_s, 8.0)
             if is_news or isinstance(error, FaultyAnswer):
                 log.warning(SENT_AGAIN, error)
             raise
         finally:
             self._busy[key].discard(task)
+
+    def _watch(self, server: Server) -> None:
+        """Start to watch whether a server is frozen, unless that has begun."""
+        key = (server.address, server.pid)
+        if key in self._watches:
+            return
+        for former in self._watches.keys() - self._frozen:
+            if former[0] == server.address:  # that process is gone, and the new one answers at its address
+                self._watches[former].cancel()
+        self._watches[key] = asyncio.create_task(self._keep_watch(server))
 
     async def _keep_watch(self, server: Server) -> None:
         """End the requests at a server when it is frozen, and leave it out until it answers again."""
@@ -162,7 +168,7 @@ class ServerPool(HTTPEngine):
         if episode:
             self._places[episode] = server.address
             self._places.move_to_end(episode)
-            if len(self._places) > PLACES:
+            if len(self._places) > MAX_PLACES:
                 self._places.popitem(last=False)
         return server
 

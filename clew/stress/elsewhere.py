@@ -1,4 +1,4 @@
-"""A few episodes in other processes, with another PYTHONHASHSEED, compared with the same episodes in this one.
+"""Runs a few episodes again in other processes, with another PYTHONHASHSEED, and compares the results.
 
 Results differ there if they depend on the order of a set, on `hash()`, or on what earlier episodes left in the process.
 
@@ -48,7 +48,7 @@ class Source:
 
 @dataclass(kw_only=True)
 class Elsewhere:
-    """Results of the other processes: `tried` has the episodes of each, and their requests."""
+    """Results of the other processes: `tried` has the episodes of each that ran, and their requests."""
 
     tried: list[tuple[Sequence[Episode], list[Request]]] = field(default_factory=list)
     why_not: str = ""
@@ -129,7 +129,7 @@ async def _run_child(
     try:
         results = json.loads(answer)
     except ValueError:
-        return (complaint or ["it said nothing"])[-1]
+        return (complaint or ["it printed nothing"])[-1]
     for episode in episodes:
         episode.reward, episode.error, episode.at = results[episode.id]
     return ""
@@ -138,23 +138,24 @@ async def _run_child(
 def judge_elsewhere(
     crowd: Wave, elsewhere: Elsewhere, origins: Origins, sources: Sources
 ) -> tuple[list[Verdict], list[str]]:
-    """Return a verdict if episodes fail or give other results than in the crowd, and a note if this is not judged."""
+    """Return a verdict if episodes fail or differ from those in the crowd, and a note if a process could not run."""
+    notes = []
     if elsewhere.why_not:
-        return [], [
+        notes.append(
             f"whether another process gives the same results: the agent could not be run in one ({elsewhere.why_not}). "
             f"Training starts it in processes of its own, so it must be importable by its name, with its arguments."
-        ]
+        )
     failed = [episode for episodes, _ in elsewhere.tried for episode in episodes if episode.error is not None]
     count = sum(len(episodes) for episodes, _ in elsewhere.tried)
     if failed:
         evidence = [f"{episode.id}: {episode.error}" for episode in failed[:3]]
         what = f"{len(failed)} of {count} episodes fail in another process, and not here"
-        return [Verdict(kind="fails", what=what, where=failed[0].at, evidence=evidence)], []
+        return [Verdict(kind="fails", what=what, where=failed[0].at, evidence=evidence)], notes
     differences = []
     for episodes, requests in elsewhere.tried:
         differences += repeat.differences(crowd.behaviour, repeat.behaviour_by_episode(episodes, requests))
     if not differences:
-        return [], []
+        return [], notes
     used = sources.lines_with_sets()
     drawn = [place for place, _ in origins.drawn.most_common(1)]
     advice = ["look for the clock, for chance, for the environment and for what earlier episodes left behind"]
@@ -166,14 +167,14 @@ def judge_elsewhere(
     what = f"{len(differences)} of {count} episodes differ in another process, with another PYTHONHASHSEED"
     where = next(iter(used + drawn), crowd.asked_at(differences[0][0]))
     evidence = [f"{episode}: {difference}" for episode, difference in differences[:4]] + advice
-    return [Verdict(kind="differs", what=what, where=where, evidence=evidence)], []
+    return [Verdict(kind="differs", what=what, where=where, evidence=evidence)], notes
 
 
 def also_elsewhere(crossing: Crossing, crowd: Wave, elsewhere: Elsewhere) -> bool:
-    """Return whether the asker uses this text even in a process in which its owner had not run before.
+    """Return whether the asker uses the owner's text even in a process in which the owner had not run before it.
 
-    Such text is an example, or the output of a tool, and no sign of a fault. The result is also True if this could not
-    be tested, because no process ran the asker, or the owner ran there first.
+    Then the text comes from elsewhere, such as an example or the output of a tool, and is no sign of a fault. The
+    result is also True if this could not be tested, because no process ran the asker, or the owner ran there first.
     """
     rows = {episode.id: row_of(episode.data) for episode in crowd.episodes}
     for episodes, requests in elsewhere.tried:

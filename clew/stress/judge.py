@@ -188,25 +188,25 @@ def _refusals(refused: Sequence[str]) -> str:
 
 def _differing(warm: Wave, alone: Wave, crowd: Wave, again: Wave, origins: Origins) -> list[Verdict]:
     """Return a verdict if an episode's results depend on chance, or on other episodes that run before or beside it."""
-    by_chance_alone = repeat.differences(warm.behaviour, alone.behaviour)
-    by_chance, among = repeat.differences(crowd.behaviour, again.behaviour), crowd
-    if not by_chance:
-        by_chance, among = by_chance_alone, warm
-    if by_chance:
-        repeats_alone = warm.behaviour and not by_chance_alone
-        hint = ["alone, an episode repeats: look at what they share"] if repeats_alone else []
-        drawn = [] if repeats_alone else [place for place, _ in origins.drawn.most_common(3)]
-        if drawn:
-            hint.append(f"chance or the clock is asked at {', '.join(drawn)}: seed a random.Random with the row")
-        what = f"{len(by_chance)} of {len(among.episodes)} episodes differ when run again: same seeds, same answers"
-        where = drawn[0] if drawn else crowd.asked_at(by_chance[0][0])
-        evidence = [f"{episode}: {what}" for episode, what in by_chance[:4]] + hint
+    differ_alone = repeat.differences(warm.behaviour, alone.behaviour)
+    differ_in_crowd = repeat.differences(crowd.behaviour, again.behaviour)
+    differ, wave = (differ_in_crowd, crowd) if differ_in_crowd else (differ_alone, warm)
+    if differ:
+        drawn = [place for place, _ in origins.drawn.most_common(3)]
+        hint = []
+        if warm.behaviour and not differ_alone:
+            drawn, hint = [], ["alone, an episode repeats: look at what they share"]
+        elif drawn:
+            hint = [f"random numbers or the clock are read at {', '.join(drawn)}: seed a random.Random with the row"]
+        what = f"{len(differ)} of {len(wave.episodes)} episodes differ when run again with the same seeds and answers"
+        where = drawn[0] if drawn else crowd.asked_at(differ[0][0])
+        evidence = [f"{episode}: {difference}" for episode, difference in differ[:4]] + hint
         return [Verdict(kind="differs", what=what, where=where, evidence=evidence)]
     by_company = repeat.differences(alone.behaviour, crowd.behaviour)[:4]
     if not by_company:
         return []
     what = "an episode does something else when others run before or beside it"
-    evidence = [f"{episode}, alone and in a crowd: {what}" for episode, what in by_company]
+    evidence = [f"{episode}, alone and in a crowd: {difference}" for episode, difference in by_company]
     return [Verdict(kind="shared", what=what, where=crowd.asked_at(by_company[0][0]), evidence=evidence)]
 
 

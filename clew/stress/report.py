@@ -22,12 +22,12 @@ PARTS = ("episode", "model", "agent code", "tools", "reward", "blocked")
 """Parts of an episode's time:
 
 - episode: from start to end
-- model: at least one request is with the engine
+- model: the engine has at least one of its requests
 - agent code: computing, up to the model's last answer
 - tools: waiting for anything else, up to the model's last answer
 - reward: from the model's last answer to the end
-- blocked: another episode holds the event loop, although the model or perhaps a tool has answered. This time counts in
-  no other part.
+- blocked: the model, or perhaps a tool, has answered, but another episode holds the event loop. This time counts in no
+  other part.
 """
 
 
@@ -58,14 +58,14 @@ class WaveReport:
     requests_at_once: int
     """Largest number of requests to the model at the same time."""
     episodes_at_once: float
-    """Number of episodes that effectively progress at once: throughput times the seconds of an episode alone.
+    """Effective number of episodes that progress at once: throughput times the seconds of an episode alone.
 
-    It is 1 when episodes run one after another although all have started, and also when no time alone is known.
+    It is 1 if the episodes run one after another, even if all have started. It is also 1 if no episode ran alone.
     """
     latency: dict[str, dict[str, float]]
     """Seconds of the episodes that did not fail, by PARTS: their percentiles p50, p90 and p99."""
     curve: list[tuple[float, int]]
-    """Pairs of (seconds since the start, requests with the engine)."""
+    """Pairs of (seconds since the start, number of requests that the engine has)."""
     cpu_share: float
     """Processor seconds of this process per second."""
 
@@ -109,7 +109,7 @@ class Report:
         return asdict(self) | {"outcome": self.outcome}
 
 
-def parts(episode: Episode, requests: Sequence[Request], holds: Sequence[Interval]) -> dict[str, float]:
+def seconds_of_parts(episode: Episode, requests: Sequence[Request], holds: Sequence[Interval]) -> dict[str, float]:
     """Return the seconds of each part of an episode, by PARTS.
 
     Args:
@@ -141,7 +141,7 @@ def wave_report(wave: Wave, alone_s: float | None) -> WaveReport:
     episodes, requests = wave.episodes, wave.requests
     began = min(episode.started for episode in episodes)
     divided = [
-        parts(
+        seconds_of_parts(
             episode,
             [request for request in requests if request.episode == episode.id],
             [hold for other in episodes if other is not episode for hold in other.holds],
@@ -170,7 +170,7 @@ def wave_report(wave: Wave, alone_s: float | None) -> WaveReport:
 def failures(episodes: Iterable[Episode]) -> list[Failure]:
     """Return the failures by cause, most common first.
 
-    Errors at one line count as one failure if their first lines differ only in words that contain digits, such as IDs.
+    Errors of the same line of code have one cause if their messages' first lines differ only in words with digits.
     """
     kinds: dict[tuple[str, str], list[Episode]] = {}
     for episode in episodes:

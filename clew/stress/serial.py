@@ -21,10 +21,10 @@ LOOK_AT = 64
 """Maximum number of episodes, drawn at random, in each look."""
 
 SCALES = 0.6
-"""Minimum share of the ideal gain in throughput. Ideally, a crowd that is k times as wide gets k times as much done."""
+"""Minimum share of the ideal gain in throughput. Ideally, k times the width gives k times the throughput."""
 
 STRETCH = 1.3
-"""Factor above which an episode in the crowd takes longer than in a narrower wave."""
+"""Factor above which an episode counts as longer in the crowd than in a narrower wave."""
 
 LASTS = 1.5
 """Multiple of an episode's time alone above which a crowd takes too long. Without a bottleneck, it takes no longer than
@@ -37,7 +37,7 @@ MODELS = 0.5
 """Share of the additional time above which the model explains it."""
 
 BUSY = 0.5
-"""Busy share of the time above which a place where episodes wait is only suspected: the processor may be the cause."""
+"""Share of the time in which the processor is busy, above which a place where episodes wait is only suspected."""
 
 MODELS_PLACE = 0.5
 """Share of the time at a place during which the model has a request, above which episodes wait for the model there."""
@@ -61,7 +61,7 @@ class Crowd:
     busy_s: float
     """Seconds in which something that episodes may wait for was computing or waiting for a processor. See `busy.py`."""
     at_model: Collection[Place] = ()
-    """Places where episodes wait for the model. The cause of slowness there is the model or Clew's gateway."""
+    """Places where episodes wait for the model. If they wait long there, the model or Clew's gateway is the cause."""
     took: Mapping[str, float] = field(default_factory=dict)
     """Seconds of each episode, by ID."""
     blocked_s: float = 0.0
@@ -83,7 +83,7 @@ class Crowd:
 
 
 def slows(narrow: Crowd, wide: Crowd) -> bool:
-    """Return whether throughput stops growing between two widths, for whatever reason."""
+    """Return whether throughput stops growing between two widths, for any reason."""
     return wide.width > narrow.width and wide.throughput / narrow.throughput < SCALES * wide.width / narrow.width
 
 
@@ -93,12 +93,12 @@ def saturates(alone: Crowd, narrow: Crowd, wide: Crowd) -> bool:
     The time in which either is the case is left out. The episodes that ran in both must also take longer in the wider
     crowd, because some episodes of a crowd may simply be long by themselves.
     """
-    asked = wide.width / narrow.width
+    widened = wide.width / narrow.width
     gained = (wide.episodes / wide.idle_s) / (narrow.episodes / narrow.idle_s)
     both = wide.took.keys() & narrow.took.keys()
     stretch = sum(wide.took[each] for each in both) / sum(narrow.took[each] for each in both) if both else 0.0
     alone_s = alone.idle_s / alone.episodes
-    return asked > 1 and gained < SCALES * asked and wide.idle_s > LASTS * alone_s and stretch > STRETCH
+    return widened > 1 and gained < SCALES * widened and wide.idle_s > LASTS * alone_s and stretch > STRETCH
 
 
 def by_model(alone: Crowd, wide: Crowd) -> bool:
@@ -135,14 +135,14 @@ def verdict(alone: Crowd, narrow: Crowd, wide: Crowd) -> Verdict | None:
     longer = wide.waits[place] - alone.waits.get(place, 0.0)
     return Verdict(
         kind="serial",
-        what=f"episodes wait for one another: throughput stops at {wide.throughput:.3g} episodes a second, however "
-        f"many run",
+        what=f"episodes wait for one another: throughput stops at {wide.throughput:.3g} episodes a second, even "
+        f"if more run at once",
         where=str(place),
         evidence=[
             *(f"{c.width} at once: {c.throughput:.3g} episodes a second" for c in (alone, narrow, wide)),
             f"at {wide.width} at once an episode takes {wide.mean_s:.2f} s, alone {alone.mean_s:.2f} s; "
             f"{longer:.2f} s more are spent waiting here",
-            f"{wide.throughput * alone.mean_s:.1f} episodes make progress at a time, of the {wide.width} asked for",
+            f"of {wide.width} episodes at once, {wide.throughput * alone.mean_s:.1f} make progress",
             f"nothing was computed for {1 - wide.busy_share:.0%} of the time",
             "look for a lock, a semaphore, a pool of connections or of threads that all episodes share",
         ],
@@ -164,7 +164,7 @@ class Waits(Watcher):
         self.model_s: defaultdict[Place, float] = defaultdict(float)
         """The part of `seconds` during which the model had a request of the episode."""
         self.asked_at: dict[str, Place] = {}
-        """Place where each episode was last seen to wait for the model; otherwise, the first place where it waited."""
+        """Place where each episode was last seen to wait for the model, or else the first place where it waited."""
 
     @property
     def at_model(self) -> set[Place]:
@@ -199,7 +199,7 @@ def waits_at(episode: Episode, code: Code) -> Place | None:
 
 
 def places_of(running: Collection[Episode], code: Code) -> list[str]:
-    """Return the place where each running episode waits now, as far as it is known."""
+    """Return the places where running episodes wait now. Episodes whose place is unknown are left out."""
     return [str(place) for episode in list(running) if (place := waits_at(episode, code)) is not None]
 
 

@@ -40,7 +40,6 @@ NO_SOURCES = Sources()
 
 _PLAIN = (str, int, float, bool, bytes, type(None))
 
-
 ChangeKind = Literal["set", "added", "removed", "changed"]
 """Kinds of change:
 
@@ -168,14 +167,14 @@ class State:
         held: dict[str, Any] = {}
         looked: set[int] = set()
         for name, values in self._roots:
-            self._look(name, values, held, 0, "", looked)
+            self._add_held(name, values, held, 0, "", looked)
         return held
 
-    def _look(self, name: str, value: Any, held: dict[str, Any], depth: int, top: str, looked: set[int]) -> None:
+    def _add_held(self, name: str, value: Any, held: dict[str, Any], depth: int, top: str, looked: set[int]) -> None:
         """Add to `held` what an object holds, and what the objects within it hold.
 
-        `top` is the attribute or global that contains the object, `depth` its depth below a root. Objects in `looked`
-        have been seen under another name.
+        `top` is the attribute or global that contains the object ("" if it is one itself), `depth` its depth below a
+        root. `looked` has the IDs of the objects that were added before, perhaps under another name.
         """
         if depth > DEPTH or id(value) in looked:
             return
@@ -190,17 +189,22 @@ class State:
             held[name] = (len(value), tuple(value)[-8:] if isinstance(value, deque) else tuple(value[-8:]))
         elif isinstance(value, set):
             held[name] = frozenset(map(id, list(value)))
-        elif depth == 0 or isinstance(value, dict) or self._is_users_object(value):
-            if isinstance(value, dict) and len(value) > MANY:
-                return
-            entries = dict(value if depth == 0 or isinstance(value, dict) else vars(value))
-            if depth == 0:
-                entries = {key: each for key, each in entries.items() if _is_data(key, each)}
+        elif (entries := self._entries(value, depth)) is not None:
             held[name] = entries
             for key, each in list(entries.items())[:WIDTH]:
                 if not isinstance(each, _PLAIN):
                     inner = f"{name}.{key}" if depth == 0 or not isinstance(value, dict) else f"{name}[{key!r}]"
-                    self._look(inner, each, held, depth + 1, top or inner, looked)
+                    self._add_held(inner, each, held, depth + 1, top or inner, looked)
+
+    def _entries(self, value: Any, depth: int) -> dict[Any, Any] | None:
+        """Return the entries of a root or a dictionary, or the attributes of an object; None if it is not examined."""
+        if isinstance(value, dict) and len(value) > MANY:
+            return None
+        if depth == 0:
+            return {key: each for key, each in dict(value).items() if _is_data(key, each)}
+        if isinstance(value, dict):
+            return dict(value)
+        return dict(vars(value)) if self._is_users_object(value) else None
 
     def _is_users_object(self, value: Any) -> bool:
         if isinstance(value, (type, ModuleType, FunctionType)) or not hasattr(value, "__dict__"):

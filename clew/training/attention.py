@@ -3,9 +3,9 @@
 It calls transformers' own attention (`sdpa`, or `eager` for architectures that have no other, such as Gemma 2) as if
 the rows were not packed.
 
-On CUDA, torch's kernel for rows of any length (`varlen_attn`, which is FlashAttention) takes packed rows as they lie,
-without padding. It supports only bfloat16 and float16 with plain causal attention. Other packed rows, such as those in
-float32 or longer than a sliding window, are computed in slots, as on the CPU.
+On CUDA, torch's kernel for rows of any length (`varlen_attn`, which is FlashAttention) takes packed rows without
+padding. It supports only bfloat16 and float16 with plain causal attention. Other packed rows, such as those in float32
+or longer than a sliding window, are spread over padded rows (see `Packed.spread`), as on the CPU.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from clew.training.packing import Packed
 
 NAMES = {"sdpa": "clew_sdpa", "eager": "clew_eager"}
-"""Name under which this module registers its version of each of transformers' attentions."""
+"""Names that this module registers with transformers, by the attention that each one wraps."""
 
 SHARED_KEYS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-"""Argument that tells `varlen_attn` that heads share keys; versions of torch without it detect this themselves."""
+"""Argument that tells `varlen_attn` that heads share keys. Versions of torch without this argument detect it."""
 
 _packed: ContextVar[Packed | None] = ContextVar("packed", default=None)
 
@@ -78,8 +78,8 @@ def attend(
     computes it for separate rows."""
     packed = _packed.get()
     if packed is None:
-        repeated = attention_mask is not None and attention_mask.numel() == 0  # `_mask` makes such only for packed rows
-        assert not repeated, "packed rows are recomputed outside their packing: pass context_fn=checkpoint_contexts"
+        made_for_packed = attention_mask is not None and attention_mask.numel() == 0  # see `_mask`
+        assert not made_for_packed, "packed rows are recomputed as padded ones: pass context_fn=checkpoint_contexts"
         return inner(module, query, key, value, attention_mask, **kwargs)[0], None
     assert attention_mask is not None, f"{type(module).__name__} attends without a mask"
     if inner is sdpa_attention_forward and not attention_mask.numel() and _kernel_takes(module, query, value, **kwargs):
@@ -104,9 +104,9 @@ def _attend_packed(query: Tensor, key: Tensor, value: Tensor, packed: Packed, sc
     query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
     shared = SHARED_KEYS if query.shape[1] != key.shape[1] else {}
     rows = (packed.limits_R1, packed.limits_R1, packed.longest, packed.longest)
-    found = varlen_attn(query, key, value, *rows, scale=scaling, window_size=(-1, 0), **shared)  # (-1, 0): causal
-    assert isinstance(found, Tensor)  # the log-sum-exps were not requested
-    return found[None]
+    output = varlen_attn(query, key, value, *rows, scale=scaling, window_size=(-1, 0), **shared)  # (-1, 0): causal
+    assert isinstance(output, Tensor)  # the log-sum-exps were not requested
+    return output[None]
 
 
 def _mask(plain: Callable[..., Tensor | None], *, attention_mask: Tensor | None, **kwargs: Any) -> Tensor | None:

@@ -176,7 +176,7 @@ class Policy:
             micro.temperatures_N,
             micro.packed,
             masks=micro.masks,
-            seen=micro.seen,
+            image_inputs=micro.image_inputs,
             entropy_gradient=entropy_gradient,
         )
 
@@ -228,12 +228,12 @@ class Policy:
         micro = MicroBatch.of(tokens, rows, self.device, pack=self.packs_rows(tokens))
         if tokens.images is None and self.vision is None:
             return micro
-        return replace(micro, seen=self._seen(tokens, rows, micro.input_ids_BT))
+        return replace(micro, image_inputs=self._image_inputs(tokens, rows, micro.input_ids_BT))
 
-    def _seen(self, tokens: Tokens, rows: list[int], input_ids_BT: Tensor) -> dict[str, Tensor]:
+    def _image_inputs(self, tokens: Tokens, rows: list[int], input_ids_BT: Tensor) -> dict[str, Tensor]:
         """Return the model's inputs for the images of these rows."""
         if self.vision is None:
-            assert tokens.images is not None  # else there is nothing to see
+            assert tokens.images is not None  # the caller has checked this
             shows = next(name for name, images in zip(tokens.ids, tokens.images, strict=True) if images)
             raise TrainingError(
                 f"Cannot train on {shows}: it shows images, and {self.config.model.path} takes none. Use a "

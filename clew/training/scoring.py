@@ -69,7 +69,7 @@ def score(
     packed: Packed | None = None,
     *,
     masks: Masks | None = None,
-    seen: Mapping[str, Tensor] | None = None,
+    image_inputs: Mapping[str, Tensor] | None = None,
     max_logits: int | None = None,
     entropy_gradient: bool = False,
 ) -> Scores:
@@ -88,13 +88,13 @@ def score(
         columns_N: At least 1, as nothing predicts the first token of a row.
         temperatures_N: Divisors of the logits, float32; None: all are 1.
         packed: Positions of the rows in input_ids_BT [1, P]; None: padded rows, one below the other.
-        masks: Tokens that each scored token was drawn from; None: all IDs. Logprobs are relative to these.
-        seen: Further inputs of the model for padded rows that show images.
+        masks: Tokens that each scored token was drawn from; None: all IDs. Probabilities are renormalised over these.
+        image_inputs: Further inputs of the model for padded rows that show images.
         max_logits: Maximum number of logits that are held; None: MAX_LOGITS.
         entropy_gradient: Whether the entropies get a gradient; this keeps one more [N, V] until the backward pass.
     """
     assert bool((columns_N > 0).all()), "the first token of a sequence cannot be trained on"
-    inputs = {**_inputs(input_ids_BT, packed), **(seen or {})}
+    inputs = {**_inputs(input_ids_BT, packed), **(image_inputs or {})}
     tokens_N = _tokens(input_ids_BT, rows_N, columns_N, packed)
     predictors_N = tokens_N - 1  # the shift by one
     targets_N = input_ids_BT.flatten()[tokens_N]
@@ -216,7 +216,7 @@ class _Recording(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor) and tree_any(lambda each: id(each) in self._traced, (args, kwargs)):
-            self._calls.append((func, args, kwargs or {}, result))  # keeps the result alive: no other gets its id
+            self._calls.append((func, args, kwargs or {}, result))  # keeps the result alive, so its id stays unique
             self._traced.add(id(result))
         return result
 

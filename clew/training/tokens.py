@@ -28,17 +28,17 @@ class Tokens:
     """Rows of tokens, S tokens in total. Anything aligned with tokens is an [S] array."""
 
     ids: list[str]
-    """Names of the rows."""
+    """IDs of the rows."""
     starts: np.ndarray
     """Bounds of the rows, [rows + 1] int64: row r has the tokens starts[r] to starts[r + 1]."""
     input_ids_S: np.ndarray
     """Token IDs, int32."""
     loss_mask_S: np.ndarray
-    """Mask of the tokens that are trained on, bool."""
+    """True for tokens that are trained on, bool."""
     temperatures_S: np.ndarray
     """Temperature of each token, float32."""
     mask_counts_S: np.ndarray | None = None
-    """Size of each token's sampling mask, int32; 0: no mask. None if no token has one."""
+    """Number of token IDs in each token's sampling mask, int32; 0: no mask. None if no token has a mask."""
     mask_ids: np.ndarray | None = None
     """Token IDs in all sampling masks, one mask after the other, int32."""
     images: SequenceABC[SequenceABC[str]] | None = None
@@ -108,7 +108,7 @@ class MicroBatch:
     """Position of each trained token in the batch's [S] arrays, int64."""
     masks: Masks | None = None
     """Sampling masks of the trained tokens; None: there are none."""
-    seen: Mapping[str, Tensor] = field(default_factory=dict)
+    image_inputs: Mapping[str, Tensor] = field(default_factory=dict)
     """Further inputs of the model for rows that show images: see `clew.models.vision.Vision.inputs`."""
 
     @classmethod

@@ -1,4 +1,4 @@
-"""`clew show RUN --prompt ROW`: one prompt over time, in each step that trained on it and wherever it was left out."""
+"""`clew show RUN --prompt ROW`: all groups of one prompt, those that were trained on and those that were left out."""
 
 from __future__ import annotations
 
@@ -40,15 +40,16 @@ class Attempt:
     lag: str
     """Mean and maximum lag of the generated tokens."""
     error: str | None
-    """Reason for which the group was left out."""
+    """Reason why the group was left out; None if it was trained on."""
 
 
 def show_prompt(console: Console, run: RunDirectory, wanted: str) -> None:
     """Print the groups of one prompt, sorted by ID. Raises RecordError if `wanted` fits no prompt, or several.
 
     Args:
-        wanted: The number of a row in the data file, counted from 0, or a text that the prompt contains. A number
-            without a row is searched for as text; one whose row has no group is compared with whole prompts.
+        wanted: The number of a row in the data file, counted from 0, or a text that the prompt contains. If there is no
+            row of this number, the number is searched for as text. If the row has no group, only a prompt that consists
+            of the number is found.
     """
     config = settings_of(run)
     content, attempts, of_row = _find_prompt(run, config, wanted)
@@ -85,8 +86,8 @@ def _find_prompt(run: RunDirectory, config: Mapping[str, Any], wanted: str) -> t
     """
     column = str(config.get("data.prompt", "prompt"))
 
-    def text_of(known: Mapping[str, Any]) -> str:
-        return prompt_text(known.get(column, known))
+    def text_of(data: Mapping[str, Any]) -> str:
+        return prompt_text(data.get(column, data))
 
     row, no_row = None, ""
     if wanted.isdecimal() and len(wanted) <= DIGITS:
@@ -94,14 +95,14 @@ def _find_prompt(run: RunDirectory, config: Mapping[str, Any], wanted: str) -> t
             row = _row_of_file(config, int(wanted))
         except RecordError as error:
             no_row = str(error)
-    if row is not None and (of_row := _gathered(run, lambda known: known == row)):
+    if row is not None and (of_row := _groups_by_row(run, lambda data: data == row)):
         return next(iter(of_row)), [attempt for attempts in of_row.values() for attempt in attempts], True
-    if row is not None:  # only whole prompts: a number is part of many
-        groups_by_row = _gathered(run, lambda known: text_of(known).strip() == wanted)
+    if row is not None:  # only whole prompts, because many prompts contain the number
+        groups_by_row = _groups_by_row(run, lambda data: text_of(data).strip() == wanted)
     else:
-        groups_by_row = _gathered(run, lambda known: wanted in text_of(known))
+        groups_by_row = _groups_by_row(run, lambda data: wanted in text_of(data))
     if not groups_by_row:
-        raise RecordError(f"{no_row} {_nothing(run, wanted, row, column)}".lstrip())
+        raise RecordError(f"{no_row} {_why_missing(run, wanted, row, column)}".lstrip())
     texts = {content: text_of(rows.parse_data(content)) for content in groups_by_row}
     exact = [content for content, text in texts.items() if text == wanted]
     meant = exact if len(exact) == 1 else [*texts]
@@ -127,7 +128,7 @@ def _row_of_file(config: Mapping[str, Any], place: int) -> dict[str, Any]:
     return found[place]
 
 
-def _gathered(run: RunDirectory, is_meant: Callable[[dict[str, Any]], bool]) -> dict[str, list[Attempt]]:
+def _groups_by_row(run: RunDirectory, is_meant: Callable[[dict[str, Any]], bool]) -> dict[str, list[Attempt]]:
     """Return the groups of each matching data row, by the row's text in the record.
 
     Files are read one after the other, so that memory does not grow with the run.
@@ -145,7 +146,7 @@ def _gathered(run: RunDirectory, is_meant: Callable[[dict[str, Any]], bool]) -> 
 def _in_table(
     path: Path, step: int | None, is_meant: Callable[[dict[str, Any]], bool]
 ) -> Iterator[tuple[str, Attempt]]:
-    """Yield the data row and the group for each group of a file whose data row matches. Only these are unpacked."""
+    """Yield the data row and the group for each group of a file whose data row matches. No other group is unpacked."""
     batch = rows.read_table(path).drop_columns("interactions")
     contents = batch.column("data").to_pylist()
     meant = {content for content in set(contents) if is_meant(rows.parse_data(content))}
@@ -169,7 +170,8 @@ def _in_table(
         yield contents[places[0]], attempt
 
 
-def _nothing(run: RunDirectory, wanted: str, row: Mapping[str, Any] | None, column: str) -> str:
+def _why_missing(run: RunDirectory, wanted: str, row: Mapping[str, Any] | None, column: str) -> str:
+    """Return the error for a prompt that was not found. `row` is the row of the data file with that number."""
     kept = sum(run.steps.has_data(entry["step"]) for entry in run.steps.index())
     where = f"{kept} steps that have their sequences on record, or in rejected/"
     if row is None:
@@ -179,6 +181,6 @@ def _nothing(run: RunDirectory, wanted: str, row: Mapping[str, Any] | None, colu
         )
     prompt = prompt_text(row.get(column, row))
     return (
-        f"{run.path} has no group of row {wanted} ({prompt[:80]!r}) in the {where}. Either its turn has not come, or "
-        f"the data file was changed since; a part of the prompt's text finds it, too."
+        f"{run.path} has no group of row {wanted} ({prompt[:80]!r}) in the {where}. Either the run has not reached it "
+        f"yet, or the data file has changed since: then search for a part of the prompt's text."
     )

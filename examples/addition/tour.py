@@ -59,7 +59,7 @@ def new_bug_in_the_reward(run: RunDirectory) -> None:
     text = run.config_path.read_text()
     run.config_path.write_text(text.replace("addition.reward.exact_match", "addition.tour.equal_length"))
     shown = clew("replay", str(run.path), "--reward", "--step", str(STEP))
-    assert "are not what examples.addition.tour.equal_length gives now" in shown
+    assert "differ from what examples.addition.tour.equal_length returns now" in shown
 
 
 def equal_length(completion: str, data: dict) -> float:

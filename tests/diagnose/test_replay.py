@@ -457,11 +457,11 @@ def test_a_reward_function_with_a_new_bug(run: RunDirectory, folder: Path, capsy
         *lines, last = capsys.readouterr().out.strip().splitlines()[1:]
         wrong = {row.episode_id for step in (0, 1) for row in run.steps.read_data(step) if disagrees(row)}
         assert wrong and {line.split(": recorded")[0].split(", ")[1] for line in lines} == wrong
-        assert f"{len(wrong)} episodes are not what planted_rewards.digits gives now" in last
+        assert f"{len(wrong)} episodes differ from what planted_rewards.digits returns now" in last
         now = digest_of_file(str(module))
         change_summary(run, 1, lambda said: said["code"].update({"rollout.reward": now}))
         assert not again(run, "1", reward=True)
-        assert "So they may depend on the time, on chance, on the environment," in capsys.readouterr().out
+        assert "So the rewards may depend on the time, on random numbers," in capsys.readouterr().out
         module.write_text(REWARD.replace("len(completion) / 100", "1 / 0"))
         shutil.rmtree(folder / "__pycache__", ignore_errors=True)
         assert not again(run, "1", reward=True)

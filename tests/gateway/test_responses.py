@@ -234,7 +234,7 @@ def test_what_goes_on_from_an_earlier_response_is_only_what_is_new():
             "required",
         ),
         ({"input": [{"role": "user"}]}, "input.0.content", "Field required"),
-        ({"input": [{"type": "reasoning", "id": "r", "encrypted_content": "?"}]}, "input", "is not from here"),
+        ({"input": [{"type": "reasoning", "id": "r", "encrypted_content": "?"}]}, "input", "is not from this server"),
         ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name", "Field required"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format", "'grammar' is not served here, only"),
         ({"tools": [{"type": "file_search"}]}, "tools.0", "'file_search' is not served here, only 'function'"),

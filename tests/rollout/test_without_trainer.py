@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import subprocess
@@ -12,11 +13,13 @@ import pytest
 import torch
 
 import clew
+from clew.inference.protocol import Completion, GenerateRequest
 from clew.loop.trainer_process import learn_from_record
 from clew.record.run import RunDirectory
+from clew.rollout.given_rows import run_rows
 from tests import forked
 from tests.models import tiny_model, tiny_tokenizer
-from tests.rollout.scripted import ROWS, config_for
+from tests.rollout.scripted import ROWS, Scripted, config_for
 
 
 @pytest.fixture
@@ -55,6 +58,28 @@ def test_a_failed_episode_is_in_the_batch_with_its_error(folder: Path) -> None:
         sampling={"max_new_tokens": 4},
     )
     assert not batch.rows and all("planted" in (row.error or "") for row in batch.failed)
+
+
+class OneAtATime(Scripted):
+    """Takes 0.2 s for each request, and makes the others wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.free = asyncio.Lock()
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        async with self.free:
+            await asyncio.sleep(0.2)
+            return await super().generate(request)
+
+    async def close(self) -> None: ...
+
+
+def test_the_time_limit_of_an_episode_does_not_count_its_wait_for_the_engine(folder: Path) -> None:
+    limits: dict[str, Any] = {"rollout": {"episode_timeout_s": 0.7, "reward": "tests.rollout.user_code.exact"}}
+    config = config_for(folder, inference={"max_running": 1}, **limits)
+    work = run_rows(config, ROWS[:5], OneAtATime, name=lambda place: f"g{place}", n_samples=1, temperature=1.0)
+    assert [episode.error for [episode] in asyncio.run(work)] == [None] * 5
 
 
 def write_config(folder: Path) -> Path:

@@ -27,6 +27,7 @@ from clew.inference.protocol import Completion, GenerateRequest, SamplingParams
 from clew.stress import growth, repeat, serial, shared, steps, watch
 from clew.stress.busy import sleeps_in_a_call
 from clew.stress.crossings import crossed_answers, crossed_rows
+from clew.stress.elsewhere import Elsewhere, judge_elsewhere
 from clew.stress.frames import Code, Place, is_clew, stack_of_coroutine, stack_of_thread
 from clew.stress.gateway import Noted
 from clew.stress.growth import Sample, grows
@@ -34,7 +35,7 @@ from clew.stress.judge import _held, judge
 from clew.stress.origins import Origins, Written, judge_written
 from clew.stress.process_state import ProcessState
 from clew.stress.repeat import Behaviour
-from clew.stress.report import Report, parts
+from clew.stress.report import Report, seconds_of_parts
 from clew.stress.requests import Request, Requests
 from clew.stress.serial import Crowd, Waits
 from clew.stress.shared import ObjectChange
@@ -494,24 +495,35 @@ def test_a_difference_is_the_agents_only_if_the_model_said_the_same() -> None:
     assert differs(rewarded) == ["the reward is 1.0, then 0.5"]
 
 
+def rewarded(**rewards: float) -> Wave:
+    """Return a wave whose episodes made the same request and got these rewards."""
+    return Wave(
+        name="",
+        width=len(rewards),
+        episodes=[Episode(id, {}, finished=1.0, reward=reward) for id, reward in rewards.items()],
+        requests=[request(id, "p", "x") for id in rewards],
+        seconds=1.0,
+        cpu_s=0.0,
+        busy_s=0.0,
+        waits=Waits(set(), Code(Holder()), set),
+        watched=watch.Watched(blocks=[], seconds=1.0),
+    )
+
+
+def test_what_one_process_showed_is_judged_although_the_other_could_not_be_run() -> None:
+    crowd, origins = rewarded(a=1.0, b=1.0), Origins(Code(Holder()))
+    ran = Elsewhere(tried=[([Episode("a", {}, reward=0.5)], [request("a", "p", "x")])], why_not="killed")
+    [differs], [note] = judge_elsewhere(crowd, ran, origins, Sources())
+    assert differs.what.startswith("1 of 1 episodes differ in another process") and "(killed)" in note
+    same = Elsewhere(tried=[([Episode("a", {}, reward=1.0)], [request("a", "p", "x")])], why_not="killed")
+    assert judge_elsewhere(crowd, same, origins, Sources()) == ([], [note])
+
+
 def test_episodes_that_differ_are_counted_among_those_that_were_compared() -> None:
     code = Code(Holder())
-
-    def wave(**rewards: float) -> Wave:
-        return Wave(
-            name="",
-            width=len(rewards),
-            episodes=[Episode(id, {}, finished=1.0, reward=reward) for id, reward in rewards.items()],
-            requests=[request(id, "p", "x") for id in rewards],
-            seconds=1.0,
-            cpu_s=0.0,
-            busy_s=0.0,
-            waits=Waits(set(), code, set),
-            watched=watch.Watched(blocks=[], seconds=1.0),
-        )
-
-    alone, crowd = wave(a=1.0), wave(a=1.0, b=1.0, c=1.0)
-    verdicts, _ = judge([wave(a=0.0), alone, crowd, crowd, crowd], [], Origins(code), shared.State(Holder(), code))
+    alone, crowd = rewarded(a=1.0), rewarded(a=1.0, b=1.0, c=1.0)
+    waves = [rewarded(a=0.0), alone, crowd, crowd, crowd]
+    verdicts, _ = judge(waves, [], Origins(code), shared.State(Holder(), code))
     assert not [each for each in verdicts if each.kind == "blocks"]
     [differs] = [each for each in verdicts if each.kind == "differs"]
     assert differs.what.startswith("1 of 1 episodes differ when")
@@ -663,10 +675,10 @@ def test_three_outcomes() -> None:
 def test_time_that_another_episode_holds_the_loop_is_no_reward() -> None:
     episode = Episode(id="a", data={}, started=10.0, finished=20.0, code_s=0.5)
     asked = [request("a", "", "", came=11, done=13), request("a", "", "", came=14, done=16)]
-    free = parts(episode, asked, [])
+    free = seconds_of_parts(episode, asked, [])
     assert free == {"episode": 10, "model": 4, "agent code": 0.5, "tools": 1.5, "reward": 4, "blocked": 0}
     holds = [(5.0, 10.5), (12.0, 13.5), (15.0, 18.0), (19.5, 30.0)]  # before, beside and after the model's answers
-    held = parts(episode, asked, holds)
+    held = seconds_of_parts(episode, asked, holds)
     assert held == {"episode": 10, "model": 4, "agent code": 0.5, "tools": 0.5, "reward": 1.5, "blocked": 3.5}
 
 

@@ -1,8 +1,7 @@
 """Program that runs an inference server, and kills it with all its child processes when Clew's process dies.
 
-The kernel alone could kill only the server itself together with Clew. Processes that the server has started, such as
-vLLM's engine, would live on and keep their memory. Python runs this file on its own, so it imports only the standard
-library.
+When Clew dies, the kernel could kill only the server itself. Processes that the server has started, such as vLLM's
+engine, would live on and keep their memory. Python runs this file as a script, so it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ import signal
 import sys
 
 COMMAND_VARIABLE = "CLEW_SERVER_COMMAND"
-"""Environment variable with the server's command, as JSON. In the arguments, it would make this process look like the
-server."""
+"""Environment variable with the server's command, as JSON. With the command among its arguments, this process would be
+mistaken for the server."""
 
 
 def _signal_when_parent_dies(number: int, parent: int) -> None:
-    """Have the kernel send this process a signal when its parent dies, on Linux; send it if the parent is dead."""
+    """Ask the kernel (on Linux) to send this process a signal when its parent dies; send it if the parent is dead."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG, see prctl(2)
     if os.getppid() != parent:
@@ -31,7 +30,7 @@ def main(parent: int, command: list[str]) -> int:
     """Run the server until it ends, and return its exit code. If a signal killed the server, die of the same signal.
 
     Args:
-        parent: Clew's process, which has made this process the leader of a group.
+        parent: Pid of Clew's process, which has made this process the leader of a process group.
         command: The server's program and its arguments.
     """
 
