@@ -36,7 +36,7 @@ LOOK_S = 0.2
 
 AVOID_S = 0.25
 """Seconds for which a server is avoided after it could not be reached, or gave a faulty answer. Each further failure
-doubles them, up to 8."""
+doubles them, up to 2."""
 
 MAX_PLACES = 65536
 """Maximum number of episodes whose server is remembered."""
@@ -113,7 +113,7 @@ class ServerPool(HTTPEngine):
             until, period_s = self._avoided.get(key, (0.0, AVOID_S))
             is_news = time.monotonic() >= until  # otherwise another request has failed there just before
             if is_news:
-                self._avoided[key] = time.monotonic() + period_s, min(2 * period_s, 8.0)
+                self._avoided[key] = time.monotonic() + period_s, min(2 * period_s, 2.0)
             if is_news or isinstance(error, FaultyAnswer):
                 log.warning(SENT_AGAIN, error)
             raise

@@ -276,6 +276,7 @@ def test_the_trainers_address_is_that_which_the_server_reaches() -> None:
     assert host_for("127.0.0.1:8000") == "127.0.0.1" == host_for("localhost:8000")
 
 
+@pytest.mark.slow
 def test_a_server_whose_name_is_gone_is_taken_out_and_the_others_are_updated(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
