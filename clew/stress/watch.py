@@ -167,8 +167,6 @@ class LoopWatch(Watcher):
             if place is not None and not self._asyncios(stack):
                 if not holds or holds[-1].task is not task:
                     holds.append(Hold(task, Counter()))
-                    # After a gap between two looks nobody knows how much of the time was another task's.
-                    computed = computed if now - seen < 4 * BEAT_S else cpu
                 hold = holds[-1]
                 hold.places[place] += 1
                 # Check the stack again: while this thread was without the interpreter, the loop may have gone on.
