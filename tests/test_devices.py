@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -11,10 +12,11 @@ from typing import Any
 import pytest
 
 from clew.config import Config
-from clew.errors import ConfigError, LaunchError
+from clew.errors import ConfigError, Interrupted, LaunchError
 from clew.launch import supervisor
 from clew.launch.supervisor import Child
 from clew.record.run import RunDirectory, Server
+from tests.record.test_run import SUMMARY
 
 
 def config(tmp_path: Path, devices: str | None, **inference: Any) -> Config:
@@ -112,6 +114,20 @@ def test_a_server_that_gives_up_leaves_the_others_and_the_last_one_ends_the_run(
     (tmp_path / "go" / "server").touch()
     with pytest.raises(LaunchError, match=r"the server ended with code 1.*\n.*no memory\n\(full log: .*server.log\)"):
         until(lambda: False)
+
+
+def test_an_interrupt_after_the_last_step_and_before_the_end_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, handlers = RunDirectory(tmp_path / "e" / "0"), dict[int, Any]()
+    run.steps.commit(0, SUMMARY)
+    trainer = child_of(run, "trainer", "import time; time.sleep(60)")  # it waits for the last evaluation
+    monkeypatch.setattr(supervisor, "_children", lambda *_: {"trainer": trainer})
+    monkeypatch.setattr(supervisor.signal, "signal", handlers.__setitem__)
+    asked = config(tmp_path, None)
+    asked = asked.model_copy(update={"training": asked.training.model_copy(update={"steps": 1})})
+    with pytest.raises(Interrupted, match="interrupted at step 1 of 1; nothing recorded is lost"):
+        supervisor.supervise(asked, [], lambda: handlers[signal.SIGINT](signal.SIGINT, None))
 
 
 def test_an_error_that_an_earlier_start_logged_is_not_reported(tmp_path: Path) -> None:

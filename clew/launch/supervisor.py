@@ -127,8 +127,9 @@ def supervise(config: Config, arguments: list[str], refresh: Callable[[], None])
         watch.stop()
         _end(list(children.values()))
         refresh()
-    done = run.steps.count()
-    if "trainer" in children and done < config.training.steps:
+    done, trainer = run.steps.count(), children.get("trainer")
+    # After the last step, too, the trainer has work to do: a checkpoint, and the wait for the last evaluation.
+    if trainer is not None and (done < config.training.steps or trainer.process.returncode != 0):
         raise Interrupted(
             f"interrupted at step {done} of {config.training.steps}; nothing recorded is lost. "
             f"Start the same command again to go on."
