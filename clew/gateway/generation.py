@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from clew.errors import EngineError, EpisodeError
 from clew.gateway.dialect import ModelRequest, Refusal, Reply, Token, ToolCall, message_of
-from clew.gateway.episode_engine import EpisodeEngine
+from clew.gateway.episode_engine import EpisodeEngine, plain_text
 from clew.gateway.images import image_names
 from clew.gateway.interactions import Interaction
 from clew.gateway.output_parser import (
@@ -132,7 +132,7 @@ class Generation:
         text, stop_string = self.prompt.begin + interaction.text, None
         if isinstance(interaction.matched, str) and interaction.matched != CALL_CLOSES:
             stop_string = interaction.matched
-            text = text[: text.rindex(stop_string)] if stop_string in text else text
+            text = self._before_stop(text, stop_string, interaction.output_ids)
         parsed = self._parsed(text, interaction.output_ids)
         self._warn_of_losses(interaction, parsed)
         cut_short = interaction.finish_reason == "length"
@@ -152,6 +152,13 @@ class Generation:
         )
         interaction.details["reply"] = message_of(reply)
         return reply
+
+    def _before_stop(self, text: str, stop: str, output_ids: list[int]) -> str:
+        """Return the text before the stop string that its last token completes."""
+        # That token may complete it twice ("\n" in "\n\n"), and min_tokens may have let an earlier one pass.
+        earlier = self.prompt.begin + plain_text(self.engine.tokenizer, output_ids[:-1]).rstrip("\ufffd")
+        place = text.find(stop, max(0, len(earlier) - len(stop) + 1))
+        return text[: place if place >= 0 else text.rfind(stop)] if stop in text else text
 
     def _parsed(self, text: str, output_ids: list[int]) -> Parsed:
         """Split the reply's text, which has no special tokens and no stop string."""

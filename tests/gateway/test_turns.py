@@ -16,6 +16,7 @@ from clew.gateway.agent_session import AgentSession, Limits
 from clew.gateway.dialect import Message, Refusal, Reply, message_of
 from clew.gateway.sequences import aligned, assemble
 from clew.gateway.turns import common_suffix
+from clew.inference.protocol import Completion, GenerateRequest
 from tests.gateway.chatml import CHATML, THINKING, chatml_tokenizer
 from tests.gateway.spoken import Script, Spoken, session_on
 
@@ -70,6 +71,24 @@ def test_a_turn_that_extends_another_extends_its_exact_tokens(tmp_path: Path) ->
     trained = columns["input_ids"][columns["loss_mask"]].tolist()
     assert trained == first.interaction.output_ids + second.interaction.output_ids
     assert set(columns["turn_ids"][columns["loss_mask"]].tolist()) == {0, 1}
+
+
+def test_the_content_ends_where_the_last_token_first_completes_the_stop_string(tmp_path: Path) -> None:
+    talk = Talk(tmp_path, lambda prompt: "")
+    twice = talk.tokenizer("hello", add_special_tokens=False)["input_ids"]
+    assert isinstance(twice, list) and talk.text(twice[-1:]).count("l") == 2, "as a line feed in a token of two"
+    earlier = talk.tokenizer("tall ", add_special_tokens=False)["input_ids"]
+    assert isinstance(earlier, list)
+
+    async def generate(request: GenerateRequest) -> Completion:
+        ids = earlier + twice
+        return Completion(
+            output_ids=ids, logprobs=[-0.25] * len(ids), versions=[3] * len(ids), finish_reason="stop", matched="l"
+        )
+
+    talk.engine.generate = generate
+    reply = asyncio.run(talk.ask([USER], stop=["l"], min_tokens=len(earlier) + 1))
+    assert (reply.content, reply.stop_string) == ("tall he", "l")
 
 
 def test_an_answer_that_was_cut_short_gets_its_end_of_turn_from_the_template(tmp_path: Path) -> None:
