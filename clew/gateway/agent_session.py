@@ -162,11 +162,13 @@ class AgentSession:
         if retry and self._failed[fingerprint] > 0:
             retry = False
             self._failed[fingerprint] -= 1
-        for earlier in reversed(self._submissions):  # two equal requests at once are no retries: neither was abandoned
-            if earlier.fingerprint == fingerprint and (retry or earlier.abandoned):
-                earlier.left = False
-                return earlier
-        return None
+        # Two equal requests side by side are no retries. A retry of one of them is the one whose client has left.
+        equal = [each for each in reversed(self._submissions) if each.fingerprint == fingerprint]
+        possible = [each for each in equal if retry or each.abandoned]
+        earlier = max(possible, key=lambda each: (each.abandoned, not each.delivered), default=None)
+        if earlier is not None:
+            earlier.left = False
+        return earlier
 
     async def _begin(self, request: ModelRequest, fingerprint: bytes, size: int) -> Submission:
         self._refuse_beyond_limits()

@@ -259,6 +259,27 @@ def test_two_equal_requests_side_by_side_are_two_interactions(running: Running) 
     assert len(asyncio.run(ask())) == 2
 
 
+def test_a_retry_of_one_of_two_equal_requests_is_of_the_one_whose_client_has_left(running: Running) -> None:
+    running.engine.delay_s = 1.0
+    known, retry = running.session._submissions, {"X-Stainless-Retry-Count": "1"}
+
+    async def ask() -> list[str]:
+        async with running.client(max_retries=0) as client:
+            first = asyncio.ensure_future(client.chat.completions.create(model="x", messages=[USER]))
+            while not known:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            second = asyncio.ensure_future(client.chat.completions.create(model="x", messages=[USER]))
+            while len(known) < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            first.cancel()
+            while not known[0].abandoned:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            again = client.chat.completions.create(model="x", messages=[USER], extra_headers=retry)
+            return [each.id for each in await asyncio.gather(again, second)]
+
+    assert asyncio.run(ask()) == ["g000000.e0.i0", "g000000.e0.i1"]
+
+
 def test_equal_requests_that_failed_together_stay_two_when_they_are_retried(running: Running) -> None:
     running.engine.failure, running.engine.delay_s = ZeroDivisionError("planted"), 0.1
 
