@@ -75,7 +75,7 @@ LINES = {
     "loop": 2680,  # weight_sender.py: broadcast weights; servers that froze or refused are taken out in mid-update
     "models": 710,  # a hub name that no hub knows; prompts with placeholders of images, for engines that expand them
     "record": 3020,  # docstrings with Args in place of sentences that had to be read twice
-    "rollout": 2040,  # given_rows.py: episodes wait for the engine before their time limit begins
+    "rollout": 2055,  # episodes wait for the engine before their time limit begins, in evaluations, too
     "stress": 4345,  # shared.py: the entries of an object have a function of their own
     "training": 4810,
     "view": 2470,  # 1400 before the health check of a run, a reward that fell included, and its questions over steps

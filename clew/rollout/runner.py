@@ -19,6 +19,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Coroutine
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -247,22 +248,29 @@ class RolloutRunner:
         self._failures.add([episode.error for episode in episodes])
 
     async def _episodes(
-        self, resources: Resources, group_id: str, row: dict[str, Any], n_samples: int, version: int
+        self,
+        resources: Resources,
+        group_id: str,
+        row: dict[str, Any],
+        n_samples: int,
+        version: int,
+        slots: asyncio.Semaphore | None = None,
     ) -> list[Episode]:
         admitted_at, inline = time.time(), self._config.launch.mode == "inline"
 
         async def episode(number: int) -> Episode:
-            self._counts["episodes_running"] += 1
-            finished = await run_episode(
-                self._workflow,
-                resources,
-                episode_id=f"{group_id}.e{number}",
-                group_id=group_id,
-                data=row,
-                admitted_version=version,
-                admitted_at=admitted_at,
-                timeout_s=None if inline else self._config.rollout.episode_timeout_s,
-            )
+            async with slots or nullcontext():
+                self._counts["episodes_running"] += 1
+                finished = await run_episode(
+                    self._workflow,
+                    resources,
+                    episode_id=f"{group_id}.e{number}",
+                    group_id=group_id,
+                    data=row,
+                    admitted_version=version,
+                    admitted_at=admitted_at,
+                    timeout_s=None if inline else self._config.rollout.episode_timeout_s,
+                )
             self._counts["episodes_running"] -= 1
             self._counts["episodes"] += 1
             if finished.error is not None:
@@ -328,8 +336,10 @@ class RolloutRunner:
         began = time.monotonic()
         n_samples = self._config.eval.n_samples
         eval_resources = self._resources.at_temperature(self._config.eval.temperature)
+        # With more episodes at a time, their time limits would count the wait for the engines.
+        slots = asyncio.Semaphore(self._config.inference.max_running * (len(self._run.inference_servers()) or 1))
         prompts = await run_concurrently(
-            self._episodes(eval_resources, eval_group_id(version, number), row, n_samples, version)
+            self._episodes(eval_resources, eval_group_id(version, number), row, n_samples, version, slots)
             for number, row in enumerate(self._eval_rows)
         )
         watch = self._failure_watch(self._run.evals)  # its own watch, fed after all episodes have ended
@@ -384,7 +394,7 @@ class RolloutRunner:
         if not running:
             return ""
         waits = [wait.what for wait in current_waits()]
-        model = sum(what.startswith("completion ") for what in waits)
+        model = sum(what.startswith(("completion ", "inference server")) for what in waits)
         reward = sum(what.startswith(("reward ", "a free reward", "a reward worker")) for what in waits)
         own = max(0, running - model - reward)
         code = "the agent or its tools" if self._config.rollout.agent is not None else "the workflow's own code"

@@ -10,7 +10,7 @@ import pytest
 from clew import dotted
 from clew.data import order
 from clew.errors import ConfigError, DataError, RolloutError
-from clew.inference.protocol import RequestTooLong
+from clew.inference.protocol import EngineUnreachable, RequestTooLong
 from clew.record import rows as record_rows
 from clew.record.rejected import count_rejected
 from clew.record.run import RunDirectory
@@ -351,6 +351,31 @@ def test_the_process_ends_by_itself_after_the_last_step_and_says_what_it_waits_f
     assert run.steps.consumed() == {f"g{number:06d}" for number in range(6)}
 
 
+def test_episodes_whose_server_is_away_wait_for_the_model(tmp_path):
+    class Away(Scripted):
+        async def generate(self, request):
+            raise EngineUnreachable("127.0.0.1:1", "the connection was refused")
+
+        async def version(self):
+            await asyncio.sleep(3600)
+
+    config, engine = config_for(tmp_path, **LOCAL), Away()
+    runner = runner_for(tmp_path, config, engine)
+
+    async def numbers():
+        publish(RunDirectory(config.run_path), engine, 0)
+        running = asyncio.ensure_future(runner.run())
+        await asyncio.sleep(0.2)
+        [wait] = [wait for wait in current_waits() if wait.what == "running groups"]
+        text = wait.numbers_now()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await runner.close()
+        return text
+
+    assert "; 6 episodes: 6 requests wait for the model, 0 for the reward, 0 in" in asyncio.run(numbers())
+
+
 def test_admission_is_closed_when_the_last_groups_of_the_run_are_made(tmp_path):
     config = config_for(tmp_path, training={"steps": 1}, rollout={"max_lag": 1}, **LOCAL)
     said = []
@@ -499,6 +524,26 @@ def test_evaluations_are_by_one_version_and_filed_with_their_summary(tmp_path):
     assert summary["pass@1"] == pytest.approx(sum(row.reward > 0.5 for row in table) / 8) == summary["reward"]
     temperatures = {params.temperature for name, _, params in engine.requests if name.startswith("v")}
     assert temperatures == {0.7}
+
+
+def test_an_evaluation_runs_no_more_episodes_than_the_engine_takes_at_a_time(tmp_path):
+    class Counting(Scripted):
+        now_running = most = 0
+
+        async def generate(self, request):
+            counts = request.id.startswith("v")
+            self.now_running += counts
+            self.most = max(self.most, self.now_running)
+            completion = await super().generate(request)
+            self.now_running -= counts
+            return completion
+
+    config = config_for(tmp_path, eval={"path": "eval.jsonl", "n_samples": 2}, inference={"max_running": 3})
+    engine = Counting()
+    drive(tmp_path, config, engine, [0], eval_rows=ROWS[:5])
+    assert engine.most == 3, "the time limits of the others would run while they wait for the engine"
+    summary = RunDirectory(config.run_path).read_eval(0)
+    assert summary is not None and summary["episodes"] == 10
 
 
 def test_a_failed_episode_does_not_end_an_evaluation(tmp_path):
