@@ -18,7 +18,7 @@ import inspect
 import logging
 import threading
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, Self
 
 import httpx2
 
@@ -45,6 +45,9 @@ class SharedClient(httpx2.AsyncClient):
 
     async def aclose(self) -> None:
         """Do nothing: an agent must not close the shared connections. See `really_close`."""
+
+    async def __aenter__(self) -> Self:
+        return self  # the original raises an error if the client is in use already, as it is by other episodes
 
     async def __aexit__(self, *exception: object) -> None:
         pass
@@ -188,8 +191,7 @@ class AgentWorkflow:
                         f"this episode (ids: {', '.join(sorted(known)) or 'none'}). Use a response's `id` as the key."
                     )
             own.update(by_name(checked(returned, self.name_in_errors)) if returned else {})
-            returned = None
-        if returned is None and own:
+        if own and (returned is None or isinstance(returned, dict)):
             return 0.0
         return checked(returned, self.name_in_errors)
 

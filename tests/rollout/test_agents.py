@@ -61,10 +61,24 @@ def test_what_an_agent_may_return(tmp_path: Path, give: str, reward: float) -> N
     assert all(row.loss_mask.sum() == len("hello") + 1 for row in rows)
 
 
+def test_every_agent_may_enter_and_leave_the_shared_client() -> None:
+    async def episodes() -> None:
+        client = agents.SharedClient()
+        async with client, client:
+            pass
+        async with client:
+            assert not client.is_closed
+        await client.really_close()
+        assert client.is_closed
+
+    asyncio.run(episodes())
+
+
 @pytest.mark.parametrize(
     ("give", "said"),
     [
         ("none", "returned None"),
+        ("nothing by id", "returned {}; expected at least one number"),
         ("text", "returned 'good'"),
         ("array", "ndarray"),
         ("nan", "nan"),

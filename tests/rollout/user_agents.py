@@ -42,6 +42,7 @@ class Once:
             "numpy": np.float32(0.25),
             "by id": {answer.id: 2},
             "by unknown id": {"i7": 2},
+            "nothing by id": {},
             "none": None,
             "text": "good",
             "array": np.zeros(3),
