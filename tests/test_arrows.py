@@ -68,7 +68,7 @@ LINES = {
     "algorithms": 770,  # rejection.py: the corrections that other systems have for lag and mismatch
     "cli": 1040,  # clew hang, on several nodes; clew sft and clew learn watch themselves; refused options
     "diagnose": 2840,  # 2750 before the search of clew diff had a file of its own
-    "gateway": 4870,  # a stop string that one token completes twice; retries of one of several equal requests
+    "gateway": 4875,  # stop strings twice in a token, retries of one of equal requests, forced calls after <think>
     "hang": 7700,  # memory, pipes, programs; flight recorder, RAS, Ray; engines; locks, conditions; 100,000 ranks
     "inference": 6240,  # 3700 before vLLM and SGLang in training: clients, checks, masks, broadcasts; run_server.py
     "launch": 660,  # no_progress.py, also without clew train; several servers, and their devices

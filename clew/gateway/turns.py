@@ -34,6 +34,7 @@ from clew.errors import ImageError
 from clew.gateway.conversation_difference import Difference, excerpt, first_difference, key_of
 from clew.gateway.dialect import Message, ModelRequest, Refusal, Reply, message_of
 from clew.gateway.images import image_names
+from clew.gateway.output_parser import THINK_CLOSES, opens_thought
 from clew.models.vision import ImageExpander
 from clew.printing import common_length
 
@@ -168,7 +169,10 @@ class Turns:
             message = "Cannot read the images: this model takes text only. Send no images."
             raise Refusal(400, message, param="messages")
         images = image_names(request.messages) if request.images else []
-        rendered = self._render(request, request.messages) + begin
+        rendered = self._render(request, request.messages)
+        if begin and opens_thought(rendered):
+            begin = f"\n{THINK_CLOSES}\n\n{begin}"  # a call inside the thought would be reasoning
+        rendered += begin
         self._refuse_what_never_fits(rendered, "messages")
         rewritten: Turn | None = None
         for turn in sorted(self._turns, key=lambda turn: -len(turn.request.messages)):  # longest conversation first

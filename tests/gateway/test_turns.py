@@ -233,6 +233,15 @@ def test_a_forced_tool_begins_the_models_words(tmp_path: Path) -> None:
     assert talk.sequences() == [[first.id, second.id]]
 
 
+def test_a_forced_call_ends_the_thought_that_the_template_has_begun(tmp_path: Path) -> None:
+    begins = "<|im_start|>assistant{{ '\\n' }}{% endif %}"
+    thinks = CHATML.replace(begins, begins.replace("{% endif %}", "<think>{{ '\\n' }}{% endif %}"))
+    talk = Talk(tmp_path, lambda prompt: 'add", "arguments": {"a": 1}}\n</tool_call><|im_end|>', thinks)
+    reply = asyncio.run(talk.ask([USER], tools=[ADD], tool_choice="required"))
+    assert ([call.name for call in reply.tool_calls], reply.reasoning) == (["add"], "")
+    assert talk.text(reply.interaction.input_ids).endswith('<think>\n\n</think>\n\n<tool_call>\n{"name": "')
+
+
 def test_one_call_at_most_where_the_client_wants_it_so(tmp_path: Path) -> None:
     one = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
     talk = Talk(tmp_path, lambda prompt: f"{one}\n{one}<|im_end|>")
