@@ -55,6 +55,7 @@ LIBRARY: Patterns = (
     (r"/subprocess\.py$", "_wait|wait|communicate|_try_wait", "process"),
     (r"multiprocessing/popen_\w+\.py$", "wait|poll", "process"),
     (r"torch/multiprocessing/spawn\.py$", "join", "process"),
+    (r"multiprocessing/managers\.py$", "acquire|__enter__", "lock"),
     (r"multiprocessing/managers\.py$", "", "queue"),
     (r"multiprocessing/queues\.py$|^queue\.py$|/queue\.py$", "get", "queue"),
     (r"multiprocessing/queues\.py$|/queue\.py$", "put", "queue_full"),

@@ -14,7 +14,7 @@ from clew.hang.between_ranks import with_callers
 from clew.hang.collective_calls import behind, different_counts, first_different_call
 from clew.hang.ended import dead, done, joined_too_early, lost_task, outlived, pipe_kept_open
 from clew.hang.filters import never_holds, rejecting, starved
-from clew.hang.locks import left_locked, lock_holders, locked_crosswise, locked_file, locked_outside
+from clew.hang.locks import left_locked, lock_holders, locked_by, locked_crosswise, locked_outside
 from clew.hang.progress import busy, cpu_share, fails_in_loop, moved_counters, own_code_only, pace, places
 from clew.hang.roles import WAITS_INSIDE
 from clew.hang.sink import Sink
@@ -468,7 +468,7 @@ def _blocked(sink: Sink) -> Verdict | None:
     why += _parties(sink) + (_asked(sink) or _beside(sink))
     confidence = "high" if sink.blocked_ranks else "medium"
     locking = sink.act.kind == "lock" or (sink.act.task and sink.act.op == "acquire")
-    holders = lock_holders(sink.one, sink) if locking else {}
+    holders = lock_holders(sink.one, sink.act, sink.sources) if locking else {}
     why += "".join(f" {held}." for held in holders) or left_locked(sink)
     found = sink.blame(pattern, sink.culprits, why, confidence=confidence, cause=sink.act.kind)
     return found.at(*holders.values())
@@ -561,7 +561,7 @@ def _beside(sink: Sink) -> str:
 
 RULES: tuple[Callable[[Sink], Verdict | None], ...] = (
     _paused, _blocked_loop, rejecting, starved, outlived, locked_outside, pipe_kept_open, joined_too_early,
-    _joins_its_producer, dead, _own_waits, never_holds, _slow, locked_file, locked_crosswise, _cleaned_up, _store,
+    _joins_its_producer, dead, _own_waits, never_holds, _slow, locked_crosswise, locked_by, _cleaned_up, _store,
     _unexplained, _loader, _silent_server, _outside, _retrying, device, _unscheduled, _computing, _both_poll,
     _threads_poll, _polling, _asks_as_told, _one_at_a_time, _through_server, lost_task, _blocked,
 )  # fmt: skip

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from clew.hang.activity import DISTRIBUTED, Activity
+from clew.hang.locks import lockers
 from clew.hang.verdict import MESSAGES, Actor
 
 Edges = dict[int, set[int]]
@@ -64,10 +65,10 @@ def _members(one: Activity, ranks: Sequence[Actor]) -> set[int]:
     return _present(one, ranks) | (away or {a.pid for a in ranks})
 
 
-def all_edges(job: Sequence[Actor]) -> Edges:
-    """Return which processes could end each process's wait, in the application or in a collective, as pids."""
-    collective = collective_edges([actor for actor in job if actor.rank is not None])
-    return {pid: targets | collective.get(pid, set()) for pid, targets in application_edges(job).items()}
+def all_edges(job: Sequence[Actor], sources: Mapping[str, str]) -> Edges:
+    """Return which processes could end each process's wait, for a lock, a collective or another one, as pids."""
+    edges, collective = application_edges(job), collective_edges([actor for actor in job if actor.rank is not None])
+    return {a.pid: edges[a.pid] | collective.get(a.pid, set()) | lockers(a, job, sources) for a in job}
 
 
 def application_edges(job: Sequence[Actor]) -> Edges:

@@ -799,7 +799,85 @@ def test_two_processes_that_lock_each_other_out_are_both_at_fault(taken: str, pi
     )
     verdict = judge(Snapshot(processes=every, seconds=3.0, sources={"train.py": text}))
     assert (verdict.pattern, verdict.pids) == ("lock or I/O", pids)
-    assert ("Each has locked what the other one waits for" in verdict.explanation) is (len(pids) > 1)
+    assert ("Each has locked what another one of them waits for" in verdict.explanation) is (len(pids) > 1)
+
+
+ENTERS = within("SemLock.__enter__", "multiprocessing/synchronize.py")
+GETS = (within("Connection.recv", "multiprocessing/connection.py"), within("Queue.get", "multiprocessing/queues.py"))
+
+
+def locking(text: str, *stacks: tuple[Frame, ...]) -> Verdict:
+    """Return the verdict about a program that reads a queue at line 1, and whose children stay in these frames."""
+    children = [below(101 + n, *frames) for n, frames in enumerate(stacks)]
+    every = (below(100, *GETS, at(1, "<module>")), *children)
+    return judge(Snapshot(processes=every, seconds=3.0, sources={"train.py": f"x = q.get()\n{text}"}))
+
+
+@pytest.mark.parametrize(
+    "module, between, pids",
+    [
+        ("multiprocessing", "", (101, 102)),
+        ("multiprocessing", "\n    b.release()", (101,)),
+        ("threading", "", (101,)),
+    ],
+)
+def test_processes_lock_each_other_out_by_acquire_too(module: str, between: str, pids: tuple[int, ...]) -> None:
+    text = (
+        f"import {module} as m\na, b = m.Lock(), m.Lock()\n"
+        f"def collect():\n    a.acquire()\n    b.acquire()\ndef update():\n    b.acquire(){between}\n    a.acquire()\n"
+    )
+    verdict = locking(text, (at(6, "collect"),), (at(9 if not between else 10, "update"),))
+    assert (verdict.pattern, verdict.pids) == ("lock or I/O", pids)
+
+
+CROSSED = """def one():
+    with a:
+        with b:
+            go()
+def two():
+    with b:
+        with c:
+            go()
+def three():
+    with c:
+        go()
+"""
+
+
+@pytest.mark.parametrize("c, last, pids", [("a", 11, (102, 103)), ("c", 12, (104,))])
+def test_a_process_that_waits_for_a_lock_is_at_fault_only_if_it_has_another_one(
+    c: str, last: int, pids: tuple[int, ...]
+) -> None:
+    proxy = (
+        within("Connection.recv", "multiprocessing/connection.py"),
+        within("BaseProxy._callmethod", "multiprocessing/managers.py"),
+        within("AcquirerProxy.__enter__", "multiprocessing/managers.py"),
+    )
+    for enters in ((ENTERS,), proxy):  # a lock of multiprocessing, and one of a manager
+        sleeps = (*enters, at(last, "three")) if last == 11 else (at(last, "three"),)
+        waits = ((*enters, at(7, "two")), (*enters, at(4, "one")), (*enters, at(8, "two")))
+        verdict = locking(CROSSED.replace("with c", f"with {c}").replace("go()", "sleep(3600)"), *waits, sleeps)
+        assert (verdict.pattern, verdict.pids) == ("lock or I/O", pids)
+    assert ("pid 104 has locked that lock" in verdict.explanation) is (pids == (104,))
+
+
+def test_a_rank_that_has_locked_other_ranks_out_while_it_is_in_a_collective_is_at_fault() -> None:
+    text = "def log():\n    with lock:\n        dist.all_reduce(x)\ndef save():\n    with lock:\n        write(x)\n"
+    reduces = Frame(function="all_reduce", file=f"/x/{C10D}", line=1)
+    ranks = [below(100, reduces, at(3, "log"), rank=0, world=2)]
+    ranks += [below(101, ENTERS, at(5, "save"), rank=1, world=2, parent=1)]
+    verdict = judge(Snapshot(processes=tuple(ranks), seconds=3.0, sources={"train.py": text}))
+    assert (verdict.pattern, verdict.ranks) == ("lock or I/O", (0,))
+
+
+def test_a_condition_is_not_locked_while_its_owner_waits_for_it() -> None:
+    text = (
+        "def one():\n    with a:\n        a.wait()\ndef two():\n    with a:\n        go()\n"
+        "def three():\n    with a:\n        sleep(3600)\n"
+    )
+    waits = (within("Condition.wait", "multiprocessing/synchronize.py"), at(4, "one"))
+    verdict = locking(text, waits, (ENTERS, at(6, "two")), (at(10, "three"),))
+    assert (verdict.pattern, verdict.pids) == ("lock or I/O", (103,))
 
 
 @pytest.mark.parametrize("line, pids", [(8, (101, 102)), (6, (101,))])
