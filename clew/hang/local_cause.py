@@ -399,16 +399,23 @@ def _asks_as_told(sink: Sink) -> Verdict | None:
     """
     text, frames = sink.sources.get(sink.act.file, ""), sink.one.process.user_frames
     helper, loop = enclosing_function(text, sink.act.line), loop_at(text, sink.act.line)
-    if sink.act.kind != "sleep" or sink.act.task or helper is None or not isinstance(loop, ast.While):
+    if sink.act.kind != "sleep" or sink.act.task or helper is None or loop is None:
         return None
-    asks = {dotted(each.func) for each in ast.walk(loop.test) if isinstance(each, ast.Call)}
-    if len(frames) < 2 or frames[0].line != sink.act.line or not asks & {each.arg for each in helper.args.args}:
+    given, nodes = {each.arg for each in helper.args.args}, list(ast.walk(loop))
+    if (
+        len(frames) < 2
+        or frames[0].line != sink.act.line
+        or not given & {n.id for n in nodes if isinstance(n, ast.Name)}
+    ):
         return None
     there = [a for a in sink.job if a.activity.site == sink.act.site and len(a.process.user_frames) > 1]
     callers = {a.pid: (a.process.user_frames[1].file, a.process.user_frames[1].line) for a in there}
     others = [a for a in there if callers[a.pid] != callers[sink.one.pid] and not (a.moving or a.dead)]
+    if not others and not given & {dotted(each.func) for each in nodes if isinstance(each, ast.Call)}:
+        return None
     asking = [*sink.culprits, *(a for a in others if a not in sink.culprits)]
-    why = f"{sink.one.says} and asks again while {ast.unparse(loop.test)}."
+    tests = isinstance(loop, ast.While) and not isinstance(loop.test, ast.Constant)
+    why = f"{sink.one.says} and asks again {f'while {ast.unparse(loop.test)}' if tests else 'and again'}."
     for one in (a for a in asking if a.pid in callers):
         file, line = callers[one.pid]
         place = f"{PurePath(file).name}:{line}: {line_of(sink.sources.get(file, ''), line)}"
@@ -563,7 +570,7 @@ RULES: tuple[Callable[[Sink], Verdict | None], ...] = (
     _paused, _blocked_loop, rejecting, starved, outlived, locked_outside, pipe_kept_open, joined_too_early,
     _joins_its_producer, dead, _own_waits, never_holds, _slow, locked_crosswise, locked_by, _cleaned_up, _store,
     _unexplained, _loader, _silent_server, _outside, _retrying, device, _unscheduled, _computing, _both_poll,
-    _threads_poll, _polling, _asks_as_told, _one_at_a_time, _through_server, lost_task, _blocked,
+    _threads_poll, _asks_as_told, _polling, _one_at_a_time, _through_server, lost_task, _blocked,
 )  # fmt: skip
 """Rules in the order in which they are tried: the first that answers decides, so facts come before guesses.
 

@@ -33,6 +33,8 @@ IN_VAIN = 20
 STEADY_LOOKS = 5
 """Minimum number of looks for a number that only rises, or only falls, to show progress. Of the 120 orders of five
 numbers, only 2 rise or fall throughout."""
+RETRYING = re.compile(r"/(tenacity|backoff|retrying)(/.*)?\.py$")
+"""Files of libraries that call a function again after a pause if it has failed."""
 RECENT_S = 1.5
 """Last seconds in which a process has to move; half of the watched time if that is longer. What moved earlier may hang
 by now."""
@@ -469,6 +471,8 @@ def _goes_steadily(process: Process) -> bool:
 
 def fails_in_loop(thread: Thread, sources: Mapping[str, str]) -> bool:
     """Return whether a thread is in an `except` within a loop: it handles a failure, and will try again."""
+    if thread.frames and RETRYING.search(thread.frames[0].file):  # between two attempts
+        return True
     places = ((sources.get(frame.file, ""), frame.line) for frame in thread.user_frames)
     return any(source.in_handler(*place) and source.loop_at(*place) is not None for place in places)
 

@@ -880,25 +880,41 @@ def test_a_condition_is_not_locked_while_its_owner_waits_for_it() -> None:
     assert (verdict.pattern, verdict.pids) == ("lock or I/O", (103,))
 
 
-@pytest.mark.parametrize("line, pids", [(8, (101, 102)), (6, (101,))])
+@pytest.mark.parametrize("line, pids", [(9, (101, 102)), (7, (101,))])
+@pytest.mark.parametrize(
+    "asks",
+    [
+        "def poll(ready):\n    while not ready():\n        log(1)\n        sleep(1)\n",
+        "def poll(ready):\n    while True:\n        if ready(): return\n        sleep(1)\n",
+        "def poll(ready):\n    for _ in range(9999):\n        if ready(): return\n        sleep(1)\n",
+        "def poll(path):\n    while not exists(path):\n        log(1)\n        sleep(1)\n",
+        "def poll(self):\n    while not self.ready():\n        log(1)\n        sleep(1)\n",
+    ],
+)
 def test_callers_of_one_helper_that_ask_for_different_things_may_wait_for_one_another(
-    line: int, pids: tuple[int, ...]
+    line: int, pids: tuple[int, ...], asks: str
 ) -> None:
-    text = (
-        "def poll(ready):\n    while not ready():\n        sleep(1)\n"
-        "inbox.put(step)\ndef score():\n    poll(lambda: done(step))\ndef save():\n    poll(lambda: scored(step))\n"
-    )
-    puts = (
-        within("SemLock.__enter__", "multiprocessing/synchronize.py"),
-        within("Queue.put", "multiprocessing/queues.py"),
-    )
-    asks = (at(3, "poll"), at(6, "score")), (at(3, "poll"), at(line, "save"))
-    polls = [below(101 + n, *frames, waits_in="hrtimer_nanosleep") for n, frames in enumerate(asks)]
-    every = (below(100, *puts, at(4, "<module>")), *polls)
+    text = f"{asks}inbox.put(step)\ndef score():\n    poll(lambda: done(step))\ndef save():\n    poll(scored(step))\n"
+    puts = (ENTERS, within("Queue.put", "multiprocessing/queues.py"))
+    frames = (at(4, "poll"), at(7, "score")), (at(4, "poll"), at(line, "save"))
+    polls = [below(101 + n, *each, waits_in="hrtimer_nanosleep") for n, each in enumerate(frames)]
+    every = (below(100, *puts, at(5, "<module>")), *polls)
     verdict = judge(Snapshot(processes=every, seconds=3.0, sources={"train.py": text}))
     assert (verdict.pattern, verdict.pids) == ("external wait", pids)
-    assert verdict.sites == tuple(sorted({"train.py:3", "train.py:6", f"train.py:{line}"}))
-    assert "Pid 101 asks at train.py:6: poll(lambda: done(step))." in verdict.explanation
+    if "(ready)" in asks or len(pids) > 1:
+        assert verdict.sites == tuple(sorted({"train.py:4", "train.py:7", f"train.py:{line}"}))
+    if "(ready)" in asks:
+        assert "Pid 101 asks at train.py:7: poll(lambda: done(step))." in verdict.explanation
+
+
+@pytest.mark.parametrize("library, pattern", [("tenacity/nap.py", "external wait"), ("other/nap.py", "healthy")])
+def test_a_library_that_retries_for_ever_makes_no_progress_although_it_logs(library: str, pattern: str) -> None:
+    sleeps = Frame(function="sleep", file=f"/x/site-packages/{library}", line=1)
+    one = below(100, sleeps, at(2, "<module>", step="3"), waits_in="hrtimer_nanosleep")
+    looks = tuple(replace(look, switches=n, written=100 * n) for n, look in enumerate(one.looks))
+    text = "for step in range(9):\n    batch = fetch(step)\n"
+    one = replace(one, looks=looks)
+    assert judge(Snapshot(processes=(one,), seconds=3.0, sources={"train.py": text})).pattern == pattern
 
 
 @pytest.mark.parametrize(
