@@ -279,6 +279,8 @@ COROUTINES: Patterns = (
     (r"asyncio/(streams|base_events|selector_events|sslproto)\.py$", "", "http"),
 )  # fmt: skip
 """Patterns of frames of coroutines."""
+STREAM = r"\.std(in|out|err)\b"
+"""Matches an attribute that is a pipe to or from a program."""
 SERVING = re.compile(r"/(aiohttp/web\w*|uvicorn/.*|starlette/.*|hypercorn/.*)\.py$|asyncio/runners\.py$")
 """Files of coroutines that wait for requests, which is no fault."""
 
@@ -294,8 +296,9 @@ def _coroutine(base: Activity, thread: Thread, user: Frame, text: str) -> Activi
     if thread.waiter in ("Task", "_GatheringFuture") and not starts_program:  # communicate() gathers tasks of its own
         return replace(base, kind="tasks")
     found = _first_match(COROUTINES, base, inside, text) or replace(base, kind="future")
-    # A stream of asyncio is a socket's or, in these attributes, a program's.
-    of_program = found.kind == "http" and re.search(r"\.std(in|out|err)\b", base.text)
+    # A stream of asyncio is a socket's or, in these attributes, a program's. It may be an argument of the function.
+    given = re.search(rf"\b{user.name}\(.*{STREAM}", text)
+    of_program = found.kind == "http" and (re.search(STREAM, base.text) or given)
     return replace(found, kind="process") if of_program else found
 
 
@@ -512,7 +515,12 @@ def _native(base: Activity, place: Place) -> Activity:
         return replace(base, kind="collective", op="backward", group="world")
     if process.gpus and (waits := [name for name, _ in called if name.rpartition(".")[2] in DEVICE_CALLS]):
         return replace(base, kind="device", op=waits[0])
-    return replace(base, kind="compute" if thread.active or process.last.state == "R" else "unknown")
+    if thread.active or process.last.state == "R":
+        return replace(base, kind="compute")
+    reads = not thread.task and any(
+        each == thread.os_id and own.startswith("r pipe") for each, own, _ in process.awaits
+    )
+    return replace(base, kind="pipe" if reads else "unknown")
 
 
 def _work(base: Activity, call: ast.Call, place: Place) -> Activity | None:

@@ -142,11 +142,12 @@ def _could_end(actor: Actor, job: Sequence[Actor], listening: Mapping[tuple[str,
 
 
 def _asking(actor: Actor, job: Sequence[Actor]) -> set[int]:
-    """Return the pids of children that wait for this process at a pipe: they cannot end a wait of another kind."""
+    """Return the pids of children that wait for this process, at a pipe or a port: they cannot end its other waits."""
     children = [a for a in job if a.process.parent == actor.pid and a.rank is None]
+    unasked = {a.pid for a in children if a.process.listens and not a.process.peers and a.activity.kind == "select"}
     known = {a.pid: a for a in children if a.activity.kind in THROUGH_PIPES and any(other for _, other in _awaited(a))}
     # Later forks have copies of the ends, but they wait for this process, too.
-    return {
+    return unasked | {
         pid for pid, a in known.items() if actor.pid in (ends := at_other_end(a, job)) and ends <= {actor.pid, *known}
     }
 

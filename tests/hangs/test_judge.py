@@ -917,24 +917,70 @@ def test_a_library_that_retries_for_ever_makes_no_progress_although_it_logs(libr
     assert judge(Snapshot(processes=(one,), seconds=3.0, sources={"train.py": text})).pattern == pattern
 
 
+def coroutine(line: int, function: str, *inner: Frame, name: str = "Task-1") -> Thread:
+    """Return a coroutine that waits at a line of train.py."""
+    return Thread(name=name, os_id=0, task=True, waiter="Future", frames=(*inner, at(line, function)))
+
+
+def beside(process: Process, *threads: Thread) -> Process:
+    """Return the process with further threads or coroutines in each look."""
+    return replace(process, looks=tuple(replace(look, threads=(*look.threads, *threads)) for look in process.looks))
+
+
+READLINE = within("StreamReader.readline", "asyncio/streams.py")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "async def run():\n    output = await proc.stdout.read()\n",
+        "async def run(stream):\n    line = await stream.readline()\nasync def main():\n    await run(proc.stdout)\n",
+    ],
+)
 @pytest.mark.parametrize(
     "kernel, words", [("anon_pipe_read", "reads from a pipe"), ("futex_do_wait", "does something")]
 )
-def test_a_coroutine_that_reads_what_a_program_prints_waits_for_the_program(kernel: str, words: str) -> None:
-    text = "output = await proc.stdout.read()\n"
-    reads = Thread(
-        name="Task-1",
-        os_id=0,
-        task=True,
-        waiter="Future",
-        frames=(within("StreamReader.read", "asyncio/streams.py"), at(1, "run")),
-    )
-    one = below(100, *LOOP)
-    one = replace(one, looks=tuple(replace(look, threads=(*look.threads, reads)) for look in one.looks))
+def test_a_coroutine_that_reads_what_a_program_prints_waits_for_the_program(kernel: str, words: str, text: str) -> None:
+    one = beside(below(100, *LOOP), coroutine(2, "run", READLINE))
     program = below(101, Frame(function="<module>", file="<string>", line=2), waits_in=kernel)
     verdict = judge(Snapshot(processes=(one, program), seconds=3.0, sources={"train.py": text}))
-    assert (verdict.pattern, verdict.pids, verdict.sites) == ("external wait", (100, 101), ("train.py:1",))
+    assert (verdict.pattern, verdict.pids, verdict.sites) == ("external wait", (100, 101), ("train.py:2",))
     assert f"its program pid 101 {words}" in verdict.explanation and "HTTP" not in verdict.explanation
+
+
+JOINS = (within("Thread._wait_for_tstate_lock", "threading.py"), within("Thread.join", "threading.py"))
+
+
+@pytest.mark.parametrize(
+    "main, ends, says",
+    [
+        ((*JOINS, at(6)), "log(line)", "reads from a pipe"),
+        ((within("Queue.get", "queue.py"), at(5)), "results.put(line)", "reads from a pipe"),
+        ((within("Queue.get", "queue.py"), at(5)), "log(line)", "waits for an item in a queue"),
+    ],
+)
+def test_a_thread_that_reads_a_pipe_decides_if_the_main_thread_needs_what_it_reads(
+    main: tuple[Frame, ...], ends: str, says: str
+) -> None:
+    text = (
+        f"def pump(stream):\n    for line in stream:\n        check(line)\n        {ends}\nx = results.get()\njoin()\n"
+    )
+    reads = Thread(name="Thread-1 (pump)", os_id=104, frames=(at(2, "pump"),))
+    one = replace(beside(below(100, *main), reads), awaits=((104, "r pipe:[5]", "w pipe:[5]"),))
+    program = below(101, at(7, "sample"), waits_in="hrtimer_nanosleep", ends=("w pipe:[5]",))
+    sources = {"train.py": f"{text}time.sleep(3600)\n"}
+    verdict = judge(Snapshot(processes=(one, program), seconds=3.0, sources=sources))
+    assert verdict.pids == (101,) and f"pid 100 {says}" in " ".join(verdict.evidence)
+
+
+def test_an_idle_server_whose_log_is_read_does_not_hide_an_event_that_nobody_sets() -> None:
+    text = "async def log():\n    async for line in proc.stdout:\n        write(line)\n"
+    text += "async def train():\n    await go.wait()\n"
+    waits = coroutine(5, "train", within("Event.wait", "asyncio/locks.py"), name="Task-2")
+    one = beside(below(100, *LOOP), coroutine(2, "log", READLINE), waits)
+    server = below(101, *LOOP, listens=(8000,))
+    verdict = judge(Snapshot(processes=(one, server), seconds=3.0, sources={"train.py": text}))
+    assert (verdict.pattern, verdict.pids, verdict.sites) == ("rollout blocked", (100,), ("train.py:5",))
 
 
 @pytest.mark.parametrize("step, pattern", [(1, "healthy"), (0, "rollout blocked")])
