@@ -456,16 +456,17 @@ def receiver(text: str, line: int, method: str = "") -> str:
         line: The line.
         method: Name of the method that runs: in rows.append(results.get()), it may be that of the inner call.
     """
-    names = [source.dotted(call.func) for call in source.calls_at(text, line)]
+    names = [source.dotted(call.func) for call in source.calls_at(text, line) if method != "__enter__"]
     running = [name for name in names if name.endswith(f".{method}")]
     return (running or names)[0].rpartition(".")[0] if names else entered_at(text, line)
 
 
 def entered_at(text: str, line: int) -> str:
-    """Return the object that a `with` at this line enters, as text; "" if no `with` begins there."""
-    blocks = [each for each in source.enclosing(text, line) if isinstance(each, (ast.With, ast.AsyncWith))]
-    around = [each for each in blocks if each.lineno == line]
-    return ast.unparse(around[-1].items[0].context_expr) if around else ""
+    """Return the object that a `with` at this line enters, as text, the last one; "" if no `with` begins there."""
+    around = [n for n in source.enclosing(text, line) if isinstance(n, (ast.With, ast.AsyncWith)) and n.lineno == line]
+    objects = [item.context_expr for each in around[-1:] for item in each.items]
+    named = [each for each in objects if not isinstance(each, ast.Call)] or objects  # open(path) is no lock
+    return ast.unparse(named[-1]) if named else ""
 
 
 def _native(base: Activity, place: Place) -> Activity:

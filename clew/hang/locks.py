@@ -94,8 +94,9 @@ def lock_holders(actor: Actor, waiting: Activity, sources: Mapping[str, str]) ->
 def _locked_at(text: str, line: int) -> list[tuple[str, int]]:
     """Return the locks that a thread at a line has taken in its function, by `with` or `acquire`, and the lines."""
     blocks = [each for each in enclosing(text, line) if isinstance(each, (ast.With, ast.AsyncWith))]
-    inside = [each for each in blocks if each.body[0].lineno <= line and each.lineno < line]
-    taken = [(ast.unparse(item.context_expr), each.lineno) for each in inside for item in each.items]
+    entered = [(each, line >= max(each.lineno + 1, each.body[0].lineno)) for each in blocks]
+    items = [(i, each) for each, inside in entered for i in each.items[: len(each.items) if inside else -1]]
+    taken = [(ast.unparse(item.context_expr), each.lineno) for item, each in items]
     around = enclosing_function(text, line)
     calls = [each for each in (ast.walk(around) if around else ()) if isinstance(each, ast.Call)]
     named = [(*dotted(each.func).rpartition(".")[::2], each.lineno) for each in calls if each.lineno < line]

@@ -471,10 +471,9 @@ def _goes_steadily(process: Process) -> bool:
 
 def fails_in_loop(thread: Thread, sources: Mapping[str, str]) -> bool:
     """Return whether a thread is in an `except` within a loop: it handles a failure, and will try again."""
-    if thread.frames and RETRYING.search(thread.frames[0].file):  # between two attempts
-        return True
+    pauses = any(RETRYING.search(frame.file) for frame in thread.frames[:1])
     places = ((sources.get(frame.file, ""), frame.line) for frame in thread.user_frames)
-    return any(source.in_handler(*place) and source.loop_at(*place) is not None for place in places)
+    return pauses or any(source.in_handler(*place) and source.loop_at(*place) is not None for place in places)
 
 
 def has_limit(process: Process) -> bool:

@@ -861,6 +861,22 @@ def test_a_process_that_waits_for_a_lock_is_at_fault_only_if_it_has_another_one(
     assert ("pid 104 has locked that lock" in verdict.explanation) is (pids == (104,))
 
 
+@pytest.mark.parametrize(
+    "text, lines",
+    [
+        ("def one():\n    with a, b:\n        go()\ndef two():\n    with b, a:\n        go()\n", (3, 6)),
+        (
+            "def one():\n    with a.get_lock():\n        with b.get_lock():\n            go()\n"
+            "def two():\n    with b.get_lock():\n        with a.get_lock():\n            go()\n",
+            (4, 8),
+        ),
+    ],
+)
+def test_a_with_can_take_two_locks_or_the_lock_of_a_shared_value(text: str, lines: tuple[int, int]) -> None:
+    verdict = locking(text, (ENTERS, at(lines[0], "one")), (ENTERS, at(lines[1], "two")))
+    assert (verdict.pattern, verdict.pids) == ("lock or I/O", (101, 102))
+
+
 def test_a_rank_that_has_locked_other_ranks_out_while_it_is_in_a_collective_is_at_fault() -> None:
     text = "def log():\n    with lock:\n        dist.all_reduce(x)\ndef save():\n    with lock:\n        write(x)\n"
     reduces = Frame(function="all_reduce", file=f"/x/{C10D}", line=1)
