@@ -516,12 +516,11 @@ def _native(base: Activity, place: Place) -> Activity:
         return replace(base, kind="collective", op="backward", group="world")
     if process.gpus and (waits := [name for name, _ in called if name.rpartition(".")[2] in DEVICE_CALLS]):
         return replace(base, kind="device", op=waits[0])
-    if thread.active or process.last.state == "R":
-        return replace(base, kind="compute")
     reads = not thread.task and any(
         each == thread.os_id and own.startswith("r pipe") for each, own, _ in process.awaits
     )
-    return replace(base, kind="pipe" if reads else "unknown")
+    kind = "compute" if thread.active or process.last.state == "R" else "pipe" if reads else "unknown"
+    return replace(base, kind=kind)
 
 
 def _work(base: Activity, call: ast.Call, place: Place) -> Activity | None:

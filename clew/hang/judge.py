@@ -32,7 +32,7 @@ from clew.hang.source import (
     sleeps_s,
 )
 from clew.hang.verdict import SOUND, Actor, Verdict, names, sentences, verdict_about
-from clew.hang.waits_for import TO_OTHERS, Edges, all_edges, application_edges, collective_edges, key_of
+from clew.hang.waits_for import TO_OTHERS, Edges, all_edges, collective_edges, key_of
 
 SUPERVISING = ("process", "thread", "pool", "future", "tasks", "ray")
 """Kinds of waits of a main process that only waits for its children to end."""
@@ -265,7 +265,7 @@ def _progress(job: list[Actor], ranks: list[Actor], snapshot: Snapshot) -> Verdi
         label = ", ".join(a.process.label for a in moving)
         why = f"{label} is slow, not hung{how}; the others wait for it."
         return verdict_about("slow", moving, why, mains, cause="slow")
-    edges = {} if ranks else application_edges(job)
+    edges = {} if ranks else all_edges(job, snapshot.sources)
     if not ranks and not all(a.moving or _between_rounds(a, edges, job, snapshot.sources) for a in mains):
         return None
     how = _how(moving[0], snapshot, moving[0].process.label)

@@ -110,12 +110,11 @@ def _locked_at(text: str, line: int) -> list[tuple[str, int]]:
 def left_locked(sink: Sink) -> str:
     """Return words about a lock that was left locked: nothing that was seen is inside a `with` of it."""
     if is_shared_lock(sink.act, sink.sources):
-        if any(lock_holders(a, sink.act, sink.sources) for a in sink.job):
-            return ""
-        return (
-            f" No process that was seen is inside `with {sink.act.target}`: one that was killed there, or that "
-            "has left out its release(), leaves it locked for ever."
+        held = any(lock_holders(a, sink.act, sink.sources) for a in sink.job)
+        said = (
+            f" No process that was seen is inside `with {sink.act.target}`: one that was killed there left it locked."
         )
+        return "" if held else said
     if sink.act.op not in ("with", "acquire") or not sink.act.target:
         return ""
     forked = sink.parent

@@ -437,7 +437,9 @@ def goes_round(process: Process, every: list[Activity], sources: Mapping[str, st
         return False
     failed = [fails_in_loop(thread, sources) for thread in threads]
     failing = 2 * len(sleeping) > len(every) and 2 * sum(failed) > len(failed)
-    silent = len(sleeping) == len(every) and process.last.written == process.looks[0].written
+    loop = source.loop_at(sources.get(sleeping[0].file, ""), sleeping[0].line)
+    quiet = process.last.written == process.looks[0].written or source.asks(loop)
+    silent = len(sleeping) == len(every) and quiet
     if not failing and not silent:
         return False
     values = [

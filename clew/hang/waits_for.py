@@ -98,8 +98,6 @@ def _could_end(actor: Actor, job: Sequence[Actor], listening: Mapping[tuple[str,
             waiting = ("process", "tasks")
             named |= {a.pid for a in job if a.pid == process.parent and a.activity.kind in waiting}
             return named | at_other_end(actor, job)
-        case "file":
-            return named | {a.pid for a in job if set(a.process.files) & set(process.wants)}
         case "rpc":  # ranks that run a remote call; if none does, as at shutdown, those that are in no rpc yet
             serving = {a.pid for a in job if a.activity.is_job} or {a.pid for a in job if a.activity.kind != "rpc"}
             return named | (serving & ranks)

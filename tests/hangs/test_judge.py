@@ -933,6 +933,27 @@ def test_a_library_that_retries_for_ever_makes_no_progress_although_it_logs(libr
     assert judge(Snapshot(processes=(one,), seconds=3.0, sources={"train.py": text})).pattern == pattern
 
 
+@pytest.mark.parametrize(
+    "begin, end, ready, pattern",
+    [
+        ("ok, out = attempt(fn)", "if ok: return out", "False", "external wait"),
+        ("ok, out = attempt(fn)", "if ok: return out", None, "healthy"),  # what it finds changes
+        ("publish(fn)", "if ok: return out", "False", "healthy"),  # each round does some work
+        ("ok, out = attempt(fn)", "out = act(out)", "False", "healthy"),
+    ],
+)
+def test_a_loop_that_asks_until_a_test_holds_makes_no_progress_although_it_logs(
+    begin: str, end: str, ready: str | None, pattern: str
+) -> None:
+    text = f"def call(fn):\n    while True:\n        {begin}\n        {end}\n        log.info(out)\n        sleep(1)\n"
+    looks = []
+    for n in range(6):
+        thread = main_in(at(6, "call", ok=ready or f"{n}"))
+        looks.append(Look(at=0.5 * n, switches=n, written=100 * n, threads=(thread,)))
+    one = replace(below(100, at(6, "call"), waits_in="hrtimer_nanosleep"), looks=tuple(looks))
+    assert judge(Snapshot(processes=(one,), seconds=3.0, sources={"train.py": text})).pattern == pattern
+
+
 def coroutine(line: int, function: str, *inner: Frame, name: str = "Task-1") -> Thread:
     """Return a coroutine that waits at a line of train.py."""
     return Thread(name=name, os_id=0, task=True, waiter="Future", frames=(*inner, at(line, function)))
