@@ -55,6 +55,7 @@ LIBRARY: Patterns = (
     (r"/subprocess\.py$", "_wait|wait|communicate|_try_wait", "process"),
     (r"multiprocessing/popen_\w+\.py$", "wait|poll", "process"),
     (r"torch/multiprocessing/spawn\.py$", "join", "process"),
+    (r"multiprocessing/managers\.py$", "acquire|__enter__", "lock"),
     (r"multiprocessing/managers\.py$", "", "queue"),
     (r"multiprocessing/queues\.py$|^queue\.py$|/queue\.py$", "get", "queue"),
     (r"multiprocessing/queues\.py$|/queue\.py$", "put", "queue_full"),
@@ -278,6 +279,8 @@ COROUTINES: Patterns = (
     (r"asyncio/(streams|base_events|selector_events|sslproto)\.py$", "", "http"),
 )  # fmt: skip
 """Patterns of frames of coroutines."""
+STREAM = r"\.std(in|out|err)\b"
+"""Matches an attribute that is a pipe to or from a program."""
 SERVING = re.compile(r"/(aiohttp/web\w*|uvicorn/.*|starlette/.*|hypercorn/.*)\.py$|asyncio/runners\.py$")
 """Files of coroutines that wait for requests, which is no fault."""
 
@@ -293,8 +296,9 @@ def _coroutine(base: Activity, thread: Thread, user: Frame, text: str) -> Activi
     if thread.waiter in ("Task", "_GatheringFuture") and not starts_program:  # communicate() gathers tasks of its own
         return replace(base, kind="tasks")
     found = _first_match(COROUTINES, base, inside, text) or replace(base, kind="future")
-    # A stream of asyncio is a socket's or, in these attributes, a program's.
-    of_program = found.kind == "http" and re.search(r"\.std(in|out|err)\b", base.text)
+    # A stream of asyncio is a socket's or, in these attributes, a program's. It may be an argument of the function.
+    given = re.search(rf"\b{user.name}\(.*{STREAM}", text)
+    of_program = found.kind == "http" and (re.search(STREAM, base.text) or given)
     return replace(found, kind="process") if of_program else found
 
 
@@ -452,16 +456,17 @@ def receiver(text: str, line: int, method: str = "") -> str:
         line: The line.
         method: Name of the method that runs: in rows.append(results.get()), it may be that of the inner call.
     """
-    names = [source.dotted(call.func) for call in source.calls_at(text, line)]
+    names = [source.dotted(call.func) for call in source.calls_at(text, line) if method != "__enter__"]
     running = [name for name in names if name.endswith(f".{method}")]
     return (running or names)[0].rpartition(".")[0] if names else entered_at(text, line)
 
 
 def entered_at(text: str, line: int) -> str:
-    """Return the object that a `with` at this line enters, as text; "" if no `with` begins there."""
-    blocks = [each for each in source.enclosing(text, line) if isinstance(each, (ast.With, ast.AsyncWith))]
-    around = [each for each in blocks if each.lineno == line]
-    return ast.unparse(around[-1].items[0].context_expr) if around else ""
+    """Return the object that a `with` at this line enters, as text, the last one; "" if no `with` begins there."""
+    around = [n for n in source.enclosing(text, line) if isinstance(n, (ast.With, ast.AsyncWith)) and n.lineno == line]
+    objects = [item.context_expr for each in around[-1:] for item in each.items]
+    named = [each for each in objects if not isinstance(each, ast.Call)] or objects  # open(path) is no lock
+    return ast.unparse(named[-1]) if named else ""
 
 
 def _native(base: Activity, place: Place) -> Activity:
@@ -511,7 +516,11 @@ def _native(base: Activity, place: Place) -> Activity:
         return replace(base, kind="collective", op="backward", group="world")
     if process.gpus and (waits := [name for name, _ in called if name.rpartition(".")[2] in DEVICE_CALLS]):
         return replace(base, kind="device", op=waits[0])
-    return replace(base, kind="compute" if thread.active or process.last.state == "R" else "unknown")
+    reads = not thread.task and any(
+        each == thread.os_id and own.startswith("r pipe") for each, own, _ in process.awaits
+    )
+    kind = "compute" if thread.active or process.last.state == "R" else "pipe" if reads else "unknown"
+    return replace(base, kind=kind)
 
 
 def _work(base: Activity, call: ast.Call, place: Place) -> Activity | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from clew.hang.activity import POINT_TO_POINT
@@ -47,14 +47,15 @@ AGAINST = {
 """Next likely pattern and what speaks against it, for each pattern."""
 
 
-def with_advice(verdict: Verdict, actors: Sequence[Actor]) -> Verdict:
+def with_advice(verdict: Verdict, actors: Sequence[Actor], sources: Mapping[str, str]) -> Verdict:
     """Return a verdict with its runner-up, its next command, and a sentence about restarting."""
     if verdict.pattern in SOUND or verdict.pattern == "undetermined":
         pids = " ".join(f"--pid {actor.pid}" for actor in actors[:1])
         again = "" if verdict.pattern in SOUND else f"clew hang {pids} again in a minute, and compare the lines."
         return replace(verdict, next=verdict.next or again)
     restart = CHANCE if verdict.cause in BY_CHANCE else RESTART.get(verdict.pattern, AGAIN)
-    if restart == UNLESS and (edges := all_edges(actors)) and any(pid in reachable(pid, edges) for pid in verdict.pids):
+    edges = all_edges(actors, sources)
+    if restart == UNLESS and any(pid in reachable(pid, edges) for pid in verdict.pids):
         restart = AGAIN  # it waits for those that wait for it, so nothing can come in time
     return replace(
         verdict,

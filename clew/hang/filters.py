@@ -10,16 +10,7 @@ from pathlib import PurePath
 
 from clew.hang.activity import DISTRIBUTED, Activity
 from clew.hang.observed import Frame, Process, Snapshot
-from clew.hang.progress import (
-    accepts,
-    counters_in,
-    mains_of,
-    moved_counters,
-    never_woken,
-    seen,
-    wakeups,
-    woken_in_vain,
-)
+from clew.hang.progress import accepts, counters_in, mains_of, moved_counters, never_woken, seen, wakeups, woken_in_vain
 from clew.hang.sink import Sink
 from clew.hang.source import Loop, calls_of, counted, dotted, filled, loop_at, outermost_loop, same_name
 from clew.hang.verdict import Actor, Verdict, words_of

@@ -17,7 +17,7 @@ from clew.hang.expressions import constants
 from clew.hang.filters import refuses
 from clew.hang.graph import reachable, sinks
 from clew.hang.local_cause import device, local_cause
-from clew.hang.locks import locked_file
+from clew.hang.locks import locked_by
 from clew.hang.observed import Snapshot
 from clew.hang.progress import cpu_share, pace, recent, wakeups, woken_once
 from clew.hang.roles import actors_of, world_of
@@ -32,7 +32,7 @@ from clew.hang.source import (
     sleeps_s,
 )
 from clew.hang.verdict import SOUND, Actor, Verdict, names, sentences, verdict_about
-from clew.hang.waits_for import TO_OTHERS, Edges, all_edges, application_edges, collective_edges, key_of
+from clew.hang.waits_for import TO_OTHERS, Edges, all_edges, collective_edges, key_of
 
 SUPERVISING = ("process", "thread", "pool", "future", "tasks", "ray")
 """Kinds of waits of a main process that only waits for its children to end."""
@@ -80,7 +80,7 @@ def judge(snapshot: Snapshot) -> Verdict:
     if verdict.pattern not in SOUND:
         verdict = _perhaps_slow(_unless_asleep(verdict, job, snapshot), _mains(job, ranks), snapshot)
         verdict = replace(verdict, evidence=(*verdict.evidence, *record_lines(ranks)))
-    return with_advice(_hedged(verdict, snapshot, job), job)
+    return with_advice(_hedged(verdict, snapshot, job), job, snapshot.sources)
 
 
 def _perhaps_slow(verdict: Verdict, mains: list[Actor], snapshot: Snapshot) -> Verdict:
@@ -265,7 +265,7 @@ def _progress(job: list[Actor], ranks: list[Actor], snapshot: Snapshot) -> Verdi
         label = ", ".join(a.process.label for a in moving)
         why = f"{label} is slow, not hung{how}; the others wait for it."
         return verdict_about("slow", moving, why, mains, cause="slow")
-    edges = {} if ranks else application_edges(job)
+    edges = {} if ranks else all_edges(job, snapshot.sources)
     if not ranks and not all(a.moving or _between_rounds(a, edges, job, snapshot.sources) for a in mains):
         return None
     how = _how(moving[0], snapshot, moving[0].process.label)
@@ -310,7 +310,7 @@ def _by_graph(job: list[Actor], ranks: list[Actor], snapshot: Snapshot) -> Verdi
         return _in_one_call(together)
     parted = [a for a in job if done(a) and not _awaited(a, job, snapshot.sources)]
     job = [a for a in job if a not in parted] or job
-    edges = all_edges(job)
+    edges = all_edges(job, snapshot.sources)
     by_pid = {a.pid: a for a in job}
     component = _most_waited(_candidates(edges, by_pid), edges)
     culprits = [by_pid[pid] for pid in sorted(component)]
@@ -320,7 +320,7 @@ def _by_graph(job: list[Actor], ranks: list[Actor], snapshot: Snapshot) -> Verdi
         return _in_one_call(at_fault)
     between = any(a.activity.kind in (*DISTRIBUTED, "device") for a in culprits)
     if between and len(culprits) > 1 and all(a.rank is not None for a in culprits):
-        return _unless_ready(device(sink) or locked_file(sink) or cycle(sink), culprits)
+        return _unless_ready(device(sink) or locked_by(sink) or cycle(sink), culprits)
     found = _with_those_alike(local_cause(sink), culprits[0], ranks)
     beside = [a.says for a in parted] + [f"{said} has ended" for a in culprits if (said := ended_inside(a))]
     if beside and found.cause != "dead" and found.pattern not in SOUND:

@@ -14,7 +14,7 @@ from clew.hang.between_ranks import with_callers
 from clew.hang.collective_calls import behind, different_counts, first_different_call
 from clew.hang.ended import dead, done, joined_too_early, lost_task, outlived, pipe_kept_open
 from clew.hang.filters import never_holds, rejecting, starved
-from clew.hang.locks import left_locked, lock_holders, locked_crosswise, locked_file, locked_outside
+from clew.hang.locks import left_locked, lock_holders, locked_by, locked_crosswise, locked_outside
 from clew.hang.progress import busy, cpu_share, fails_in_loop, moved_counters, own_code_only, pace, places
 from clew.hang.roles import WAITS_INSIDE
 from clew.hang.sink import Sink
@@ -399,16 +399,23 @@ def _asks_as_told(sink: Sink) -> Verdict | None:
     """
     text, frames = sink.sources.get(sink.act.file, ""), sink.one.process.user_frames
     helper, loop = enclosing_function(text, sink.act.line), loop_at(text, sink.act.line)
-    if sink.act.kind != "sleep" or sink.act.task or helper is None or not isinstance(loop, ast.While):
+    if sink.act.kind != "sleep" or sink.act.task or helper is None or loop is None:
         return None
-    asks = {dotted(each.func) for each in ast.walk(loop.test) if isinstance(each, ast.Call)}
-    if len(frames) < 2 or frames[0].line != sink.act.line or not asks & {each.arg for each in helper.args.args}:
+    given, nodes = {each.arg for each in helper.args.args}, list(ast.walk(loop))
+    if (
+        len(frames) < 2
+        or frames[0].line != sink.act.line
+        or not given & {n.id for n in nodes if isinstance(n, ast.Name)}
+    ):
         return None
     there = [a for a in sink.job if a.activity.site == sink.act.site and len(a.process.user_frames) > 1]
     callers = {a.pid: (a.process.user_frames[1].file, a.process.user_frames[1].line) for a in there}
     others = [a for a in there if callers[a.pid] != callers[sink.one.pid] and not (a.moving or a.dead)]
+    if not others and not given & {dotted(each.func) for each in nodes if isinstance(each, ast.Call)}:
+        return None
     asking = [*sink.culprits, *(a for a in others if a not in sink.culprits)]
-    why = f"{sink.one.says} and asks again while {ast.unparse(loop.test)}."
+    tests = isinstance(loop, ast.While) and not isinstance(loop.test, ast.Constant)
+    why = f"{sink.one.says} and asks again {f'while {ast.unparse(loop.test)}' if tests else 'and again'}."
     for one in (a for a in asking if a.pid in callers):
         file, line = callers[one.pid]
         place = f"{PurePath(file).name}:{line}: {line_of(sink.sources.get(file, ''), line)}"
@@ -468,7 +475,7 @@ def _blocked(sink: Sink) -> Verdict | None:
     why += _parties(sink) + (_asked(sink) or _beside(sink))
     confidence = "high" if sink.blocked_ranks else "medium"
     locking = sink.act.kind == "lock" or (sink.act.task and sink.act.op == "acquire")
-    holders = lock_holders(sink.one, sink) if locking else {}
+    holders = lock_holders(sink.one, sink.act, sink.sources) if locking else {}
     why += "".join(f" {held}." for held in holders) or left_locked(sink)
     found = sink.blame(pattern, sink.culprits, why, confidence=confidence, cause=sink.act.kind)
     return found.at(*holders.values())
@@ -561,9 +568,9 @@ def _beside(sink: Sink) -> str:
 
 RULES: tuple[Callable[[Sink], Verdict | None], ...] = (
     _paused, _blocked_loop, rejecting, starved, outlived, locked_outside, pipe_kept_open, joined_too_early,
-    _joins_its_producer, dead, _own_waits, never_holds, _slow, locked_file, locked_crosswise, _cleaned_up, _store,
+    _joins_its_producer, dead, _own_waits, never_holds, _slow, locked_crosswise, locked_by, _cleaned_up, _store,
     _unexplained, _loader, _silent_server, _outside, _retrying, device, _unscheduled, _computing, _both_poll,
-    _threads_poll, _polling, _asks_as_told, _one_at_a_time, _through_server, lost_task, _blocked,
+    _threads_poll, _asks_as_told, _polling, _one_at_a_time, _through_server, lost_task, _blocked,
 )  # fmt: skip
 """Rules in the order in which they are tried: the first that answers decides, so facts come before guesses.
 

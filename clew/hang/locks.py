@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import PurePath
 
 from clew.hang.activity import DISTRIBUTED, Activity
 from clew.hang.sink import Sink
-from clew.hang.source import enclosing, same_name
+from clew.hang.source import assignments, dotted, enclosing, enclosing_function, follows, origin, same_name
 from clew.hang.verdict import Actor, Verdict, sentences, words_of
 
 
@@ -22,47 +22,52 @@ def locked_outside(sink: Sink) -> Verdict | None:
     return sink.blame("lock or I/O", [one], why, cause="file")
 
 
-def locked_file(sink: Sink) -> Verdict | None:
-    """Find who has locked the file that another one waits for."""
-    pairs = [
-        (waiting, by)
-        for waiting in [*sink.culprits, *sink.waiters]
-        if waiting.activity.kind == "file" and not waiting.dead
-        for by in sink.culprits
-        if by is not waiting and {*by.process.files} & {*waiting.process.wants}
-    ]
+def locked_by(sink: Sink) -> Verdict | None:
+    """Find who has locked the file, or the lock of multiprocessing, that another one waits for."""
+    waiting = [a for a in (*sink.culprits, *sink.waiters) if not a.dead]
+    pairs = [(a, by) for a in waiting for by in sink.culprits if by.pid in lockers(a, sink.job, sink.sources)]
     if not pairs:
         return None
-    waiting, by = pairs[0]
-    why = f"{waiting.says}. {by.process.label} has locked that file, and does not unlock it: {by.says}."
-    if by.activity.kind in DISTRIBUTED and waiting.rank is not None:
+    waits, by = pairs[0]
+    what = "file" if waits.activity.kind == "file" else "lock"
+    why = f"{waits.says}. {by.process.label} has locked that {what}, and does not unlock it: {by.says}."
+    if by.activity.kind in DISTRIBUTED and waits.rank is not None:
         why += " It is in a collective there, and waits for ranks that wait for this lock."
-    return sink.blame("lock or I/O", [by], why, cause="file").at(waiting.activity.site)
+    return sink.blame("lock or I/O", [by], why, cause=what).at(waits.activity.site)
 
 
 def locked_crosswise(sink: Sink) -> Verdict | None:
-    """Find two processes of which each waits for a lock that the other one has locked."""
-    one = sink.one
-    for other in (a for a in sink.job if a is not one and not (a.dead or a.moving)):
-        pairs = ((one, other), (other, one))
-        if all(_is_shared_lock(a.activity) and "" in _holding(b, a, sink) for a, b in pairs):
-            why = f"{sentences([one, other])} Each has locked what the other one waits for. Take both in one order."
-            return sink.blame("lock or I/O", [one, other], why, cause="lock", structural=True)
-    return None
+    """Find processes of which each waits for a lock that another one of them has locked."""
+    circle = sink.culprits
+    if len(circle) < 2 or not all(is_shared_lock(a.activity, sink.sources) and not a.moving for a in circle):
+        return None
+    why = f"{sentences(circle)} Each has locked what another one of them waits for. Take these locks in one order."
+    return sink.blame("lock or I/O", circle, why, cause="lock", structural=True)
 
 
-def _is_shared_lock(one: Activity) -> bool:
-    """Return whether a thread waits for a lock of multiprocessing, which another process can have locked."""
-    return one.kind == "lock" and one.op == "__enter__" and bool(one.target)
+def is_shared_lock(one: Activity, sources: Mapping[str, str]) -> bool:
+    """Return whether a thread waits for a lock of multiprocessing, which another process can have locked.
+
+    Its `acquire` has no Python frame, and may be that of any lock which the source does not make for threads.
+    """
+    if one.kind != "lock" or not one.target or not one.op.endswith("acquire"):
+        return one.kind == "lock" and one.op == "__enter__" and bool(one.target)
+    made = [(text, each) for text in sources.values() for each in assignments(text, one.target)]
+    kinds = {origin(text, each) for text, each in made if isinstance(each, ast.Call)}
+    return not kinds or bool(kinds - {"threading", "asyncio"})
 
 
-def _holding(actor: Actor, waiting: Actor, sink: Sink) -> Collection[str]:
-    """Return the places where threads of a process have locked what another process waits for; see `lock_holders`."""
-    return lock_holders(actor, replace(sink, culprits=[waiting])).values()
+def lockers(waiting: Actor, job: Sequence[Actor], sources: Mapping[str, str]) -> set[int]:
+    """Return the pids of the other processes that have locked the file or shared lock that a process waits for."""
+    others = [a for a in job if a is not waiting]
+    if waiting.activity.kind == "file":
+        return {a.pid for a in others if {*a.process.files} & {*waiting.process.wants}}
+    shared = is_shared_lock(waiting.activity, sources)
+    return {a.pid for a in others if shared and lock_holders(a, waiting.activity, sources)}
 
 
-def lock_holders(actor: Actor, sink: Sink) -> dict[str, str]:
-    """Return the threads of a process that are inside `with` of the lock for which the culprit waits.
+def lock_holders(actor: Actor, waiting: Activity, sources: Mapping[str, str]) -> dict[str, str]:
+    """Return the threads of a process that have locked the lock for which another one, or they themselves, wait.
 
     Returns:
         The call site of each thread, by a sentence about it; "" if the waiting thread itself has locked it.
@@ -70,14 +75,12 @@ def lock_holders(actor: Actor, sink: Sink) -> dict[str, str]:
     found: dict[str, str] = {}
     for thread in actor.process.threads:
         for frame in thread.user_frames:
-            text = sink.sources.get(frame.file, "")
-            for node in (each for each in enclosing(text, frame.line) if isinstance(each, (ast.With, ast.AsyncWith))):
-                locks = [ast.unparse(item.context_expr) for item in node.items]
-                named = [lock for lock in locks if same_name(lock, sink.act.target)]
-                if not named or node.body[0].lineno > frame.line:
-                    continue
-                place = f"{named[0]} at {PurePath(frame.file).name}:{node.lineno}"
+            for lock, line in _locked_at(sources.get(frame.file, ""), frame.line):
                 does = next((a for a in actor.threads if a.thread == thread.name and a.site), actor.activity)
+                releases = does.kind in ("condition", "signal") and same_name(lock, does.target)  # until it is notified
+                if releases or not same_name(lock, waiting.target):
+                    continue
+                place = f"{lock} at {PurePath(frame.file).name}:{line}"
                 if does.thread == actor.activity.thread:
                     found[f"It has locked {place} itself"] = ""
                 else:
@@ -87,15 +90,31 @@ def lock_holders(actor: Actor, sink: Sink) -> dict[str, str]:
     return found
 
 
+@lru_cache(maxsize=4096)
+def _locked_at(text: str, line: int) -> list[tuple[str, int]]:
+    """Return the locks that a thread at a line has taken in its function, by `with` or `acquire`, and the lines."""
+    blocks = [each for each in enclosing(text, line) if isinstance(each, (ast.With, ast.AsyncWith))]
+    entered = [(each, line >= max(each.lineno + 1, each.body[0].lineno)) for each in blocks]
+    items = [(i, each) for each, inside in entered for i in each.items[: len(each.items) if inside else -1]]
+    taken = [(ast.unparse(item.context_expr), each.lineno) for item, each in items]
+    around = enclosing_function(text, line)
+    calls = [each for each in (ast.walk(around) if around else ()) if isinstance(each, ast.Call)]
+    named = [(*dotted(each.func).rpartition(".")[::2], each.lineno) for each in calls if each.lineno < line]
+    for lock, method, at in named:
+        released = any(lock == other and how == "release" and at < later for other, how, later in named)
+        if method == "acquire" and not released and follows(text, at, line):
+            taken.append((lock, at))
+    return taken
+
+
 def left_locked(sink: Sink) -> str:
     """Return words about a lock that was left locked: nothing that was seen is inside a `with` of it."""
-    if _is_shared_lock(sink.act):
-        if any(lock_holders(a, sink) for a in sink.job):
-            return ""
-        return (
-            f" No process that was seen is inside `with {sink.act.target}`: one that was killed there leaves it locked "
-            "for ever."
+    if is_shared_lock(sink.act, sink.sources):
+        held = any(lock_holders(a, sink.act, sink.sources) for a in sink.job)
+        said = (
+            f" No process that was seen is inside `with {sink.act.target}`: one that was killed there left it locked."
         )
+        return "" if held else said
     if sink.act.op not in ("with", "acquire") or not sink.act.target:
         return ""
     forked = sink.parent

@@ -33,6 +33,8 @@ IN_VAIN = 20
 STEADY_LOOKS = 5
 """Minimum number of looks for a number that only rises, or only falls, to show progress. Of the 120 orders of five
 numbers, only 2 rise or fall throughout."""
+RETRYING = re.compile(r"/(tenacity|backoff|retrying)(/.*)?\.py$")
+"""Files of libraries that call a function again after a pause if it has failed."""
 RECENT_S = 1.5
 """Last seconds in which a process has to move; half of the watched time if that is longer. What moved earlier may hang
 by now."""
@@ -435,7 +437,9 @@ def goes_round(process: Process, every: list[Activity], sources: Mapping[str, st
         return False
     failed = [fails_in_loop(thread, sources) for thread in threads]
     failing = 2 * len(sleeping) > len(every) and 2 * sum(failed) > len(failed)
-    silent = len(sleeping) == len(every) and process.last.written == process.looks[0].written
+    loop = source.loop_at(sources.get(sleeping[0].file, ""), sleeping[0].line)
+    quiet = process.last.written == process.looks[0].written or source.asks(loop)
+    silent = len(sleeping) == len(every) and quiet
     if not failing and not silent:
         return False
     values = [
@@ -469,8 +473,9 @@ def _goes_steadily(process: Process) -> bool:
 
 def fails_in_loop(thread: Thread, sources: Mapping[str, str]) -> bool:
     """Return whether a thread is in an `except` within a loop: it handles a failure, and will try again."""
+    pauses = any(RETRYING.search(frame.file) for frame in thread.frames[:1])
     places = ((sources.get(frame.file, ""), frame.line) for frame in thread.user_frames)
-    return any(source.in_handler(*place) and source.loop_at(*place) is not None for place in places)
+    return pauses or any(source.in_handler(*place) and source.loop_at(*place) is not None for place in places)
 
 
 def has_limit(process: Process) -> bool:

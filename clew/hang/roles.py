@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ from clew.hang.activity import C10D, DISTRIBUTED, Activity, activities
 from clew.hang.observed import Group, Process, Snapshot
 from clew.hang.programs import awaited_work, with_python_parents
 from clew.hang.progress import moves, moves_inside, without_torn
-from clew.hang.source import ends_one_of, goes_on_for_ever, loop_variables, outermost_loop
+from clew.hang.source import enclosing_function, ends_one_of, goes_on_for_ever, loop_variables, outermost_loop
 from clew.hang.verdict import Actor
 
 RANK_NAMES = ("rank", "global_rank", "world_rank", "my_rank", "local_rank", "rank_id", "RANK", "self.rank")
@@ -229,10 +230,12 @@ def _without_idle_readers(every: list[Activity], process: Process, snapshot: Sna
 
 
 def _is_bystander(one: Activity, every: Sequence[Activity], sources: Mapping[str, str]) -> bool:
-    """Return whether a thread or task idles or serves for ever, while others have waits that it could not end."""
+    """Return whether one idles, serves or reads a program's output, while others have waits that it could not end."""
     text = sources.get(one.file, "")
-    loop = outermost_loop(text, one.line)
+    loop, function = outermost_loop(text, one.line), enclosing_function(text, one.line)
     serves = "serve_forever(" in one.text or one.op.endswith("accept")
+    gives = function is not None and any(isinstance(n, (ast.Return, ast.Yield)) and n.value for n in ast.walk(function))
+    serves = serves or (one.kind in ("process", "pipe") and loop is not None and not gives)
     if not serves and (one.kind not in ("sleep", "queue") or loop is None or not goes_on_for_ever(loop)):
         return False
     others = (each for each in every if each is not one and each.target and each.kind in ("queue", "condition"))

@@ -437,6 +437,14 @@ def retries(loop: ast.AST) -> bool:
     return False
 
 
+def asks(loop: Loop | None) -> bool:
+    """Return whether a `while` is left when a test holds, and otherwise only gets values, logs and sleeps."""
+    nodes = loop.body if isinstance(loop, ast.While) else []
+    leaves = any(isinstance(n, ast.If) and isinstance(n.body[-1], (ast.Return, ast.Break)) for n in nodes)
+    acts = [dotted(n.value.func) for n in nodes if isinstance(n, ast.Expr) and isinstance(n.value, ast.Call)]
+    return leaves and all(map(POLLS.search, acts))
+
+
 def heartbeat(text: str, line: int) -> bool:
     """Return whether a line is in a loop that only sleeps and reports, for ever or until an event is set."""
     loop = loop_at(text, line)

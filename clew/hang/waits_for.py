@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from clew.hang.activity import DISTRIBUTED, Activity
+from clew.hang.locks import lockers
 from clew.hang.verdict import MESSAGES, Actor
 
 Edges = dict[int, set[int]]
@@ -64,10 +65,10 @@ def _members(one: Activity, ranks: Sequence[Actor]) -> set[int]:
     return _present(one, ranks) | (away or {a.pid for a in ranks})
 
 
-def all_edges(job: Sequence[Actor]) -> Edges:
-    """Return which processes could end each process's wait, in the application or in a collective, as pids."""
-    collective = collective_edges([actor for actor in job if actor.rank is not None])
-    return {pid: targets | collective.get(pid, set()) for pid, targets in application_edges(job).items()}
+def all_edges(job: Sequence[Actor], sources: Mapping[str, str]) -> Edges:
+    """Return which processes could end each process's wait, for a lock, a collective or another one, as pids."""
+    edges, collective = application_edges(job), collective_edges([actor for actor in job if actor.rank is not None])
+    return {a.pid: edges[a.pid] | collective.get(a.pid, set()) | lockers(a, job, sources) for a in job}
 
 
 def application_edges(job: Sequence[Actor]) -> Edges:
@@ -97,8 +98,6 @@ def _could_end(actor: Actor, job: Sequence[Actor], listening: Mapping[tuple[str,
             waiting = ("process", "tasks")
             named |= {a.pid for a in job if a.pid == process.parent and a.activity.kind in waiting}
             return named | at_other_end(actor, job)
-        case "file":
-            return named | {a.pid for a in job if set(a.process.files) & set(process.wants)}
         case "rpc":  # ranks that run a remote call; if none does, as at shutdown, those that are in no rpc yet
             serving = {a.pid for a in job if a.activity.is_job} or {a.pid for a in job if a.activity.kind != "rpc"}
             return named | (serving & ranks)
@@ -141,11 +140,12 @@ def _could_end(actor: Actor, job: Sequence[Actor], listening: Mapping[tuple[str,
 
 
 def _asking(actor: Actor, job: Sequence[Actor]) -> set[int]:
-    """Return the pids of children that wait for this process at a pipe: they cannot end a wait of another kind."""
+    """Return the pids of children that wait for this process, at a pipe or a port: they cannot end its other waits."""
     children = [a for a in job if a.process.parent == actor.pid and a.rank is None]
+    unasked = {a.pid for a in children if a.process.listens and not a.process.peers and a.activity.kind == "select"}
     known = {a.pid: a for a in children if a.activity.kind in THROUGH_PIPES and any(other for _, other in _awaited(a))}
     # Later forks have copies of the ends, but they wait for this process, too.
-    return {
+    return unasked | {
         pid for pid, a in known.items() if actor.pid in (ends := at_other_end(a, job)) and ends <= {actor.pid, *known}
     }
 
