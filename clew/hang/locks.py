@@ -59,11 +59,12 @@ def is_shared_lock(one: Activity, sources: Mapping[str, str]) -> bool:
 
 def lockers(waiting: Actor, job: Sequence[Actor], sources: Mapping[str, str]) -> set[int]:
     """Return the pids of the other processes that have locked the file or shared lock that a process waits for."""
-    others = [a for a in job if a is not waiting]
-    if waiting.activity.kind == "file":
-        return {a.pid for a in others if {*a.process.files} & {*waiting.process.wants}}
-    shared = is_shared_lock(waiting.activity, sources)
-    return {a.pid for a in others if shared and lock_holders(a, waiting.activity, sources)}
+    one = waiting.activity
+    if one.kind == "file":
+        return {a.pid for a in job if a is not waiting and {*a.process.files} & {*waiting.process.wants}}
+    if not is_shared_lock(one, sources):
+        return set()
+    return {a.pid for a in job if a is not waiting and lock_holders(a, one, sources)}
 
 
 def lock_holders(actor: Actor, waiting: Activity, sources: Mapping[str, str]) -> dict[str, str]:
