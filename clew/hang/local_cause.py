@@ -414,8 +414,8 @@ def _asks_as_told(sink: Sink) -> Verdict | None:
     if not others and not given & {dotted(each.func) for each in nodes if isinstance(each, ast.Call)}:
         return None
     asking = [*sink.culprits, *(a for a in others if a not in sink.culprits)]
-    tests = isinstance(loop, ast.While) and not isinstance(loop.test, ast.Constant)
-    why = f"{sink.one.says} and asks again {f'while {ast.unparse(loop.test)}' if tests else 'and again'}."
+    test = loop.test if isinstance(loop, ast.While) and not isinstance(loop.test, ast.Constant) else None
+    why = f"{sink.one.says} and asks again {f'while {ast.unparse(test)}' if test else 'and again'}."
     for one in (a for a in asking if a.pid in callers):
         file, line = callers[one.pid]
         place = f"{PurePath(file).name}:{line}: {line_of(sink.sources.get(file, ''), line)}"
