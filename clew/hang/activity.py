@@ -297,9 +297,9 @@ def _coroutine(base: Activity, thread: Thread, user: Frame, text: str) -> Activi
         return replace(base, kind="tasks")
     found = _first_match(COROUTINES, base, inside, text) or replace(base, kind="future")
     # A stream of asyncio is a socket's or, in these attributes, a program's. It may be an argument of the function.
-    given = re.search(rf"\b{user.name}\(.*{STREAM}", text)
-    of_program = found.kind == "http" and (re.search(STREAM, base.text) or given)
-    return replace(found, kind="process") if of_program else found
+    if found.kind == "http" and (re.search(STREAM, base.text) or re.search(rf"\b{user.name}\(.*{STREAM}", text)):
+        return replace(found, kind="process")
+    return found
 
 
 def line_of(text: str, line: int) -> str:
@@ -462,7 +462,7 @@ def receiver(text: str, line: int, method: str = "") -> str:
 
 
 def entered_at(text: str, line: int) -> str:
-    """Return the object that a `with` at this line enters, as text, the last one; "" if no `with` begins there."""
+    """Return the last object that a `with` at this line enters, as text; "" if no `with` begins there."""
     around = [n for n in source.enclosing(text, line) if isinstance(n, (ast.With, ast.AsyncWith)) and n.lineno == line]
     objects = [item.context_expr for each in around[-1:] for item in each.items]
     named = [each for each in objects if not isinstance(each, ast.Call)] or objects  # open(path) is no lock

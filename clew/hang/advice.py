@@ -54,9 +54,10 @@ def with_advice(verdict: Verdict, actors: Sequence[Actor], sources: Mapping[str,
         again = "" if verdict.pattern in SOUND else f"clew hang {pids} again in a minute, and compare the lines."
         return replace(verdict, next=verdict.next or again)
     restart = CHANCE if verdict.cause in BY_CHANCE else RESTART.get(verdict.pattern, AGAIN)
-    edges = all_edges(actors, sources)
-    if restart == UNLESS and any(pid in reachable(pid, edges) for pid in verdict.pids):
-        restart = AGAIN  # it waits for those that wait for it, so nothing can come in time
+    if restart == UNLESS:
+        edges = all_edges(actors, sources)
+        if any(pid in reachable(pid, edges) for pid in verdict.pids):
+            restart = AGAIN  # it waits for those that wait for it, so nothing can come in time
     return replace(
         verdict,
         explanation=f"{verdict.explanation} {restart}".strip(),

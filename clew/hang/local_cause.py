@@ -402,11 +402,8 @@ def _asks_as_told(sink: Sink) -> Verdict | None:
     if sink.act.kind != "sleep" or sink.act.task or helper is None or loop is None:
         return None
     given, nodes = {each.arg for each in helper.args.args}, list(ast.walk(loop))
-    if (
-        len(frames) < 2
-        or frames[0].line != sink.act.line
-        or not given & {n.id for n in nodes if isinstance(n, ast.Name)}
-    ):
+    used = given & {each.id for each in nodes if isinstance(each, ast.Name)}
+    if len(frames) < 2 or frames[0].line != sink.act.line or not used:
         return None
     there = [a for a in sink.job if a.activity.site == sink.act.site and len(a.process.user_frames) > 1]
     callers = {a.pid: (a.process.user_frames[1].file, a.process.user_frames[1].line) for a in there}
@@ -416,14 +413,16 @@ def _asks_as_told(sink: Sink) -> Verdict | None:
     asking = [*sink.culprits, *(a for a in others if a not in sink.culprits)]
     test = loop.test if isinstance(loop, ast.While) and not isinstance(loop.test, ast.Constant) else None
     why = f"{sink.one.says} and asks again {f'while {ast.unparse(test)}' if test else 'and again'}."
+    sites = list[str]()
     for one in (a for a in asking if a.pid in callers):
         file, line = callers[one.pid]
-        place = f"{PurePath(file).name}:{line}: {line_of(sink.sources.get(file, ''), line)}"
+        sites.append(f"{PurePath(file).name}:{line}")
+        place = f"{sites[-1]}: {line_of(sink.sources.get(file, ''), line)}"
         why += f" {one.process.label[:1].upper()}{one.process.label[1:]} asks at {place}."
     why += (" They may wait for one another." if others else "") + sink.who_waits
     confidence = "high" if sink.blocked_ranks else "medium"
     found = sink.blame("external wait", asking, why, cause="sleep", confidence=confidence)
-    return found.at(*(f"{PurePath(file).name}:{line}" for file, line in callers.values()))
+    return found.at(*sites)
 
 
 def _polling(sink: Sink) -> Verdict | None:

@@ -48,10 +48,13 @@ def locked_crosswise(sink: Sink) -> Verdict | None:
 def is_shared_lock(one: Activity, sources: Mapping[str, str]) -> bool:
     """Return whether a thread waits for a lock of multiprocessing, which another process can have locked.
 
-    Its `acquire` has no Python frame, and may be that of any lock which the source does not make for threads.
+    No frame tells whose `acquire()` it is. So there, each lock counts that the source does not make with threading or
+    asyncio.
     """
-    if one.kind != "lock" or not one.target or not one.op.endswith("acquire"):
-        return one.kind == "lock" and one.op == "__enter__" and bool(one.target)
+    if one.kind != "lock" or not one.target:
+        return False
+    if not one.op.endswith("acquire"):
+        return one.op == "__enter__"
     made = [(text, each) for text in sources.values() for each in assignments(text, one.target)]
     kinds = {origin(text, each) for text, each in made if isinstance(each, ast.Call)}
     return not kinds or bool(kinds - {"threading", "asyncio"})
@@ -68,7 +71,7 @@ def lockers(waiting: Actor, job: Sequence[Actor], sources: Mapping[str, str]) ->
 
 
 def lock_holders(actor: Actor, waiting: Activity, sources: Mapping[str, str]) -> dict[str, str]:
-    """Return the threads of a process that have locked the lock for which another one, or they themselves, wait.
+    """Return the threads of a process that have locked the lock for which `waiting` waits.
 
     Returns:
         The call site of each thread, by a sentence about it; "" if the waiting thread itself has locked it.
@@ -111,11 +114,9 @@ def _locked_at(text: str, line: int) -> list[tuple[str, int]]:
 def left_locked(sink: Sink) -> str:
     """Return words about a lock that was left locked: nothing that was seen is inside a `with` of it."""
     if is_shared_lock(sink.act, sink.sources):
-        held = any(lock_holders(a, sink.act, sink.sources) for a in sink.job)
-        said = (
-            f" No process that was seen is inside `with {sink.act.target}`: one that was killed there left it locked."
-        )
-        return "" if held else said
+        if any(lock_holders(a, sink.act, sink.sources) for a in sink.job):
+            return ""
+        return f" No process that was seen has locked {sink.act.target}: one that was killed there left it locked."
     if sink.act.op not in ("with", "acquire") or not sink.act.target:
         return ""
     forked = sink.parent

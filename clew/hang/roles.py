@@ -230,7 +230,7 @@ def _without_idle_readers(every: list[Activity], process: Process, snapshot: Sna
 
 
 def _is_bystander(one: Activity, every: Sequence[Activity], sources: Mapping[str, str]) -> bool:
-    """Return whether one idles, serves or reads a program's output, while others have waits that it could not end."""
+    """Return whether a thread or task idles, serves or only reads, while others have waits that it could not end."""
     text = sources.get(one.file, "")
     loop, function = outermost_loop(text, one.line), enclosing_function(text, one.line)
     serves = "serve_forever(" in one.text or one.op.endswith("accept")

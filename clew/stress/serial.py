@@ -88,9 +88,9 @@ def slows(narrow: Crowd, wide: Crowd) -> bool:
 
 
 def saturates(alone: Crowd, narrow: Crowd, wide: Crowd) -> bool:
-    """Return whether throughput stops growing between two widths, not for a busy processor or a blocked event loop.
+    """Return whether throughput stops growing although neither the processor nor a blocked event loop limits it.
 
-    The time in which either is the case is left out. The episodes that ran in both must also take longer in the wider
+    The time in which one of these does is left out. The episodes that ran in both must also take longer in the wider
     crowd, because some episodes of a crowd may simply be long by themselves.
     """
     widened = wide.width / narrow.width
