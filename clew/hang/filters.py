@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import PurePath
 
 from clew.hang.activity import DISTRIBUTED, Activity
@@ -13,7 +14,7 @@ from clew.hang.observed import Frame, Process, Snapshot
 from clew.hang.progress import accepts, counters_in, mains_of, moved_counters, never_woken, seen, wakeups, woken_in_vain
 from clew.hang.sink import Sink
 from clew.hang.source import Loop, calls_of, counted, dotted, filled, loop_at, outermost_loop, same_name
-from clew.hang.verdict import Actor, Verdict, words_of
+from clew.hang.verdict import Actor, Verdict, sentences, words_of
 from clew.hang.waits_for import TO_OTHERS
 
 REJECTED = re.compile(r"reject|drop|skip|filter|discard|stale|refus|invalid|bad", re.I)
@@ -23,6 +24,8 @@ MANY = 10
 """Number of rounds without anything kept from which a filter is taken to reject everything."""
 BARREN = 100
 """Number of rounds without anything kept, or put into a queue, from which a loop seems endless."""
+FRUITLESS = 20
+"""Number of rounds without anything put into a queue from which a filter is taken to reject everything."""
 GIVES_UP = re.compile(r"bad|err|fail|nan|skip|drop|reject|miss|spike", re.I)
 """Names of what a loop counts to give up, and does not collect."""
 
@@ -62,6 +65,21 @@ def starved(sink: Sink) -> Verdict | None:
             )
             found = sink.blame("rollout blocked", [by], why, cause="queue", confidence="medium")
             return replace(found, sites=tuple(sorted({get.site, site})))
+    return None
+
+
+def never_filled(sink: Sink) -> Verdict | None:
+    """Find a process that goes round without ever having put anything into the queue that another one reads."""
+    readers = [a for a in sink.waiters if a.activity.kind == "queue" and not a.moving]
+    for by in (a for a in sink.culprits if readers):
+        queue, site, rounds = rounds_without_put(by.process, sink.sources)
+        if rounds >= FRUITLESS:
+            why = (
+                f"{by.process.label} rejects everything: its loop at {site} went round at least {rounds} times "
+                f"meanwhile, and has put nothing into {queue} since its start. {sentences(readers[:1])}"
+            )
+            found = sink.blame("rollout blocked", [by], why, cause="refusing", confidence="medium")
+            return replace(found, sites=(site,))
     return None
 
 
@@ -172,6 +190,45 @@ def _puts_nothing(process: Process, sources: Mapping[str, str]) -> tuple[Activit
             if name.rpartition(".")[2] in rounds and numbers and numbers[-1] - numbers[0] >= BARREN:
                 return every[-1], replace(frame, line=loop.lineno), name
     return None
+
+
+def rounds_without_put(process: Process, sources: Mapping[str, str]) -> tuple[str, str, int]:
+    """Return a queue to other processes, the line that decides what is put there, and the rounds of its loop so far.
+
+    The rounds are counted by the addresses of what the line tests and the loop puts: a new object is a new round. None
+    are counted once anything was put, since `multiprocessing.Queue` has its feeder thread from then on.
+    """
+    if any(t.name.startswith("QueueFeederThread") for t in process.threads):
+        return "", "", 0
+    for frame in (f for t in process.threads for f in t.user_frames):
+        loop = loop_at(sources.get(frame.file, ""), frame.line)
+        for test, put in _guarded_puts(loop) if isinstance(loop, ast.While) else ():
+            queue = dotted(put.func).removesuffix(".put")
+            items = _names_in(test).intersection(*map(_names_in, put.args))
+            if f"{queue}._opid" not in frame.locals or not items:  # an attribute that only these queues have
+                continue
+            met: dict[tuple[int, str], list[int]] = {}
+            for thread in (t for look in process.looks for t in look.threads):
+                for each in (f for f in thread.user_frames if (f.file, f.function) == (frame.file, frame.function)):
+                    for name in items & each.addresses.keys():
+                        met.setdefault((thread.at or thread.os_id, name), []).append(each.addresses[name])
+            rounds = sum(one != other for addresses in met.values() for one, other in pairwise(addresses))
+            return queue, f"{PurePath(frame.file).name}:{test.lineno}", rounds
+    return "", "", 0
+
+
+def _guarded_puts(loop: ast.While) -> Iterator[tuple[ast.expr, ast.Call]]:
+    """Yield each test of a loop that can skip a call of `put`, with that call."""
+    for place, node in enumerate(loop.body):
+        if isinstance(node, ast.If):
+            skips = isinstance(node.body[-1], ast.Continue)
+            for each in (n for part in (loop.body[place + 1 :] if skips else node.body) for n in ast.walk(part)):
+                if isinstance(each, ast.Call) and dotted(each.func).endswith(".put"):
+                    yield node.test, each
+
+
+def _names_in(node: ast.AST) -> set[str]:
+    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
 
 
 def _frame_and_name(counter: str) -> tuple[str, str]:

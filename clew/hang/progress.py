@@ -74,7 +74,7 @@ def moved_counters(process: Process, sources: Mapping[str, str]) -> dict[str, tu
     first, last = (counters_in(look, process, sources) for look in (looks[0], looks[-1]))
     middle = [counters_in(look, process, sources) for look in looks[1:-1]]
     found: dict[str, tuple[int, int]] = {}
-    for name in first.keys() & last.keys():
+    for name in sorted(first.keys() & last.keys()):
         values = [each[name] for each in [first, *middle, last] if name in each]
         in_while = name.partition(":")[0].endswith("~")
         # In a `while`, two looks can differ by chance: its numbers must only grow, and take three values if it is busy.

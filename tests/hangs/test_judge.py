@@ -742,6 +742,37 @@ def test_a_thread_that_goes_round_and_puts_nothing_starves_the_main_thread(
 
 
 @pytest.mark.parametrize(
+    "rounds, feeder, tested, rejects",
+    [
+        (25, "", "group", True),
+        (9, "", "group", False),
+        (25, "QueueFeederThread", "group", False),
+        (25, "", "self.batch", False),
+    ],
+)
+def test_a_loop_that_has_never_put_anything_into_the_queue_of_another_process_rejects_everything(
+    rounds: int, feeder: str, tested: str, rejects: bool
+) -> None:
+    text = (
+        "def produce(out):\n    while True:\n        group = sample()\n"
+        f"        if not keep({tested}):\n            continue\n        out.put(group)\nbatch = source.get()\n"
+    )
+    pipe = (
+        within("Connection._recv", "multiprocessing/connection.py"),
+        within("Queue.get", "multiprocessing/queues.py"),
+    )
+    trainer = below(100, *pipe, at(7), waits_in="pipe_read", awaits=((100, "r pipe:[1]", "w pipe:[1]"),))
+    looks = []
+    for n in range(26):
+        frame = replace(at(3, "produce", **{"out._opid": "100"}), addresses={"group": 7 + min(n, rounds)})
+        threads = (replace(main_in(frame), os_id=101), *([Thread(name=feeder, os_id=102)] if feeder else []))
+        looks.append(Look(at=0.4 * n, state="S", switches=7 + 9 * n, threads=threads))
+    maker = Process(pid=101, parent=100, looks=tuple(looks), command=("python",), ends=("w pipe:[1]",))
+    verdict = judge(Snapshot(processes=(trainer, maker), seconds=10.0, sources={"train.py": text}))
+    assert (verdict.pattern == "rollout blocked" and verdict.sites == ("train.py:4",)) is rejects
+
+
+@pytest.mark.parametrize(
     "woken, pattern",
     [((4, 16), "healthy"), ((12,), "undetermined"), ((4,), "rollout blocked"), ((1, 4), "rollout blocked")],
 )
