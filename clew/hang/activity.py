@@ -49,6 +49,7 @@ Patterns = tuple[tuple[str, str, str], ...]
 """Patterns of library frames: file, whole name of the function ("" for any), kind of wait."""
 LIBRARY: Patterns = (
     (r"/pdb\.py$|/bdb\.py$", "", "stdin"),
+    (r"/socket\.py$", "accept", "network"),
     (r"torch/utils/data/dataloader\.py$", "_try_get_data|_get_data|_next_data|_shutdown_workers", "data_loader"),
     (r"torch/distributed/rendezvous\.py$", "", "init"),
     (r"torch/distributed/rpc/", "", "rpc"),

@@ -22,9 +22,12 @@ from clew.hang.source import (
     RANK_WORDS,
     WITHOUT_RAISE,
     Loop,
+    calls_at,
     calls_of,
     filled,
     follows,
+    keyword,
+    loop_variables,
     outermost_loop,
     parse,
 )
@@ -438,7 +441,11 @@ def _wrong_group(sink: Sink) -> Verdict | None:
     [(one, group)] = found
     calls = f"Rank {one.rank} calls {one.activity.op} in group {one.activity.group}"
     why = f"{calls}, and the other ranks of group {group} wait for it in that group at the same line. {sink.says}"
-    return sink.blame("collective mismatch", [one], why, structural=True)
+    text, line = sink.sources.get(one.activity.file, ""), one.activity.line
+    given = [group for call in calls_at(text, line) if (group := keyword(call, "group")) is not None]
+    ordered = {n.id for each in given for n in ast.walk(each) if isinstance(n, ast.Name)} & loop_variables(text, line)
+    why += " It may go through the groups in another order." if ordered else ""
+    return sink.blame("crossed groups" if ordered else "collective mismatch", [one], why, structural=True)
 
 
 def _gone_past(sink: Sink) -> Verdict | None:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from clew.hang.locks import is_shared_lock, left_locked
 from clew.hang.roles import waits_for_work
 from clew.hang.sink import Sink
 from clew.hang.source import ends_one_of, ends_wait, function_named, loop_at, polls
@@ -29,7 +30,8 @@ def dead(sink: Sink) -> Verdict | None:
         found = sink.blame("dead", blamed, why, cause="dead", structural=not all(map(done, blamed)))
         return found.at(*(a.activity.site for a in starved))
     kinds = (*TO_OTHERS, "sleep") if sink.one.rank is not None else (*TO_OTHERS, "sleep", "store")
-    if sink.act.kind not in kinds or sink.one.moving:
+    ownerless = is_shared_lock(sink.act, sink.sources) and bool(left_locked(sink))
+    if not (sink.act.kind in kinds or ownerless) or sink.one.moving:
         return None
     gone = [a for a in sink.job if a.dead and a.role != "idle"]
     asks = sink.act.kind in ("http", "network") and not sink.act.op.endswith("accept")  # these await a server
@@ -39,7 +41,8 @@ def dead(sink: Sink) -> Verdict | None:
             # They ended normally, so the rank may be at fault: it waits for more than they were to give.
             pattern = "data loading" if sink.act.kind == "data_loader" else "dead"
             return sink.blame(pattern, [sink.one, *gone], why, cause="dead")
-        return sink.blame("dead", gone, why, cause="dead", structural=not all(map(done, gone)))
+        found = sink.blame("dead", gone, why, cause="dead", structural=not all(map(done, gone)))
+        return replace(found, sites=(sink.act.site,)) if ownerless else found
     sure, said = (
         ended_inside(sink.one, counts) or next((text for a in sink.job if (text := ended_children(a, counts))), "")
         for counts in (lambda _: False, lambda name: explains(name, sink.one, sink.job, sink.sources))

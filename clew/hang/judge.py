@@ -233,11 +233,15 @@ def _reads_requests(one: Activity, sources: Mapping[str, str]) -> bool:
 def _unasked(job: list[Actor], sources: Mapping[str, str]) -> Verdict | None:
     """Judge servers that nobody asks anything. Their threads and children may wait for work: that is no fault."""
     quiet = []
-    for each in (a for a in job if a.process.listens and a.threads):
-        reading = [one for one in each.threads if _may_work(one)] if each.process.peers else []
+    for each in (a for a in job if a.threads):
+        working = [one for one in each.threads if _may_work(one)]
+        reading = [one for one in working if _reads_requests(one, sources)]
         # A client outside of this job may keep a connection open without asking for anything.
-        if not each.process.peers or (reading and all(_reads_requests(one, sources) for one in reading)):
+        if each.process.listens and (not each.process.peers or (reading and reading == working)):
             quiet.append(each)
+        idle = all(one in reading or one.kind == "queue" for one in working if one is not each.activity)
+        if idle and each.activity.op.endswith("accept") and not each.process.listens:
+            quiet.append(each)  # it listens at a Unix socket, whose clients are not seen
     quiet = [a for a in quiet if a.activity.op != "acquire"]  # it waits for a semaphore, so it has work
     servers = [a for a in quiet if a.threads[0].idle_loop or _only_serves(a, sources)]
     pids = {a.pid for a in servers}
@@ -245,7 +249,8 @@ def _unasked(job: list[Actor], sources: Mapping[str, str]) -> Verdict | None:
     if not servers or any(a.process.parent not in pids or a.activity.kind not in ("pipe", "queue") for a in rest):
         return None
     ports = ", ".join(map(str, sorted({port for a in servers for port in a.process.listens})))
-    why = f"Nobody asks anything at port {ports} of {', '.join(a.process.label for a in servers)}."
+    at = f"at port {ports} of" if ports else "of"
+    why = f"Nobody asks anything {at} {', '.join(a.process.label for a in servers)}."
     return verdict_about("healthy", [], why, job, confidence="medium")
 
 

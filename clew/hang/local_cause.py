@@ -18,7 +18,19 @@ from clew.hang.locks import left_locked, lock_holders, locked_by, locked_crosswi
 from clew.hang.progress import busy, cpu_share, fails_in_loop, moved_counters, own_code_only, pace, places
 from clew.hang.roles import WAITS_INSIDE
 from clew.hang.sink import Sink
-from clew.hang.source import calls_at, calls_of, dotted, enclosing_function, loop_at, origin, outermost_loop, texts_in
+from clew.hang.source import (
+    STDIN,
+    STDOUT,
+    calls_at,
+    calls_of,
+    dotted,
+    enclosing_function,
+    loop_at,
+    origin,
+    outermost_loop,
+    texts_in,
+    unflushed,
+)
 from clew.hang.verdict import LOCAL, MESSAGES, Actor, Verdict, names, sentences, subject, words_of
 from clew.hang.waits_for import THROUGH_PIPES, TO_OTHERS, surely_awaits
 
@@ -454,6 +466,26 @@ def _one_at_a_time(sink: Sink) -> Verdict | None:
     return sink.blame("external wait", [sink.one], why, cause="http").at(asking[0].activity.site)
 
 
+def _unflushed(sink: Sink) -> Verdict | None:
+    """Find the one of a process and its program, which read from each other, that leaves what it writes in a buffer."""
+    if [a.activity.kind for a in sink.culprits] != ["pipe", "pipe"]:
+        return None
+    pids = {a.pid for a in sink.culprits}
+    lazy = list[tuple[Actor, str]]()
+    for one in sink.culprits:
+        text, written = sink.sources.get(one.activity.file, ""), STDOUT if one.process.parent in pids else STDIN
+        if (line := unflushed(text, one.activity.line, written)) and "-u" not in one.process.command:
+            lazy.append((one, f"{PurePath(one.activity.file).name}:{line}"))
+    if len(lazy) != 1:
+        return None
+    [(one, site)] = lazy
+    why = (
+        f"{sink.says} No flush() follows what {one.process.label} writes at {site}: it may still be in the buffer of "
+        f"that process, while the other one waits for it."
+    )
+    return sink.blame("external wait", [one], why, cause="pipe", confidence="medium").at(site)
+
+
 def _blocked(sink: Sink) -> Verdict | None:
     """Name the call in which the culprit is blocked."""
     pattern = LOCAL[sink.act.kind][0]
@@ -572,7 +604,7 @@ RULES: tuple[Callable[[Sink], Verdict | None], ...] = (
     joined_too_early, _joins_its_producer, dead, _own_waits, never_holds, _slow, locked_crosswise, locked_by,
     _cleaned_up, _store, _unexplained, _loader, _silent_server, _outside, _retrying, device, _unscheduled,
     _computing, _both_poll, _threads_poll, _asks_as_told, _polling, _one_at_a_time, _through_server, lost_task,
-    _blocked,
+    _unflushed, _blocked,
 )  # fmt: skip
 """Rules in the order in which they are tried: the first that answers decides, so facts come before guesses.
 

@@ -70,6 +70,23 @@ def lockers(waiting: Actor, job: Sequence[Actor], sources: Mapping[str, str]) ->
     return {a.pid for a in job if a is not waiting and lock_holders(a, one, sources)}
 
 
+def releasers(waiting: Actor, job: Sequence[Actor], sources: Mapping[str, str]) -> set[int]:
+    """Return the pids of the processes in a function that releases what a process waits for, without acquiring it.
+
+    That is how a semaphore counts.
+    """
+    if not is_shared_lock(waiting.activity, sources):
+        return set()
+    found = set[int]()
+    for actor, frame in ((a, f) for a in job for thread in a.process.threads for f in thread.user_frames):
+        around = enclosing_function(sources.get(frame.file, ""), frame.line)
+        calls = [dotted(n.func) for n in (ast.walk(around) if around else ()) if isinstance(n, ast.Call)]
+        named = (each.rpartition(".") for each in calls)
+        methods = {how for lock, _, how in named if same_name(lock, waiting.activity.target)}
+        found |= {actor.pid} if "release" in methods and "acquire" not in methods else set()
+    return found - {waiting.pid}
+
+
 def lock_holders(actor: Actor, waiting: Activity, sources: Mapping[str, str]) -> dict[str, str]:
     """Return the threads of a process that have locked the lock for which `waiting` waits.
 

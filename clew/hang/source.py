@@ -14,6 +14,10 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
+STDIN, STDOUT = re.compile(r"\.stdin\.write(lines)?$"), re.compile(r"(^|\.)stdout\.write(lines)?$|^print$")
+"""Match calls that write to a program, and those with which a program answers."""
+UNBUFFERED = re.compile(r"bufsize=[01]\b|line_buffering|write_through|UNBUFFERED")
+"""Matches source in which a pipe keeps no line in a buffer."""
 RANK_WORDS = re.compile(
     r"^(?!lora_|low_|r_).*rank(?!ing|ed|er)|is_main|is_master|master_process|(global|process)_zero|is_chief|is_primary",
     re.I,
@@ -491,6 +495,25 @@ def dispatches(text: str, line: int) -> bool:
     """Return whether a line is in a function with a loop that sets the results of futures."""
     function = enclosing_function(text, line)
     return function is not None and loop_at(text, line) is not None and "set_result" in " ".join(calls_of(function))
+
+
+def unflushed(text: str, line: int, written: re.Pattern[str]) -> int:
+    """Return the line of a call, such as print(), that no flush() follows in its function; 0 if there is none.
+
+    The function around `line` is looked at first. If it does not write, any other function of the file may.
+    """
+    tree = parse(text)
+    if tree is None or UNBUFFERED.search(text):
+        return 0
+    functions = [node for node in ast.walk(tree) if isinstance(node, Function)]
+    first = enclosing_function(text, line) or tree
+    for around in (first, *functions, tree):
+        calls = [node for node in ast.walk(around) if isinstance(node, ast.Call)]
+        writes = [each.lineno for each in calls if written.search(dotted(each.func))]
+        flushed = any(dotted(each.func).endswith("flush") or keyword(each, "flush") for each in calls)
+        if writes and (not flushed or around is first):
+            return 0 if flushed else max((n for n in writes if n <= line), default=writes[0])
+    return 0
 
 
 def keyword(call: ast.Call, name: str, place: int | None = None) -> ast.expr | None:

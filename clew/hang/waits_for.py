@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from clew.hang.activity import DISTRIBUTED, Activity
-from clew.hang.locks import lockers
+from clew.hang.locks import lockers, releasers
 from clew.hang.verdict import MESSAGES, Actor
 
 Edges = dict[int, set[int]]
@@ -68,7 +68,9 @@ def _members(one: Activity, ranks: Sequence[Actor]) -> set[int]:
 def all_edges(job: Sequence[Actor], sources: Mapping[str, str]) -> Edges:
     """Return which processes could end each process's wait, for a lock, a collective or another one, as pids."""
     edges, collective = application_edges(job), collective_edges([actor for actor in job if actor.rank is not None])
-    return {a.pid: edges[a.pid] | collective.get(a.pid, set()) | lockers(a, job, sources) for a in job}
+    for a in job:
+        edges[a.pid] |= collective.get(a.pid, set()) | lockers(a, job, sources) | releasers(a, job, sources)
+    return edges
 
 
 def application_edges(job: Sequence[Actor]) -> Edges:
@@ -117,6 +119,8 @@ def _could_end(actor: Actor, job: Sequence[Actor], listening: Mapping[tuple[str,
                 (process.host, port) if (process.host, port) in listening else ("", port) for port in process.peers
             )
             servers = [listening[each] for each in ports if each in listening]
+            if not process.peers:  # between two attempts it has no connection: it may ask a server that it has started
+                servers = [a for a in job if a.pid in children and a.process.listens]
             return named | {a.pid for a in servers if not (kin and a.rank is not None)} - joining
         case "data_loader":
             return named | {a.pid for a in job if a.role == "loader" and a.process.parent == actor.pid}

@@ -917,6 +917,47 @@ def test_a_rank_that_has_locked_other_ranks_out_while_it_is_in_a_collective_is_a
     assert (verdict.pattern, verdict.ranks) == ("lock or I/O", (0,))
 
 
+@pytest.mark.parametrize("exit_code, pids", [("ended by signal 9", (103,)), ("", (101,))])
+def test_who_is_killed_with_a_lock_is_at_fault_and_not_who_waits_for_those_that_want_it(
+    exit_code: str, pids: tuple[int, ...]
+) -> None:
+    text = "done.acquire()\ndef work(lock, done):\n    with lock:\n        count()\n    done.release()\n"
+    children = [below(pid, ENTERS, at(3, "work")) for pid in (101, 102)]
+    every = [below(100, at(1, "<module>")), *children]
+    if exit_code:
+        every.append(Process(pid=103, parent=100, exit=exit_code, looks=(Look(at=3.0, state="Z"),)))
+    verdict = judge(Snapshot(processes=tuple(every), seconds=3.0, sources={"train.py": text}))
+    assert (verdict.pattern, verdict.sites) == ("dead" if exit_code else "lock or I/O", ("train.py:3",))
+    assert verdict.pids == pids
+
+
+@pytest.mark.parametrize(
+    "ask, answer, option, pids",
+    [
+        ("", "print(reply, flush=True)", "", (100,)),
+        ("    tool.stdin.flush()\n", "print(reply)", "", (101,)),
+        ("    tool.stdin.flush()\n", "print(reply)", "-u", (100, 101)),
+        ("    tool.stdin.flush()\n", "print(reply, flush=True)", "", (100, 101)),
+        ("", "print(reply)", "", (100, 101)),
+    ],
+)
+def test_who_leaves_a_message_in_a_buffer_is_at_fault_and_not_who_reads_the_pipe(
+    ask: str, answer: str, option: str, pids: tuple[int, ...]
+) -> None:
+    sources = {
+        "train.py": f"def ask(tool):\n    tool.stdin.write(question)\n{ask}    return tool.stdout.readline()\n",
+        "tool.py": f"for line in sys.stdin:\n    {answer}\n",
+    }
+    ends = ("r pipe:[1]", "w pipe:[1]"), ("r pipe:[2]", "w pipe:[2]")
+    pipes = [{"awaits": ((100 + n, *ends[n]),), "ends": (ends[1 - n][1],), "waits_in": "pipe_read"} for n in (0, 1)]
+    asks, reads = at(3 + bool(ask), "ask"), Frame(function="<module>", file="tool.py", line=1)
+    every = below(100, asks, **pipes[0]), below(101, reads, command=("python", option), **pipes[1])
+    verdict = judge(Snapshot(processes=every, seconds=3.0, sources=sources))
+    assert (verdict.pattern, verdict.pids) == ("external wait", pids)
+    wrote = {(100,): "train.py:2", (101,): "tool.py:2"}
+    assert (wrote.get(pids, "") in verdict.sites) is (len(pids) == 1)
+
+
 def test_a_condition_is_not_locked_while_its_owner_waits_for_it() -> None:
     text = (
         "def one():\n    with a:\n        a.wait()\ndef two():\n    with a:\n        go()\n"
