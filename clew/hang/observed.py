@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -285,7 +286,12 @@ def snapshot_from(value: dict[str, Any]) -> Snapshot:
     Fields that this version of Clew does not know are left out, and those that are missing get their defaults.
     """
     try:
-        return TypeAdapter(Snapshot).validate_python(value)
+        return _adapter().validate_python(value)
     except ValidationError as error:
         first = error.errors()[0]
         raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+
+
+@cache
+def _adapter() -> TypeAdapter[Snapshot]:
+    return TypeAdapter(Snapshot)  # building it takes 30 ms

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import lru_cache
 from itertools import pairwise, takewhile
 
 from clew.hang import source
@@ -158,6 +159,7 @@ def hidden(name: str, skipped: set[str]) -> bool:
     return name in skipped or name.removeprefix("self.") in skipped
 
 
+@lru_cache(maxsize=4096)
 def polling_counters(text: str, line: int) -> set[str]:
     """Return the names that show no progress: clocks, and what a polling, spinning or retrying loop changes."""
     loop, clocks = source.loop_at(text, line), source.clocks(text, line)
@@ -388,6 +390,8 @@ def _waits_in_loop(process: Process, every: Sequence[Activity], sources: Mapping
 def _signals_pile_up(process: Process, sources: Mapping[str, str]) -> bool:
     """Return whether stacks only grow on top of a wait for a lock: signal handlers run there, and wait for it, too."""
     stacks = [[(f.file, f.function, f.line) for f in reversed(thread.frames)] for thread in mains_of(process)]
+    if all(len(first) >= len(stacks[-1]) for first in stacks[:3]):
+        return False
     every = seen(process, sources)
     for first, activity in zip(stacks[:3], every[:3], strict=True):  # one may have been read within a handler
         if activity.kind == "lock" and len(first) < len(stacks[-1]):

@@ -84,7 +84,8 @@ def _covers(node: ast.AST, line: int) -> bool:
     return first is not None and first <= line <= (getattr(node, "end_lineno", None) or first)
 
 
-def enclosing(text: str, line: int) -> list[ast.AST]:
+@lru_cache(maxsize=4096)
+def enclosing(text: str, line: int) -> tuple[ast.AST, ...]:
     """Return the nodes around a line, outermost first."""
     tree, path = parse(text), list[ast.AST]()
     node: ast.AST | None = tree
@@ -92,7 +93,7 @@ def enclosing(text: str, line: int) -> list[ast.AST]:
         node = next((each for each in ast.iter_child_nodes(node) if _spans(each, line)), None)
         if node is not None:
             path.append(node)
-    return path
+    return tuple(path)
 
 
 def enclosing_function(text: str, line: int) -> Function | None:
@@ -187,6 +188,7 @@ def tells_ranks(text: str, test: ast.expr) -> bool:
     return bool(words & rank_names(text)) or any(RANK_WORDS.search(word) for word in words)
 
 
+@lru_cache(maxsize=4096)
 def branch_of_rank(text: str, line: int) -> str:
     """Return "alone" if only one rank runs a line, "side" if the others run the other branch, otherwise ""."""
     for outer, inner in pairwise(enclosing(text, line)):
@@ -199,6 +201,7 @@ def branch_of_rank(text: str, line: int) -> str:
     return ""
 
 
+@lru_cache(maxsize=4096)
 def in_cleanup(text: str, line: int) -> str:
     """Return "finally", "except", WITHOUT_RAISE or the function's name if a line belongs to cleanup; otherwise ""."""
     path = enclosing(text, line)
@@ -311,6 +314,7 @@ def goes_on_for_ever(loop: ast.AST) -> bool:
     return endless and leaves <= at_end
 
 
+@lru_cache(maxsize=4096)
 def periodic(text: str, line: int) -> bool:
     """Return whether a line is in a `while` that pauses in each round, for ever or until an event is set."""
     loop = outermost_loop(text, line)
@@ -389,16 +393,18 @@ def ends_wait(around: Function | Loop, text: str, wait: Wait, by_argument: bool 
     return False
 
 
-def calls_of(loop: ast.AST) -> list[str]:
+@lru_cache(maxsize=4096)
+def calls_of(loop: ast.AST) -> tuple[str, ...]:
     """Return the names of the calls in a loop. One that waits without a limit gets (), so that POLLS does not match."""
     calls = [call for call in ast.walk(loop) if isinstance(call, ast.Call)]
-    return [
+    return tuple(
         dotted(call.func)
         + ("()" if UNLIMITED.search(dotted(call.func)) and not call.args and not call.keywords else "")
         for call in calls
-    ]
+    )
 
 
+@lru_cache(maxsize=4096)
 def polls(loop: ast.AST, text: str, depth: int = 2, also: re.Pattern[str] | None = None) -> bool:
     """Return whether a loop only waits and asks again.
 
@@ -449,6 +455,7 @@ def asks(loop: Loop | None) -> bool:
     return leaves and all(map(POLLS.search, acts))
 
 
+@lru_cache(maxsize=4096)
 def heartbeat(text: str, line: int) -> bool:
     """Return whether a line is in a loop that only sleeps and reports, for ever or until an event is set."""
     loop = loop_at(text, line)
@@ -491,6 +498,7 @@ def sleeps_s(text: str, line: int, names: Mapping[str, str]) -> float | None:
     return None
 
 
+@lru_cache(maxsize=4096)
 def dispatches(text: str, line: int) -> bool:
     """Return whether a line is in a function with a loop that sets the results of futures."""
     function = enclosing_function(text, line)
