@@ -388,8 +388,8 @@ class TrainEngine:
         """
         trained = sum(tokens.trained_in(rows) for rows in minibatch)
         for micro in self.policy.own_micro_batches(tokens, minibatch):
-            if micro is None:  # other ranks have rows, and gather parameters together with this one
-                (self.policy.score_micro(None).logprobs_N.sum() * 0).backward()
+            if micro.idle:
+                (self.policy.score_micro(micro).logprobs_N.sum() * 0).backward()
                 self.optimizer.gather()
                 continue
             scores = self.score_micro(micro)
