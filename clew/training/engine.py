@@ -132,7 +132,7 @@ class TrainEngine:
         """True while the weights are those of a whole number of steps; False from a step's first update to its end."""
         self.supervised = supervised
         self.optimizer = Optimizer(self.policy.model, config.training, total_updates=self._total_updates)
-        self.policy.load_reference(config.algorithm.kl_coef != 0)
+        self.policy.load_reference(self._has_reference)
         self.critic = Critic(config, self.policy) if needs_critic(config.algorithm) else None
         self.policy.pack_if_possible(self.critic and self.critic.inner)
         self.watch: OnStage = lambda stage, scope: None
@@ -157,7 +157,7 @@ class TrainEngine:
                 f"critic, and this run has none. Set algorithm.advantages back, or start another trial=NAME."
             )
         self.config = self.policy.config = self.config.model_copy(update={"training": training, "algorithm": algorithm})
-        self.policy.load_reference(algorithm.kl_coef != 0)
+        self.policy.load_reference(self._has_reference)
         if not with_critic and self.critic is not None:
             self.critic, self._digests = None, None
         self.policy.pack_if_possible(self.critic and self.critic.inner)
@@ -165,6 +165,12 @@ class TrainEngine:
         self.optimizer.configure(training, total_updates=self._total_updates)
         if self.critic is not None:
             self.critic.configure(training, algorithm)
+
+    @property
+    def _has_reference(self) -> bool:
+        """True if the policy is compared with a reference model; with demonstrations it is not."""
+        demonstrations = self.supervised and self.config.training.objective == "sft"
+        return self.config.algorithm.kl_coef != 0 and not demonstrations
 
     @property
     def _total_updates(self) -> int:
