@@ -459,10 +459,11 @@ class TrainEngine:
                 "weights": to_hex(self.weights_digests().values()),
             }
         if names := not_finite(self.trained_parameters(), self.ranks):
+            rate = "algorithm.critic_lr" if names[0].startswith("critic.") else "training.lr"
             raise GradientError(
                 f"step {self.version}: after the update, {names[0]} has NaN or infinity, although all gradients were "
                 f"finite. The step was not committed. Start another trial=NAME from the last checkpoint, with a lower "
-                f"training.lr than {self.config.training.lr:g}."
+                f"{rate}."
             )
         self.version += 1
         self.between_steps = True
