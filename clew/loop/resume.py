@@ -52,8 +52,7 @@ def restore(config: Config, run: RunDirectory, ranks: Ranks, *, supervised: bool
         newest = run.checkpoint(version)
         checkpoint.check_files(newest)
         checkpoint.load(engine, newest)
-        if 0 in saved:
-            checkpoint.check_reference(engine, run.checkpoint(0))
+        checkpoint.check_reference(engine, run.checkpoint(0))
         if ranks.leads:
             checkpoint.point("latest", newest)  # a newer one may have been removed
     if committed and ranks.leads:
