@@ -121,7 +121,7 @@ class Config(Section):
         for name, value in implied.items():
             section, field = name.split(".")
             given = _section(values, section).get(field, value)
-            if given != value:
+            if str(given) != str(value):  # what ${oc.env:NAME} gives is text
                 raise ValueError(f"launch.devices={text} says {name}={value}, and {name} is {given}. Unset one of them")
             values = _with(values, name, value)
         return values
@@ -414,9 +414,12 @@ def _section(values: Any, name: str) -> dict[str, Any]:
 
 
 def _limit(values: Any) -> int:
-    """Return sampling.max_new_tokens, or its default if the value is missing or not an integer."""
-    limit = _section(values, "sampling").get("max_new_tokens")
-    return limit if isinstance(limit, int) else Sampling.model_fields["max_new_tokens"].default
+    """Return sampling.max_new_tokens, or its default if the value is missing or invalid."""
+    given = {name: value for name, value in _section(values, "sampling").items() if name == "max_new_tokens"}
+    try:
+        return Sampling.model_validate(given).max_new_tokens  # what ${oc.env:NAME} gives is text
+    except ValidationError:
+        return Sampling().max_new_tokens
 
 
 def _chosen(values: Any) -> dict[str, Any]:

@@ -308,6 +308,15 @@ def test_a_constant_length_is_that_of_a_response(good: Path) -> None:
     assert longer.algorithm.loss_constant == 99
 
 
+def test_numbers_from_the_environment_are_text_that_means_a_number(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LENGTH", "1000")
+    monkeypatch.setenv("RANKS", "2")
+    good.write_text(GOOD + "sampling: {max_new_tokens: '${oc.env:LENGTH}'}\nlaunch: {ranks: '${oc.env:RANKS}'}\n")
+    assert config.load(good, ["algorithm.preset=dr_grpo"]).algorithm.loss_constant == 1000
+    assert config.load(good, ["algorithm.preset=dapo"]).algorithm.overlong_penalty == 200
+    assert config.load(good, ["launch.devices=d2"]).launch.ranks == 2
+
+
 def test_a_missing_file_and_a_missing_field(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"Cannot read .*none\.yaml: it is missing"):
         config.load(tmp_path / "none.yaml")

@@ -26,6 +26,7 @@ def restore(config: Config, run: RunDirectory, ranks: Ranks, *, supervised: bool
     Raises:
         ConfigError: The objective belongs to `clew sft`; or the model changed; or settings of training changed although
             steps must be trained again.
+        ModelError: The model in model.path is not the one that the run began with, although the run needs it.
         RecordError: The other command (`clew train` or `clew sft`) or another trainer made the run, or its record is
             inconsistent.
     """
@@ -51,6 +52,7 @@ def restore(config: Config, run: RunDirectory, ranks: Ranks, *, supervised: bool
         newest = run.checkpoint(version)
         checkpoint.check_files(newest)
         checkpoint.load(engine, newest)
+        checkpoint.check_reference(engine, run.checkpoint(0))
         if ranks.leads:
             checkpoint.point("latest", newest)  # a newer one may have been removed
     if committed and ranks.leads:

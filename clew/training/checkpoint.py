@@ -196,6 +196,23 @@ def check(folder: Path, engine: TrainEngine) -> None:
     _check_digests(folder, engine, manifest, *_read_tensors(folder, engine, manifest))
 
 
+def check_reference(engine: TrainEngine, first: Path) -> None:
+    """Raise ModelError when the reference is not the model in a run's first checkpoint. Every rank calls this at once.
+
+    With adapters, the reference is their base, which `load` compares. A checkpoint that is gone is not compared.
+    """
+    if engine.policy.reference is None or engine.policy.adapters is not None or not first.exists():
+        return
+    began_with = read_manifest(first)["weights"]
+    for name, digest in _hex(digest_tensors(engine.policy.reference.named_parameters(), engine.ranks)).items():
+        if digest != began_with.get(name):
+            raise ModelError(
+                f"{engine.config.model.path} (model.path), the reference of algorithm.kl_coef, is not the model that "
+                f"the run began with: {name} has the digest {digest}, then {began_with.get(name, 'none')}. Put it "
+                f"back: {first} has it."
+            )
+
+
 def check_files(folder: Path) -> None:
     """Raise RecordError when part of a checkpoint is no regular file, or a file without digested tensors was altered.
 

@@ -115,17 +115,16 @@ class Critic:
         done.skipped += 1
 
     def backward(
-        self, micro: MicroBatch | None, old_S: np.ndarray, returns_S: np.ndarray, trained: int, done: Updates
+        self, micro: MicroBatch, old_S: np.ndarray, returns_S: np.ndarray, trained: int, done: Updates
     ) -> Tensor:
         """Accumulate the gradient of a micro-batch, and add its sums to `done`. Return the loss of each token, [N].
 
         Args:
-            micro: Micro-batch; None computes a placeholder, because all ranks gather parameters together.
             trained: Number of trained tokens in the whole update.
         """
-        values_N = self._values(micro or self._policy.placeholder)
-        if micro is None:
-            loss_N = values_N * 0  # other ranks have rows, and gather parameters together with this one
+        values_N = self._values(micro)
+        if micro.idle:
+            loss_N = values_N * 0
         else:
             clip = self._algorithm.value_clip
             old_N, returns_N = (

@@ -132,7 +132,7 @@ class TrainEngine:
         """True while the weights are those of a whole number of steps; False from a step's first update to its end."""
         self.supervised = supervised
         self.optimizer = Optimizer(self.policy.model, config.training, total_updates=self._total_updates)
-        self.policy.load_reference(config.algorithm.kl_coef != 0)
+        self.policy.load_reference(self._has_reference)
         self.critic = Critic(config, self.policy) if needs_critic(config.algorithm) else None
         self.policy.pack_if_possible(self.critic and self.critic.inner)
         self.watch: OnStage = lambda stage, scope: None
@@ -157,7 +157,7 @@ class TrainEngine:
                 f"critic, and this run has none. Set algorithm.advantages back, or start another trial=NAME."
             )
         self.config = self.policy.config = self.config.model_copy(update={"training": training, "algorithm": algorithm})
-        self.policy.load_reference(algorithm.kl_coef != 0)
+        self.policy.load_reference(self._has_reference)
         if not with_critic and self.critic is not None:
             self.critic, self._digests = None, None
         self.policy.pack_if_possible(self.critic and self.critic.inner)
@@ -165,6 +165,12 @@ class TrainEngine:
         self.optimizer.configure(training, total_updates=self._total_updates)
         if self.critic is not None:
             self.critic.configure(training, algorithm)
+
+    @property
+    def _has_reference(self) -> bool:
+        """True if the policy is compared with a reference model; with demonstrations it is not."""
+        demonstrations = self.supervised and self.config.training.objective == "sft"
+        return self.config.algorithm.kl_coef != 0 and not demonstrations
 
     @property
     def _total_updates(self) -> int:
@@ -388,8 +394,8 @@ class TrainEngine:
         """
         trained = sum(tokens.trained_in(rows) for rows in minibatch)
         for micro in self.policy.own_micro_batches(tokens, minibatch):
-            if micro is None:  # other ranks have rows, and gather parameters together with this one
-                (self.policy.score_micro(None).logprobs_N.sum() * 0).backward()
+            if micro.idle:
+                (self.policy.score_micro(micro).logprobs_N.sum() * 0).backward()
                 self.optimizer.gather()
                 continue
             scores = self.score_micro(micro)
@@ -453,10 +459,11 @@ class TrainEngine:
                 "weights": to_hex(self.weights_digests().values()),
             }
         if names := not_finite(self.trained_parameters(), self.ranks):
+            rate = "algorithm.critic_lr" if names[0].startswith("critic.") else "training.lr"
             raise GradientError(
                 f"step {self.version}: after the update, {names[0]} has NaN or infinity, although all gradients were "
                 f"finite. The step was not committed. Start another trial=NAME from the last checkpoint, with a lower "
-                f"training.lr than {self.config.training.lr:g}."
+                f"{rate}."
             )
         self.version += 1
         self.between_steps = True

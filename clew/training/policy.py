@@ -144,14 +144,13 @@ class Policy:
         with nullcontext() if self.adapters is None else self.adapters.off():
             return self.compute_all(tokens, plan, lambda micro: self._score(self.reference, micro).logprobs_N)
 
-    def score_micro(self, micro: MicroBatch | None, *, entropy_gradient: bool = False) -> Scores:
+    def score_micro(self, micro: MicroBatch, *, entropy_gradient: bool = False) -> Scores:
         """Return the policy's scores of a micro-batch from `own_micro_batches`, with gradients.
 
         Args:
-            micro: Micro-batch; None computes a placeholder, because all ranks gather parameters together.
             entropy_gradient: True if the entropies get gradients, too.
         """
-        return self._score(self.model, micro or self.placeholder, entropy_gradient=entropy_gradient)
+        return self._score(self.model, micro, entropy_gradient=entropy_gradient)
 
     @torch.no_grad()
     def compute_all(self, tokens: Tokens, plan: Plan, compute: Callable[[MicroBatch], Tensor]) -> np.ndarray:
@@ -159,8 +158,8 @@ class Policy:
         numbers_S = self.zeros(tokens)
         for minibatch in plan:
             for micro in self.own_micro_batches(tokens, minibatch):
-                numbers_N = compute(micro or self.placeholder)
-                if micro is not None:
+                numbers_N = compute(micro)
+                if not micro.idle:
                     numbers_S[micro.where_N] = numbers_N.cpu().numpy()
         return self.ranks.add_up_shares(numbers_S)
 
@@ -206,17 +205,29 @@ class Policy:
         """Return the plan in which all these rows are one mini-batch."""
         return [deal(tokens.lengths.tolist(), range(len(tokens.ids)), **self.deal_arguments(tokens))]
 
-    def own_micro_batches(self, tokens: Tokens, minibatch: list[list[int]]) -> Iterator[MicroBatch | None]:
+    def own_micro_batches(self, tokens: Tokens, minibatch: list[list[int]]) -> Iterator[MicroBatch]:
         """Yield this rank's micro-batches.
 
-        None stands for one in which only other ranks have something to compute. This rank must compute something all
-        the same, since all ranks gather parameters together.
+        All ranks gather parameters together, also those that only images need. So a rank with nothing to compute gets
+        an idle micro-batch, and one with text alone computes an image of another rank, too.
         """
-        for rows in minibatch[self.ranks.dp_rank :: self.ranks.dp_size]:
-            if tokens.trained_in(rows):
-                yield self.micro_batch(tokens, rows)
+        for first in range(0, len(minibatch), self.ranks.dp_size):
+            at_once = [rows if tokens.trained_in(rows) else [] for rows in minibatch[first:][: self.ranks.dp_size]]
+            own = at_once[self.ranks.dp_rank]
+            showing = [row for rows in at_once for row in rows if tokens.images and tokens.images[row]]
+            if showing and not {*own} & {*showing}:
+                yield self._beside_image(tokens, own, min(showing, key=lambda row: tokens.lengths[row]))
+            elif own:
+                yield self.micro_batch(tokens, own)
             elif self.ranks.dp_size > 1:
-                yield None
+                yield self.placeholder
+
+    def _beside_image(self, tokens: Tokens, rows: list[int], showing: int) -> MicroBatch:
+        """Return these rows, which have no images, beside a row that shows some and counts for nothing."""
+        if not rows:
+            return replace(self.micro_batch(tokens, [showing]), idle=True)
+        alone = replace(tokens, loss_mask_S=tokens.loss_mask_S & (tokens.row_of_S != showing))
+        return self.micro_batch(alone, [*rows, showing])
 
     def micro_batch(self, tokens: Tokens, rows: list[int]) -> MicroBatch:
         """Return these rows in the form that the model takes.
@@ -255,7 +266,7 @@ class Policy:
 
     @cached_property
     def placeholder(self) -> MicroBatch:
-        """Placeholder micro-batch of two meaningless tokens."""
+        """Idle micro-batch of two meaningless tokens."""
         nothing = Tokens(
             ids=["idle"],
             starts=np.array([0, 2]),
@@ -263,7 +274,7 @@ class Policy:
             loss_mask_S=np.array([False, True]),
             temperatures_S=np.ones(2, np.float32),
         )
-        return MicroBatch.of(nothing, [0], self.device)
+        return replace(MicroBatch.of(nothing, [0], self.device), idle=True)
 
 
 def check_tokens(tokens: Tokens, model: Any, name: str) -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from clew import config as configuration
 from clew.config import Config
-from clew.errors import ClewError, ConfigError, RecordError, TrainingError
+from clew.errors import ClewError, ConfigError, ModelError, RecordError, TrainingError
 from clew.loop.stopwatch import Clock
 from clew.record import rows
 from clew.record.run import RunDirectory
@@ -190,6 +190,16 @@ def test_another_model_is_refused(folder: Path, first: RunDirectory) -> None:
     with pytest.raises(ConfigError, match=r"began with another model: model\.path .* A run keeps its model"):
         shutil.copytree(folder / "model", folder / "same-elsewhere")
         learn(configure(folder, "other-model", **{"model.path": folder / "same-elsewhere"}))
+
+
+def test_another_model_in_the_same_place_is_refused_as_the_reference(folder: Path) -> None:
+    shutil.copytree(folder / "model", folder / "replaced")
+    config = configure(folder, "replaced", **{"model.path": folder / "replaced", "training.steps": 1})
+    learn(config)
+    learn(config)
+    tiny_model(folder / "replaced", seed=1)
+    with pytest.raises(ModelError, match=r"replaced \(model\.path\), the reference .*, is not the model that the run"):
+        learn(config)
 
 
 def test_a_checkpoint_without_its_steps_is_refused(folder: Path, first: RunDirectory) -> None:

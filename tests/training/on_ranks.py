@@ -5,33 +5,42 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from clew.config import Config
 from clew.errors import ModelError
+from clew.record.media import Media
+from clew.record.rows import ALIGNED, Sequence
+from clew.record.writer import UNTRAINED
 from clew.training import checkpoint, scoring
 from clew.training.engine import TrainEngine
 from clew.training.published_weights import write_weights
 from clew.training.ranks import Ranks
 from clew.training.sharding import state_of
+from tests.models import picture
 from tests.training.sequences import make_batch, make_config
 
 
 def work(request: dict[str, Any], ranks: Ranks) -> None:
     """request: model, options (of make_config), batch (of make_batch), steps, out; supervised, load, save, publish;
-    refused: the model is; logits: how many are held."""
+    refused: the model is; logits: how many are held; media: folder of images, which some rows then show."""
     config = make_config(Path(request["model"]), **request["options"])
     if "refused" in request:
         return _file(request, ranks, [{"refused": _refusal(config, ranks)}], {})
-    engine = TrainEngine(config, ranks=ranks, supervised=request.get("supervised", False))
+    media = Media(Path(request["media"])) if "media" in request else None
+    engine = TrainEngine(config, ranks=ranks, media=media, supervised=request.get("supervised", False))
     if "load" in request:
         checkpoint.load(engine, Path(request["load"]))
     said: list[dict[str, Any]] = []
     for _ in range(request["steps"]):
         batch = make_batch(seed=engine.version, **request["batch"])
+        if media is not None:
+            batch = [show(row, engine, media) if row.id.endswith("e0.s0") else row for row in batch]
         done = engine.train_step(batch)
         said.append({"metrics": done.metrics, "digests": done.digests, "plan": done.plan})
     if "save" in request:
@@ -42,6 +51,18 @@ def work(request: dict[str, Any], ranks: Ranks) -> None:
     everyone = ranks.gather([each["digests"] for each in said])
     assert all(each == everyone[0] for each in everyone), "the ranks disagree"
     _file(request, ranks, said, weights)
+
+
+def show(row: Sequence, engine: TrainEngine, media: Media) -> Sequence:
+    """Return the sequence with an image before its first token."""
+    image = picture("red")
+    assert engine.policy.vision is not None
+    shown = np.array(engine.policy.vision.tokens_of(image), np.int32)
+    before = {"input_ids": shown, **{name: np.full(len(shown), fill) for name, fill in UNTRAINED.items()}}
+    aligned = {
+        name: np.concatenate([before[name], getattr(row, name)]).astype(dtype) for name, dtype in ALIGNED.items()
+    }
+    return replace(row, images=[media.put(image)], **aligned)
 
 
 def _refusal(config: Config, ranks: Ranks) -> str:

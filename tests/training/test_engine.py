@@ -346,6 +346,23 @@ def test_infinity_in_the_record_is_the_place_that_blame_finds(model):
     assert found == f"the behaviour logprob of token {token} of g1.e2.s0 (1 tokens)"
 
 
+def test_demonstrations_load_no_reference(model):
+    config = make_config(model, algorithm={"preset": "grpo"})
+    assert TrainEngine(config).policy.reference is not None
+    engine = TrainEngine(config, supervised=True)
+    engine.configure(config.training, config.algorithm)
+    assert engine.policy.reference is None and engine.train_step(make_batch()).metrics["loss"] > 0
+
+
+@pytest.mark.parametrize("rate", ["training.lr", "algorithm.critic_lr"])
+def test_weights_that_are_not_finite_name_the_learning_rate_that_made_them(model, rate):
+    section, field = rate.split(".")
+    sections = {"algorithm": {"preset": "ppo"}, "training": {"warmup_steps": 0}}
+    sections[section][field] = 1e38
+    with pytest.raises(TrainingError, match=rf"after the update, .* has NaN .* with a lower {rate}\."):
+        TrainEngine(make_config(model, **sections)).train_step(make_batch())
+
+
 def test_images_for_a_model_that_takes_none(model):
     engine = TrainEngine(make_config(model))
     batch = make_batch()

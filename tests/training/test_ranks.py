@@ -24,7 +24,7 @@ from clew.training.ranks import ALONE, Ranks
 from clew.training.sharding import blocks_of
 from clew.training.tensor_parallel import check_plan
 from tests.forked import Forked
-from tests.models import tiny_model, tiny_tokenizer
+from tests.models import seeing_model, tiny_model, tiny_tokenizer
 from tests.training.on_ranks import listen, work
 from tests.training.sequences import make_config
 
@@ -207,6 +207,18 @@ def test_adapters_are_published_as_one_model(on_ranks, tmp_path, model):
     one, two = (load_file(tmp_path / f"by-{ranks}" / "model.safetensors") for ranks in (1, 2))
     assert one.keys() == two.keys() and not any("lora" in name or "base_layer" in name for name in one)
     assert all(torch.allclose(two[name], tensor, rtol=0, atol=1e-9) for name, tensor in one.items())
+
+
+def test_ranks_compute_images_together(on_ranks, tmp_path):
+    """Ranks with text, or with nothing left to compute, beside one with an image gather its parameters, too."""
+    seeing_model(tmp_path / "model")
+    options = {"algorithm": {"kl_coef": 0.1}, "training": {"micro_batch_tokens": 1}, "dtype": "float64"}
+    asked = {"model": str(tmp_path / "model"), "options": options, "media": str(tmp_path / "media")}
+    asked["batch"] = {"groups": 1, "samples": 5, "vocab": 90}
+    (alone, kept), *others = (on_ranks(ranks, **asked) for ranks in (1, 2, 4))
+    for said, found in others:
+        assert said[-1]["metrics"]["loss"] == pytest.approx(alone[-1]["metrics"]["loss"], abs=1e-9)
+        assert all(torch.allclose(found[name], tensor, rtol=0, atol=1e-9) for name, tensor in kept.items())
 
 
 def test_more_ranks_than_rows(on_ranks, tmp_path, model):
