@@ -282,9 +282,9 @@ class Steps:
     def prune(self, before: int) -> None:
         """Remove data and stages of the steps before `before`. What they committed (JSON, index) stays."""
         for path in self.folder.glob("step-*.parquet"):
-            step = int(path.stem.removeprefix("step-"))
-            if step < before:
-                shutil.rmtree(self.stage_path(step, 0).parent, ignore_errors=True)
+            number = path.stem.removeprefix("step-")
+            if number.isdecimal() and int(number) < before:  # a user may have put copies beside the files
+                shutil.rmtree(self.stage_path(int(number), 0).parent, ignore_errors=True)
                 path.unlink(missing_ok=True)  # last: after a kill, this file is how the step is found again
 
 

@@ -225,6 +225,15 @@ def test_pruning_keeps_what_was_committed(run: RunDirectory) -> None:
     assert run.steps.read(0)["groups"] == ["g000000"] and run.steps.count() == 4
 
 
+def test_pruning_leaves_copies_that_a_user_made(run: RunDirectory) -> None:
+    commit(run, 0)
+    copies = [run.steps.folder / name for name in ("step-000000.bak.parquet", "step-000000 (1).parquet")]
+    for copy in copies:
+        shutil.copy(run.steps.data_path(0), copy)
+    run.steps.prune(before=1)
+    assert not run.steps.has_data(0) and all(copy.exists() for copy in copies)
+
+
 def test_an_evaluation_without_a_result_is_never_the_best(run: RunDirectory) -> None:
     run.write_eval(0, [], {"pass@1": None, "reward": None})
     run.write_eval(1, [], {"pass@1": 0.0, "reward": -0.5})
