@@ -716,9 +716,19 @@ def test_what_differs_is_no_obstacle_where_nothing_is_compared(
 def test_steps_without_sequences_are_left_out(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     run.steps.prune(before=2)
     assert again(run)
-    assert "from step 2 on: the record no longer has the sequences of earlier steps" in capsys.readouterr().out
+    assert "from step 2 on: the record no longer has all that earlier steps need" in capsys.readouterr().out
     with pytest.raises(RecordError, match=r"sequences of step 0 are gone: .* the next that has its own is step 2\."):
         again(run, "1")
+
+
+def test_all_steps_begin_at_a_checkpoint_if_the_sequences_before_it_are_gone(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.steps.prune(before=1)
+    assert again(run)
+    assert "from step 2 on: " in capsys.readouterr().out
+    assert again(run, stages="data")
+    assert "from step 1 on: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
