@@ -5,6 +5,7 @@ debug.first_step makes the training start from a given step.
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 from pathlib import Path
@@ -40,7 +41,8 @@ def counterfactual(run: RunDirectory, steps: range, overrides: list[str], *, fro
         ClewError: The steps cannot be trained, or the new run directory is already in use.
     """
     first, last = steps[0], steps[-1]
-    root = Path(Config.model_fields["root"].default) if from_bundle else run.path.parent.parent
+    beside = os.path.normpath(run.path / ".." / "..")  # `parent` of a path such as "." is no other folder
+    root = Path(Config.model_fields["root"].default if from_bundle else beside)
     config = _configured(run, first, overrides, root)
     for step in steps:
         read_batch_with_warning(run, step)

@@ -511,6 +511,16 @@ def test_a_counterfactual_shares_the_past_and_differs_from_there(
         again(run, "3", ["training.lrr=1e-4"])
 
 
+@pytest.mark.parametrize("within", ["", "runs/e", "runs/e/first"])
+def test_a_counterfactual_lies_beside_its_run_wherever_it_is_started(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, within: str
+) -> None:
+    here = run.path.parents[2] / within
+    monkeypatch.chdir(here)
+    assert again(run.path.relative_to(here), "4", ["training.lr=1e-4"])
+    assert RunDirectory(run.path.parent / "first-replay-1").steps.count() == 5
+
+
 def test_a_refused_counterfactual_leaves_nothing(run: RunDirectory) -> None:
     runs = list(run.path.parent.iterdir())
     with pytest.raises(ConfigError, match="there is no module 'nosuch'"):
