@@ -196,7 +196,7 @@ class Steps:
         path = self.json_path(step)
         if not path.exists():
             count = self.count()
-            if step < count or self.committed_after(step) is not None:
+            if step >= 0 and (step < count or self.committed_after(step) is not None):
                 raise RecordError(
                     f"Cannot read step {step}: {path} is missing, although the step was committed (a later step or "
                     f"index.jsonl says so). {RESTORE.capitalize()}."
