@@ -12,6 +12,7 @@ import pytest
 
 from clew.errors import RecordError
 from clew.record import bundle as bundles
+from clew.record import chain
 from clew.record.bundle import opened, write_bundle
 from clew.record.media import media_name
 from clew.record.run import RunDirectory, open_run
@@ -150,7 +151,7 @@ def test_an_altered_description_is_named_by_its_place_in_the_bundle(run: RunDire
 def test_a_run_directory_without_steps_has_none(run: RunDirectory) -> None:
     shutil.rmtree(run.steps.folder)
     with opened(run.path) as (there, _):
-        assert there.steps.count() == 0
+        assert there.steps.count() == 0 and chain.breaks(there) == []
 
 
 @pytest.mark.parametrize("name", ["../../x", "a/b", "", "\0"])
