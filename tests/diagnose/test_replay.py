@@ -521,6 +521,15 @@ def test_a_counterfactual_lies_beside_its_run_wherever_it_is_started(
     assert RunDirectory(run.path.parent / "first-replay-1").steps.count() == 5
 
 
+def test_a_counterfactual_of_a_run_whose_names_look_like_something_else(run: RunDirectory, tmp_path: Path) -> None:
+    there = tmp_path / "a: b #é😀" / "007" / "first"
+    shutil.copytree(run.path, there)
+    config = there / "config.yaml"
+    config.write_text(config.read_text().replace("experiment: e\n", "experiment: '007'\n"))
+    assert again(there, "4", ["training.lr=1e-4"])
+    assert RunDirectory(there.with_name("first-replay-1")).steps.count() == 5
+
+
 def test_a_refused_counterfactual_leaves_nothing(run: RunDirectory) -> None:
     runs = list(run.path.parent.iterdir())
     with pytest.raises(ConfigError, match="there is no module 'nosuch'"):
