@@ -19,6 +19,7 @@ from clew.errors import RecordError
 from clew.record import rows
 from clew.record.batch_digest import digest_rows
 from clew.record.files import explain_disk_errors
+from clew.record.rejected import count_rejected
 from clew.record.run import RunDirectory, Server, open_run
 from tests.record.test_rows import a_sequence, same
 
@@ -260,6 +261,12 @@ def test_a_failed_episode_that_goes_while_images_are_searched_does_no_harm(run: 
     (run.rejected / "g000007.e0.parquet").symlink_to("gone")
     run.prune(0)
     assert not list(run.media.folder.iterdir())
+
+
+def test_a_failed_episode_that_goes_while_the_rejected_are_counted_does_no_harm(run: RunDirectory) -> None:
+    (run.rejected / "g000007.e0.parquet").symlink_to("gone")
+    run.reject("g000008.e0", [a_sequence("g000008.e0.s0", error="odd", finish_reason="error")])
+    assert count_rejected(run).episodes == {"odd": 1}
 
 
 def test_what_a_kill_left_of_a_pruned_step_is_removed_later(run: RunDirectory) -> None:
