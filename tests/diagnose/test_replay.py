@@ -895,6 +895,15 @@ def test_a_run_on_other_batches_is_refused(run: RunDirectory, folder: Path, tmp_
     assert RunDirectory(tmp_path / "runs" / "e" / "replayed").steps.count() == 2
 
 
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_run_on_recorded_batches_keeps_its_model(run: RunDirectory, folder: Path, tmp_path: Path, steps: int) -> None:
+    shutil.copytree(folder / "model", tmp_path / "another")
+    replaying = [f"root={tmp_path}/runs", "trial=replayed", "training.schedule=constant", *replaying_from(run.path)]
+    learn_from_record(configure(folder, *replaying), lambda *_: None, until=steps)
+    with pytest.raises(ConfigError, match=r"began with another model: model\.path .* A run keeps its model"):
+        learn_from_record(configure(folder, *replaying, f"model.path={tmp_path}/another"), lambda *_: None)
+
+
 def dumping_to(path: Path, form: str) -> list[str]:
     return ["debug.dump_rollout_data=true", f"debug.path={path}", f"debug.format={form}"]
 
