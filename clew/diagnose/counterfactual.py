@@ -5,6 +5,8 @@ debug.first_step makes the training start from a given step.
 
 from __future__ import annotations
 
+import json
+import os
 import shlex
 import shutil
 from pathlib import Path
@@ -40,7 +42,8 @@ def counterfactual(run: RunDirectory, steps: range, overrides: list[str], *, fro
         ClewError: The steps cannot be trained, or the new run directory is already in use.
     """
     first, last = steps[0], steps[-1]
-    root = Path(Config.model_fields["root"].default) if from_bundle else run.path.parent.parent
+    beside = os.path.normpath(run.path / ".." / "..")  # `parent` of a path such as "." is no other folder
+    root = Path(Config.model_fields["root"].default if from_bundle else beside)
     config = _configured(run, first, overrides, root)
     for step in steps:
         read_batch_with_warning(run, step)
@@ -86,9 +89,9 @@ def _configured(run: RunDirectory, first: int, overrides: list[str], root: Path)
     """Return the configuration of the new run, which begins with step `first` and has its directory below `root`."""
     recorded = configuration.load(run.config_path)
     ours = [
-        f"root={root}",
-        f"experiment={recorded.experiment}",
-        f"trial={_free_trial(root / recorded.experiment, recorded.trial)}",
+        f"root={_quoted(root)}",
+        f"experiment={_quoted(recorded.experiment)}",
+        f"trial={_quoted(_free_trial(root / recorded.experiment, recorded.trial))}",
     ]
     forced = [  # after the user's overrides, so that they cannot be overridden
         "launch.ranks=1",
@@ -96,7 +99,7 @@ def _configured(run: RunDirectory, first: int, overrides: list[str], root: Path)
         "debug.replay_rollout_data=true",
         "debug.dump_rollout_data=false",
         "debug.format=parquet",
-        f"debug.path={run.path}",
+        f"debug.path={_quoted(run.path)}",
         f"debug.first_step={first}",
     ]
     config = configuration.load(run.config_path, [*ours, *overrides, *forced])
@@ -106,6 +109,11 @@ def _configured(run: RunDirectory, first: int, overrides: list[str], root: Path)
             f"steps before it. To train another model, use `clew train` with debug.replay_rollout_data."
         )
     return config
+
+
+def _quoted(value: object) -> str:
+    """Return a text as YAML reads it back whatever it is, such as "007" or a path with " #" in it."""
+    return json.dumps(str(value), ensure_ascii=False)
 
 
 def _left_unfinished(config: Config, run: RunDirectory, last: int) -> bool:

@@ -14,7 +14,7 @@ from clew.config import field_names
 from clew.console import EscapingConsole
 from clew.diagnose import causes
 from clew.diagnose.causes import Pair, is_ignored, print_list
-from clew.diagnose.first_difference import SAMPLING_NOISE, Comparison, compare_runs
+from clew.diagnose.first_difference import METRICS, SAMPLING_NOISE, Comparison, compare_runs
 from clew.diagnose.stages import chain_holds, suggestions
 from clew.errors import ConfigError, RecordError
 from clew.loop import differences
@@ -49,7 +49,7 @@ def diff(a: Path, b: Path, *, ignore: list[str], plot: Path | None) -> bool:
         how = _how_compared(comparison, steps)
         print(f"{names[0]} and {names[1]}: steps {steps[0]} to {steps[-1]} of both, compared {how}")
         unbroken = [chain_holds(run, steps, f"{name}: ") for run, name in zip(runs, names, strict=True)]
-        without_data = _without_data(runs, steps, names)
+        without_data = _without_data(runs, steps, names, exact=comparison.tolerance.exact)
         for line in without_data:
             print(line)
         held_out = causes.other_held_out(runs, {*steps, steps.stop})
@@ -108,8 +108,12 @@ def _how_compared(comparison: Comparison, steps: range) -> str:
     return f"{before}{comparison.tolerance} ({'; '.join(comparison.reasons)})"
 
 
-def _without_data(runs: Pair, steps: range, names: tuple[str, str]) -> list[str]:
-    """Return lines that name the steps whose sequences one or both runs lack, so that no stage of them was compared."""
+def _without_data(runs: Pair, steps: range, names: tuple[str, str], *, exact: bool) -> list[str]:
+    """Return lines that name the steps whose sequences one or both runs lack, so that no stage of them was compared.
+
+    `exact` is True if the runs are compared bit for bit.
+    """
+    what = "digests and metrics are" if exact else f"only groups, {', '.join(METRICS)} are"
     having = [tuple(run.steps.has_data(step) for run in runs) for step in steps]
     who = {(True, False): f"only {names[0]} has", (False, True): f"only {names[1]} has", (False, False): "neither has"}
     lines: list[str] = []
@@ -117,7 +121,7 @@ def _without_data(runs: Pair, steps: range, names: tuple[str, str]) -> list[str]
         lacking = [step for step, of_step in zip(steps, having, strict=True) if of_step == case]
         if lacking:
             which = f"step{'s' * (len(lacking) > 1)} {few(lacking)}"
-            lines.append(f"{words} the sequences of {which}: digests and metrics are compared, not its stages")
+            lines.append(f"{words} the sequences of {which}: {what} compared, not its stages")
     return lines
 
 

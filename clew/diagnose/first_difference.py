@@ -29,6 +29,9 @@ from clew.record.summary import rounding_doubt
 
 SAMPLING_NOISE = "how the engine rounds a logprob depends on which sequences it computes side by side"
 
+METRICS = ("reward", "loss", "grad_norm")
+"""Metrics that are compared within a tolerance, in steps whose sequences are gone."""
+
 ROUNDED = {*differences.STAGES} - {"rewards", "advantages", "update", "metrics"}
 """Stages that hold what a model computed; `data` holds the logprobs of the tokens when they were sampled."""
 
@@ -124,12 +127,27 @@ def _in_step(runs: Pair, step: int, tolerance: Tolerance) -> Difference | None:
     if all(run.steps.has_data(step) for run in runs):
         ours, theirs = (run.steps.read_data(step) for run in runs)
         difference = _in_data(step, ours, theirs, tolerance) or _in_stages(runs, step, ours, tolerance)
-    else:  # pruned: only the digests are left
+    elif tolerance.exact:  # pruned: only the digests are left
         difference = _in_digests(step, then["digests"], now["digests"])
+    else:  # rounding alone makes other digests
+        difference = _in_what_is_left(step, then, now, tolerance)
     if difference is None and tolerance.exact:
         difference = differences.in_metrics(step, then.get("metrics", {}), now.get("metrics", {}))
         difference = difference or _in_digests(step, then["digests"], now["digests"])
     return difference
+
+
+def _in_what_is_left(step: int, then: dict[str, Any], now: dict[str, Any], tolerance: Tolerance) -> Difference | None:
+    """Return the first of the groups and of the metrics `METRICS` that differs in a step without sequences."""
+    ours, theirs = then["groups"], now["groups"]
+    if differing := sorted({*ours} ^ {*theirs}):
+        [group, *_] = differing
+        return differences.on_one_side(step, "data", group, recorded=ours, found=theirs, name=group)
+    for name in METRICS:
+        values = [side.get("metrics", {}).get(name) for side in (then, now)]
+        if None not in values and not tolerance.agree(*(np.array([value], np.float32) for value in values)).all():
+            return Difference(step=step, stage="metrics", where=name, recorded=values[0], found=values[1])
+    return None
 
 
 def _same_files(runs: Pair, step: int) -> bool:

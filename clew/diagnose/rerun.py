@@ -163,8 +163,10 @@ def _chosen_steps(run: RunDirectory, options: Options, bundle: dict[str, Any] | 
         steps = range(bundle["step"], bundle["step"] + 1)
     else:
         first = next((step for step in range(count) if run.steps.has_data(step)), 0)
+        if first and options.stages is None and not options.reward:  # training begins at a checkpoint
+            first = next((version for version in run.checkpointed() if first <= version < count), first)
         if first:
-            print(f"from step {first} on: the record no longer has the sequences of earlier steps")
+            print(f"from step {first} on: the record no longer has all that earlier steps need")
         steps = range(first, count)
     return steps if options.only is None else _step_of(run, options.only, steps)
 

@@ -37,7 +37,7 @@ def begin(config: Config, ranks: Ranks) -> Config:
             f"debug.first_step={first} begins with what the steps before it left, and debug.path={path} is no run "
             f"directory with checkpoints. Name the run directory, or leave debug.first_step out."
         )
-    source = RunDirectory(path)
+    source = RunDirectory(path, make=False)
     ours = (config.algorithm.loss, config.algorithm.advantages)  # the user named these
     with only_trusted(why_foreign(source), [name.rpartition(".")[0] for name in ours]):
         engine = engine_at(source, first, ranks=ranks)

@@ -82,7 +82,8 @@ def _of_another_run(folder: Path, step: int, run: RunDirectory) -> RecordError:
 
 def _batches(folder: Path) -> list[int]:
     """Return the steps whose batches are in `folder`."""
-    return sorted({int(path.stem[5:]) for path in folder.glob("step-[0-9]*.p*")})
+    numbers = {path.stem.removeprefix("step-") for path in folder.glob("step-*.p*")}
+    return sorted(int(number) for number in numbers if number.isdecimal())
 
 
 def _read(folder: Path, step: int) -> list[Sequence]:

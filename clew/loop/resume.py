@@ -43,7 +43,8 @@ def restore(config: Config, run: RunDirectory, ranks: Ranks, *, supervised: bool
     saved, committed = run.checkpointed(), run.steps.count()
     version = max(saved, default=0)
     _refuse_other_runs(run, version, committed, supervised)
-    if run.newest_weights() is not None or (supervised and committed):
+    # A run that began in the middle of another has its own first checkpoint for a model, see `clew.loop.branch`.
+    if run.newest_weights() is not None or ((saved or committed) and not config.debug.first_step):
         _refuse_changes(config, run, version, committed)
     if committed > version and ranks.leads:
         log.info("resuming: checkpoint %d, then steps %d to %d from the record", version, version, committed - 1)

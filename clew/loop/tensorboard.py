@@ -17,7 +17,7 @@ class Tensorboard:
     def __init__(self, run: RunDirectory, first_step: int) -> None:
         """Open the files, and hide what an earlier, killed trainer wrote from `first_step` on."""
         self._run = run
-        self._writer = None
+        self._writer: Any = None
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ModuleNotFoundError as error:
@@ -34,17 +34,22 @@ class Tensorboard:
                 self._writer.add_scalar(name, value, step)
             for name, value in summary["timings"].items():
                 self._writer.add_scalar(f"seconds/{name}", value, step)
-            for evaluation in self._run.read_evals():
-                version = evaluation["version"]
-                if version in self._evaluated:
-                    continue
-                self._evaluated.add(version)
-                for name, value in evaluation.items():
-                    if isinstance(value, (int, float)) and name != "version":
-                        self._writer.add_scalar(f"eval/{name}", value, version)
+            self._add_evaluations()
+
+    def _add_evaluations(self) -> None:
+        """Add the evaluations that are complete by now, each of them once."""
+        for evaluation in self._run.read_evals():
+            version = evaluation["version"]
+            if version in self._evaluated:
+                continue
+            self._evaluated.add(version)
+            for name, value in evaluation.items():
+                if isinstance(value, (int, float)) and name != "version":
+                    self._writer.add_scalar(f"eval/{name}", value, version)
 
     def close(self) -> None:
         if self._writer is None:
             return
         with only_shown("TensorBoard's files"):
+            self._add_evaluations()  # the last version is evaluated after the last step
             self._writer.close()

@@ -74,7 +74,8 @@ def write_bundle(run: RunDirectory, step: int, *, stages_only: bool, to: Path | 
         "run": str(run.path),
     }
     kind = ".stages.clew.zip" if stages_only else ".clew.zip"
-    named = f"{run.path.parent.name}-{run.path.name}-step-{step:06d}{kind}"
+    experiment_and_trial = "-".join(run.path.resolve().parts[1:][-2:])
+    named = f"{experiment_and_trial}-step-{step:06d}{kind}"
     path = Path(named) if to is None else to / named if to.is_dir() else to
     beside = path.with_name(f".{path.name}")
     with explain_disk_errors(path):

@@ -406,7 +406,7 @@ def _rows_of_evaluations(run: RunDirectory, steps: range) -> Iterator[Break]:
 
 def _contents(folder: Path) -> Iterator[tuple[int, bytes]]:
     """Yield the number and the JSON of each step. Paths are plain text, because pathlib takes longer than reading."""
-    for name in sorted(os.listdir(folder)):  # noqa: PTH208
+    for name in sorted(os.listdir(folder)) if folder.is_dir() else ():  # noqa: PTH208
         number = name.removeprefix("step-").removesuffix(".json")
         if name == f"step-{number}.json" and number.isdecimal():
             yield int(number), read_bytes(f"{folder}/{name}")

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from clew.printing import counted
+from clew.reading import FileMissing
 from clew.record import rows
 from clew.record.run import RunDirectory
 from clew.record.run_warnings import named_kinds
@@ -48,7 +49,10 @@ def count_rejected(run: RunDirectory) -> Rejected:
     every, filtered, groups = list[tuple[str, str]](), Counter[str](), 0
     examples: dict[str, str] = {}
     for path in sorted(run.rejected.glob("g*.parquet")):
-        table = rows.read_table(path)
+        try:
+            table = rows.read_table(path)
+        except FileMissing:  # a rollout process that starts removes failed episodes of lost groups
+            continue
         if "error" not in table.column_names:
             raise rows.altered(path, "there is no column 'error'")
         errors = [str(error) for error in table.column("error").to_pylist()]

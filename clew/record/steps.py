@@ -196,7 +196,7 @@ class Steps:
         path = self.json_path(step)
         if not path.exists():
             count = self.count()
-            if step < count or self.committed_after(step) is not None:
+            if step >= 0 and (step < count or self.committed_after(step) is not None):
                 raise RecordError(
                     f"Cannot read step {step}: {path} is missing, although the step was committed (a later step or "
                     f"index.jsonl says so). {RESTORE.capitalize()}."
@@ -282,9 +282,9 @@ class Steps:
     def prune(self, before: int) -> None:
         """Remove data and stages of the steps before `before`. What they committed (JSON, index) stays."""
         for path in self.folder.glob("step-*.parquet"):
-            step = int(path.stem.removeprefix("step-"))
-            if step < before:
-                shutil.rmtree(self.stage_path(step, 0).parent, ignore_errors=True)
+            number = path.stem.removeprefix("step-")
+            if number.isdecimal() and int(number) < before:  # a user may have put copies beside the files
+                shutil.rmtree(self.stage_path(int(number), 0).parent, ignore_errors=True)
                 path.unlink(missing_ok=True)  # last: after a kill, this file is how the step is found again
 
 

@@ -519,6 +519,32 @@ def test_what_is_not_there_is_not_said_to_agree(
     assert "FIRST DIFFERENCE  step 2, metrics: grad_norm: first " in shown and "only first has" in shown
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"grad_norm": 1e-4}, "what is compared agrees.\n"),
+        ({"grad_norm": 0.5}, "FIRST DIFFERENCE  step 1, metrics: grad_norm: first "),
+        ({"groups": ["g000003", "g000004", "g9"]}, "FIRST DIFFERENCE  step 1, data: g000005: first present, second"),
+    ],
+)
+def test_digests_of_another_environment_are_no_difference_where_the_sequences_are_gone(
+    run: RunDirectory, other: RunDirectory, changes: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = other.steps.json_path(1)
+    summary = json.loads(path.read_text())
+    summary["environment"]["threads"] = 2
+    summary["digests"] = dict.fromkeys(summary["digests"], "0" * 16)
+    summary["metrics"]["grad_norm"] += changes.get("grad_norm", 0)
+    summary["groups"] = changes.get("groups", summary["groups"])
+    path.write_text(json.dumps(summary))
+    seal(other)
+    run.steps.data_path(1).unlink()
+    assert diff(run.path, other.path, ignore=[], plot=None) is said.startswith("what")
+    shown = capsys.readouterr().out
+    assert said in shown
+    assert "only second has the sequences of step 1: only groups, reward, loss, grad_norm are compared" in shown
+
+
 def test_a_stage_file_that_is_missing_or_of_another_step(run: RunDirectory, other: RunDirectory) -> None:
     paths = [other.steps.stage_path(step, 0) for step in (1, 2)]
     paths[0].rename(other.path / "aside")

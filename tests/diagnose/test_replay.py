@@ -511,6 +511,25 @@ def test_a_counterfactual_shares_the_past_and_differs_from_there(
         again(run, "3", ["training.lrr=1e-4"])
 
 
+@pytest.mark.parametrize("within", ["", "runs/e", "runs/e/first"])
+def test_a_counterfactual_lies_beside_its_run_wherever_it_is_started(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, within: str
+) -> None:
+    here = run.path.parents[2] / within
+    monkeypatch.chdir(here)
+    assert again(run.path.relative_to(here), "4", ["training.lr=1e-4"])
+    assert RunDirectory(run.path.parent / "first-replay-1").steps.count() == 5
+
+
+def test_a_counterfactual_of_a_run_whose_names_look_like_something_else(run: RunDirectory, tmp_path: Path) -> None:
+    there = tmp_path / "a: b #é😀" / "007" / "first"
+    shutil.copytree(run.path, there)
+    config = there / "config.yaml"
+    config.write_text(config.read_text().replace("experiment: e\n", "experiment: '007'\n"))
+    assert again(there, "4", ["training.lr=1e-4"])
+    assert RunDirectory(there.with_name("first-replay-1")).steps.count() == 5
+
+
 def test_a_refused_counterfactual_leaves_nothing(run: RunDirectory) -> None:
     runs = list(run.path.parent.iterdir())
     with pytest.raises(ConfigError, match="there is no module 'nosuch'"):
@@ -716,9 +735,19 @@ def test_what_differs_is_no_obstacle_where_nothing_is_compared(
 def test_steps_without_sequences_are_left_out(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     run.steps.prune(before=2)
     assert again(run)
-    assert "from step 2 on: the record no longer has the sequences of earlier steps" in capsys.readouterr().out
+    assert "from step 2 on: the record no longer has all that earlier steps need" in capsys.readouterr().out
     with pytest.raises(RecordError, match=r"sequences of step 0 are gone: .* the next that has its own is step 2\."):
         again(run, "1")
+
+
+def test_all_steps_begin_at_a_checkpoint_if_the_sequences_before_it_are_gone(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.steps.prune(before=1)
+    assert again(run)
+    assert "from step 2 on: " in capsys.readouterr().out
+    assert again(run, stages="data")
+    assert "from step 1 on: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -866,6 +895,15 @@ def test_a_run_on_other_batches_is_refused(run: RunDirectory, folder: Path, tmp_
     assert RunDirectory(tmp_path / "runs" / "e" / "replayed").steps.count() == 2
 
 
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_run_on_recorded_batches_keeps_its_model(run: RunDirectory, folder: Path, tmp_path: Path, steps: int) -> None:
+    shutil.copytree(folder / "model", tmp_path / "another")
+    replaying = [f"root={tmp_path}/runs", "trial=replayed", "training.schedule=constant", *replaying_from(run.path)]
+    learn_from_record(configure(folder, *replaying), lambda *_: None, until=steps)
+    with pytest.raises(ConfigError, match=r"began with another model: model\.path .* A run keeps its model"):
+        learn_from_record(configure(folder, *replaying, f"model.path={tmp_path}/another"), lambda *_: None)
+
+
 def dumping_to(path: Path, form: str) -> list[str]:
     return ["debug.dump_rollout_data=true", f"debug.path={path}", f"debug.format={form}"]
 
@@ -876,13 +914,15 @@ def replaying_from(path: Path) -> list[str]:
 
 def test_training_goes_on_from_a_later_step_of_another_run(run: RunDirectory, folder: Path, tmp_path: Path) -> None:
     """Step 3 has no checkpoint of its own: step 2's is replayed up to it. It ends, and is started again."""
+    shutil.rmtree(run.inbox.folder)
     before = everything(run.path)
     replaying = configure(folder, f"root={tmp_path}", "trial=later", *replaying_from(run.path), "debug.first_step=3")
     learn_from_record(replaying, lambda step, summary: None, until=4)
     learn_from_record(replaying, lambda step, summary: None)
     new = RunDirectory(replaying.run_path)
     assert [entry["digests"] for entry in new.steps.index()] == [entry["digests"] for entry in run.steps.index()]
-    assert not new.steps.has_data(2) and new.steps.has_data(3) and everything(run.path) == before
+    assert not new.steps.has_data(2) and new.steps.has_data(3)
+    assert everything(run.path) == before and not run.inbox.folder.exists()
 
 
 def test_a_later_step_needs_a_run_directory(folder: Path, original: Path, tmp_path: Path) -> None:

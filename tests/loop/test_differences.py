@@ -9,13 +9,14 @@ from clew.loop.differences import EXACT, TOLERANCES, Tolerance, in_stage
 
 
 @pytest.mark.parametrize("tolerance", [EXACT, TOLERANCES["float32"]])
-@pytest.mark.parametrize("broken", [np.nan, np.inf])
+@pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])
 def test_a_value_that_is_no_number_is_not_taken_for_rounding(tolerance: Tolerance, broken: float) -> None:
     ids = ["g0.e0", "g0.e1", "g1.e0"]
-    recorded = [np.zeros(3, np.float32) for _ in ids]
-    found = [*(np.array([0, broken, 0], np.float32) for _ in ids[:2]), recorded[2]]
-    difference = in_stage(3, "loss", ids, recorded, found, tolerance)
-    assert difference is not None and difference.suggests.startswith("exactly the sequences of the group g0 differ")
+    sound = [np.zeros(3, np.float32) for _ in ids]
+    spoilt = [*(np.array([0, broken, 0], np.float32) for _ in ids[:2]), sound[2]]
+    for recorded, found in ((sound, spoilt), (spoilt, sound)):
+        difference = in_stage(3, "loss", ids, recorded, found, tolerance)
+        assert difference is not None and difference.suggests.startswith("exactly the sequences of the group g0 differ")
 
 
 def test_equal_infinities_beside_a_difference_are_no_warning() -> None:

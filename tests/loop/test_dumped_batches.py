@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from clew.errors import RecordError
-from clew.loop.dumped_batches import DumpedBatches
+from clew.loop.dumped_batches import DumpedBatches, resume_dump
 from clew.record import rows
 from clew.record.run import RunDirectory
 from tests.record.test_rows import a_sequence
@@ -24,3 +24,12 @@ def test_a_dump_with_columns_of_different_length_is_refused(tmp_path: Path) -> N
     batches = DumpedBatches(config, RunDirectory(tmp_path / "run"))
     with pytest.raises(RecordError, match=r"step-000000\.parquet .* 5 logprobs and 6 input_ids"):
         batches.write(0)
+
+
+def test_a_copy_beside_the_dumped_batches_is_left_alone(tmp_path: Path) -> None:
+    copy = tmp_path / "dump" / "step-000000 (1).parquet"
+    copy.parent.mkdir()
+    rows.write_table(copy, rows.to_table([a_sequence("g000000.e0.s0")]))
+    config = config_for(tmp_path, debug={"dump_rollout_data": True, "path": str(copy.parent)})
+    resume_dump(config, RunDirectory(tmp_path / "run"))
+    assert copy.exists()

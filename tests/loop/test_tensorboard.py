@@ -31,10 +31,11 @@ def test_each_step_and_evaluation_is_shown_once_after_a_restart(tmp_path: Path) 
     restarted = Tensorboard(run, first_step=2)
     evaluate(1)
     add(restarted, 2, 3)
+    evaluate(4)  # after the last step
     restarted.close()
     shown = EventAccumulator(str(run.reports / "tensorboard")).Reload()
     assert [event.step for event in shown.Scalars("loss")] == [0, 1, 2, 3]
-    assert sorted(event.step for event in shown.Scalars("eval/pass@1")) == [0, 1, 2]
+    assert sorted(event.step for event in shown.Scalars("eval/pass@1")) == [0, 1, 2, 4]
     assert set(shown.Tags()["scalars"]) == {"loss", "seconds/train", "eval/pass@1"}
 
 

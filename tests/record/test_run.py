@@ -19,6 +19,7 @@ from clew.errors import RecordError
 from clew.record import rows
 from clew.record.batch_digest import digest_rows
 from clew.record.files import explain_disk_errors
+from clew.record.rejected import count_rejected
 from clew.record.run import RunDirectory, Server, open_run
 from tests.record.test_rows import a_sequence, same
 
@@ -86,8 +87,9 @@ def test_a_step_counts_once_its_json_is_there(run: RunDirectory) -> None:
     assert run.steps.consumed() == {"g000000"}
     assert run.steps.pending_groups() == {"g000001"}
     assert run.finished_groups() == {"g000000", "g000001"}
-    with pytest.raises(RecordError, match="step 1 was not committed; the next step is 1"):
-        run.steps.read(1)
+    for step in (1, -1):
+        with pytest.raises(RecordError, match=f"step {step} was not committed; the next step is 1"):
+            run.steps.read(step)
 
 
 @pytest.mark.parametrize(
@@ -225,6 +227,15 @@ def test_pruning_keeps_what_was_committed(run: RunDirectory) -> None:
     assert run.steps.read(0)["groups"] == ["g000000"] and run.steps.count() == 4
 
 
+def test_pruning_leaves_copies_that_a_user_made(run: RunDirectory) -> None:
+    commit(run, 0)
+    copies = [run.steps.folder / name for name in ("step-000000.bak.parquet", "step-000000 (1).parquet")]
+    for copy in copies:
+        shutil.copy(run.steps.data_path(0), copy)
+    run.steps.prune(before=1)
+    assert not run.steps.has_data(0) and all(copy.exists() for copy in copies)
+
+
 def test_an_evaluation_without_a_result_is_never_the_best(run: RunDirectory) -> None:
     run.write_eval(0, [], {"pass@1": None, "reward": None})
     run.write_eval(1, [], {"pass@1": 0.0, "reward": -0.5})
@@ -250,6 +261,12 @@ def test_a_failed_episode_that_goes_while_images_are_searched_does_no_harm(run: 
     (run.rejected / "g000007.e0.parquet").symlink_to("gone")
     run.prune(0)
     assert not list(run.media.folder.iterdir())
+
+
+def test_a_failed_episode_that_goes_while_the_rejected_are_counted_does_no_harm(run: RunDirectory) -> None:
+    (run.rejected / "g000007.e0.parquet").symlink_to("gone")
+    run.reject("g000008.e0", [a_sequence("g000008.e0.s0", error="odd", finish_reason="error")])
+    assert count_rejected(run).episodes == {"odd": 1}
 
 
 def test_what_a_kill_left_of_a_pruned_step_is_removed_later(run: RunDirectory) -> None:

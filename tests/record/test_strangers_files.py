@@ -12,9 +12,10 @@ import pytest
 
 from clew.errors import RecordError
 from clew.record import bundle as bundles
+from clew.record import chain
 from clew.record.bundle import opened, write_bundle
 from clew.record.media import media_name
-from clew.record.run import RunDirectory
+from clew.record.run import RunDirectory, open_run
 from clew.record.writer import Writer
 
 PICTURE = b"\x89PNG and so on"
@@ -110,10 +111,15 @@ def test_pictures_that_are_not_what_their_name_says_leave_no_run(run: RunDirecto
         run.media.read("../run.json")
 
 
-def test_a_bundle_in_a_folder_is_named_after_the_run_and_the_step(run: RunDirectory, tmp_path: Path) -> None:
+def test_a_bundle_in_a_folder_is_named_after_the_run_and_the_step(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name = f"{run.path.parent.name}-{run.path.name}-step-000000.stages.clew.zip"
     (tmp_path / "here").mkdir()
-    assert write_bundle(run, 0, stages_only=True, to=tmp_path / "here") == tmp_path / "here" / name
+    monkeypatch.chdir(run.path)
+    for path in (run.path, Path()):
+        bundle = write_bundle(open_run(path), 0, stages_only=True, to=tmp_path / "here")
+        assert bundle == tmp_path / "here" / name
 
 
 def test_a_bundle_follows_no_link_out_of_the_run(run: RunDirectory, tmp_path: Path) -> None:
@@ -145,7 +151,7 @@ def test_an_altered_description_is_named_by_its_place_in_the_bundle(run: RunDire
 def test_a_run_directory_without_steps_has_none(run: RunDirectory) -> None:
     shutil.rmtree(run.steps.folder)
     with opened(run.path) as (there, _):
-        assert there.steps.count() == 0
+        assert there.steps.count() == 0 and chain.breaks(there) == []
 
 
 @pytest.mark.parametrize("name", ["../../x", "a/b", "", "\0"])
