@@ -17,7 +17,7 @@ from clew.gateway.thread import EpisodeSessions, GatewayThread
 from tests.gateway.chatml import chatml_tokenizer
 from tests.gateway.spoken import Spoken, session_on
 
-EXAMPLES = 20
+EXAMPLES = 12
 DOCUMENT = application(EpisodeSessions()).openapi()
 SCHEMA = schemathesis.openapi.from_dict(DOCUMENT)
 ROUTES = [

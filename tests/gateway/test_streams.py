@@ -469,7 +469,7 @@ def test_a_prompt_of_megabytes_is_refused_and_holds_nobody_up(tmp_path: Path) ->
     engine = Spoken(chatml_tokenizer(tmp_path), lambda prompt: "hello<|im_end|>")
     gateway = GatewayThread(Limits())
     key, session = gateway.open(session_on(engine))
-    long = "the answer is right, " * 200_000
+    long = "the answer is right, " * 100_000
 
     async def ask(context: int | None) -> tuple[float, str]:
         session.turns._context = context
@@ -502,7 +502,7 @@ def test_a_prompt_of_megabytes_is_refused_and_holds_nobody_up(tmp_path: Path) ->
     held_up, said = asyncio.run(ask(None))
     gateway.stop()
     took = time.monotonic() - began
-    assert said == "hello" and len(engine.requests[0]) > 1_000_000
+    assert said == "hello" and len(engine.requests[0]) > 500_000
     assert refused_in < max(2, took / 3) and held_up < max(1, took / 3)  # a busy machine is slow at everything
 
 
