@@ -57,6 +57,7 @@ LIBRARY: Patterns = (
     (r"multiprocessing/popen_\w+\.py$", "wait|poll", "process"),
     (r"torch/multiprocessing/spawn\.py$", "join", "process"),
     (r"multiprocessing/managers\.py$", "acquire|__enter__", "lock"),
+    (r"multiprocessing/managers\.py$", "wait|wait_for", "signal"),
     (r"multiprocessing/managers\.py$", "", "queue"),
     (r"multiprocessing/queues\.py$|^queue\.py$|/queue\.py$", "get", "queue"),
     (r"multiprocessing/queues\.py$|/queue\.py$", "put", "queue_full"),

@@ -50,6 +50,11 @@ def dead(sink: Sink) -> Verdict | None:
     if said and not sink.one.process.waits and sink.act.kind not in ("http", "network", "process"):
         why = f"What has ended: {sure or said}. So nothing can end this wait: {sink.one.says}."
         return sink.blame("dead", sink.culprits, why, cause="dead", structural=bool(sure))
+    if starved := _starved_by_ended(sink):
+        name, by = starved
+        why = f"Thread {name} of {sink.one.process.label} has ended. So nothing can end this wait: {by.says}."
+        found = sink.blame("dead", sink.culprits, why, cause="dead", confidence="medium")
+        return found.at(by.activity.site)
     by = next((a for a in sink.waiters if a.process.inside.ended_threads and not a.moving), None)
     # The culprit asks for something that a thread of another process may make. Ranks in a collective, however, wait
     # only for the culprit.
@@ -60,6 +65,13 @@ def dead(sink: Sink) -> Verdict | None:
         why += f"{sink.one.says}."
         return sink.blame("dead", [by], why, cause="dead", confidence="medium")
     return None
+
+
+def _starved_by_ended(sink: Sink) -> tuple[str, Actor] | None:
+    """Return a thread of the culprit that has ended, and the process at the other end of a pipe that waits for it."""
+    reading = [a for a in sink.waiters if a.activity.kind in THROUGH_PIPES and not (a.moving or a.dead)]
+    pairs = ((name, a) for a in reading for name in sink.one.process.inside.ended_threads)
+    return next(((name, a) for name, a in pairs if explains(name, a, sink.job, sink.sources)), None)
 
 
 def outlived(sink: Sink) -> Verdict | None:

@@ -15,7 +15,7 @@ from clew.hang.collective_calls import behind, different_counts, first_different
 from clew.hang.ended import dead, done, joined_too_early, lost_task, outlived, pipe_kept_open
 from clew.hang.filters import never_filled, never_holds, rejecting, rounds_without_put, starved
 from clew.hang.locks import left_locked, lock_holders, locked_by, locked_crosswise, locked_outside
-from clew.hang.progress import busy, cpu_share, fails_in_loop, moved_counters, own_code_only, pace, places
+from clew.hang.progress import busy, cpu_share, fails_in_loop, mains_of, moved_counters, own_code_only, pace, places
 from clew.hang.roles import WAITS_INSIDE
 from clew.hang.sink import Sink
 from clew.hang.source import (
@@ -299,8 +299,11 @@ def _computing(sink: Sink) -> Verdict | None:
         return sink.blame("slow", sink.culprits, why, cause="slow", confidence="medium")
     share = cpu_share(sink.one.process)
     alone = not sink.blocked_ranks and len(sink.job) == 1
-    endless = own_code_only(sink.one.process, sink.act.thread) and busy(sink.one.process)
     text = sink.sources.get(sink.act.file, "")
+    # A library may call the user's function, as a data loader calls a sampler. What matters is the loop in there.
+    inner = {(t.frames[0].file, t.frames[0].name) for t in mains_of(sink.one.process)}
+    loops = inner == {(sink.act.file, sink.act.function)} and isinstance(loop_at(text, sink.act.line), ast.While)
+    endless = busy(sink.one.process) and (loops or own_code_only(sink.one.process, sink.act.thread))
     numeric = [call for call in calls_at(text, sink.act.line) if origin(text, call) in NUMERIC]
     # One line at every look, in no `while`: it is one call, and no loop around many.
     looks = set(places(sink.one.process))
@@ -509,7 +512,7 @@ def _blocked(sink: Sink) -> Verdict | None:
     confidence = "high" if sink.blocked_ranks else "medium"
     locking = sink.act.kind == "lock" or (sink.act.task and sink.act.op == "acquire")
     holders = lock_holders(sink.one, sink.act, sink.sources) if locking else {}
-    why += "".join(f" {held}." for held in holders) or left_locked(sink)
+    why += "".join(f" {held}." for held in [*holders][:2]) or left_locked(sink)
     found = sink.blame(pattern, sink.culprits, why, confidence=confidence, cause=sink.act.kind)
     return found.at(*holders.values())
 

@@ -98,7 +98,8 @@ def lock_holders(actor: Actor, waiting: Activity, sources: Mapping[str, str]) ->
         for frame in thread.user_frames:
             for lock, line in _locked_at(sources.get(frame.file, ""), frame.line):
                 does = next((a for a in actor.threads if a.thread == thread.name and a.site), actor.activity)
-                releases = does.kind in ("condition", "signal") and same_name(lock, does.target)  # until it is notified
+                waits = does.kind in ("condition", "signal") and does.op != "acquire"
+                releases = waits and same_name(lock, does.target)  # until it is notified
                 if releases or not same_name(lock, waiting.target):
                     continue
                 place = f"{lock} at {PurePath(frame.file).name}:{line}"

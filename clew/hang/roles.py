@@ -91,7 +91,7 @@ def role_of(process: Process, parent: Process | None, sources: Mapping[str, str]
 
     `sources` is empty if no source file mentions "distributed": then local variables do not give the rank.
     """
-    command = " ".join(process.command)
+    command = "" if _forked_by_server(process) else " ".join(process.command)
     files = [frame.file for thread in process.threads for frame in thread.frames]
     if any(word in command for word in HELPERS) or waits_for_work(process):
         return "idle", None
@@ -109,6 +109,11 @@ def role_of(process: Process, parent: Process | None, sources: Mapping[str, str]
     if not process.threads and not dead_or_stopped and "python" not in program:
         return "idle", None  # for example a shell, even with Python among its arguments
     return "other", None
+
+
+def _forked_by_server(process: Process) -> bool:
+    """Return whether a process does the work of a forkserver's child, which has the command of the forkserver."""
+    return any(frame.name == "_serve_one" and "multiprocessing" in frame.file for frame in process.main_frames)
 
 
 def _rank_of(process: Process, sources: Mapping[str, str]) -> int | None:
@@ -145,9 +150,14 @@ def with_ranks(processes: Sequence[Process], sources: Mapping[str, str]) -> list
 
 
 def with_drivers(processes: Sequence[Process]) -> list[Process]:
-    """Return the processes. Those that Ray's raylet started become children of the program that started Ray."""
-    raylets = {each.pid: each.parent for each in processes if each.command[:1] and each.command[0].endswith("/raylet")}
-    return [replace(each, parent=raylets.get(each.parent, each.parent)) for each in processes]
+    """Return the processes. Those that a forkserver or Ray's raylet started become children of who started that one."""
+    servers = {
+        each.pid: each.parent
+        for each in processes
+        if (each.command[:1] and each.command[0].endswith("/raylet"))
+        or ("forkserver import main" in " ".join(each.command) and not _forked_by_server(each))
+    }
+    return [replace(each, parent=servers.get(each.parent, each.parent)) for each in processes]
 
 
 def _by_order(found: list[tuple[Process, str]]) -> list[tuple[Process, str]]:

@@ -379,9 +379,9 @@ def ends_one_of(text: str, line: int, waits: Collection[Wait], *, by_argument: b
 def ends_wait(around: Function | Loop, text: str, wait: Wait, by_argument: bool = True, depth: int = 2) -> bool:
     """Return whether a function or loop, or one that it calls, may end a wait; see `ends_one_of`."""
     kind, target = wait
-    arguments = around.args.args if by_argument and isinstance(around, Function) else ()
-    given = {each.arg for each in arguments} - {"self"}
-    for call in (node for node in ast.walk(around) if isinstance(node, ast.Call)):
+    nested = enclosing(text, around.lineno) if by_argument and isinstance(around, Function) else ()
+    given = {each.arg for one in nested if isinstance(one, Function) for each in one.args.args} - {"self"}
+    for call in (node for node in _without_nested(around) if isinstance(node, ast.Call)):
         # A call can be handed on, as in call_soon(future.set_result, 1) and pool.submit(self.score).
         for called in map(dotted, (call.func, *call.args)):
             found = re.fullmatch(ENDING.get(kind, ENDING[""]), called)
@@ -391,6 +391,14 @@ def ends_wait(around: Function | Loop, text: str, wait: Wait, by_argument: bool 
             if inner is not None and ends_wait(inner, text, wait, by_argument, depth - 1):
                 return True
     return False
+
+
+def _without_nested(around: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes below a function or loop, without those of functions that it only defines."""
+    for node in ast.iter_child_nodes(around):
+        if not isinstance(node, Function):
+            yield node
+            yield from _without_nested(node)
 
 
 @lru_cache(maxsize=4096)

@@ -958,6 +958,62 @@ def test_who_leaves_a_message_in_a_buffer_is_at_fault_and_not_who_reads_the_pipe
     assert (wrote.get(pids, "") in verdict.sites) is (len(pids) == 1)
 
 
+def test_a_child_of_a_forkserver_works_for_whoever_started_the_forkserver() -> None:
+    command = ("python", "-c", "from multiprocessing.forkserver import main; main(3)")
+    serves, forks = within("select", "selectors.py"), within("main", "multiprocessing/forkserver.py")
+    polls = (at(2, "score"), within("_serve_one", "multiprocessing/forkserver.py"), forks)
+    every = (
+        below(100, within("Future.result", "concurrent/futures/_base.py"), at(5, "<module>")),
+        below(101, serves, forks, command=command),
+        below(102, *polls, command=command, parent=101, waits_in="hrtimer_nanosleep"),
+    )
+    text = "def score(path):\n    while not path.exists(): time.sleep(0.1)\n\n\nx = pool.submit(score).result()\n"
+    verdict = judge(Snapshot(processes=every, seconds=3.0, sources={"train.py": text}))
+    assert (verdict.pattern, verdict.pids) == ("external wait", (102,))
+
+
+@pytest.mark.parametrize("ended, pattern", [("pump", "dead"), ("beat", "rollout blocked")])
+def test_a_thread_that_has_ended_and_filled_the_queue_of_another_process_is_why_that_one_waits(
+    ended: str, pattern: str
+) -> None:
+    text = (
+        "batch = q.get()\ndef rollout(out, stop):\n    def pump():\n        for row in rows: out.put(row)\n\n"
+        "    def beat():\n        report()\n    Thread(target=pump).start()\n    stop.wait()\n"
+    )
+    asks = (within("BaseProxy._callmethod", "multiprocessing/managers.py"),)
+    waits = (*asks, within("EventProxy.wait", "multiprocessing/managers.py"))
+    every = (
+        below(100, *asks, at(1, "<module>"), pipes=("pipe:[1]",)),
+        below(101, *waits, at(9, "rollout"), pipes=("pipe:[1]",), inside=Inside(ended_threads=(ended,))),
+    )
+    verdict = judge(Snapshot(processes=every, seconds=3.0, sources={"train.py": text}))
+    assert (verdict.pattern, verdict.pids) == (pattern, (101,))
+
+
+def test_a_coroutine_that_asks_for_a_second_slot_of_its_semaphore_has_the_first() -> None:
+    text = (
+        "async def run(self):\n    async with self.slots:\n        go()\n"
+        "async def episode(self):\n    async with self.box.slots:\n        await self.box.run()\n"
+    )
+    acquires = (within("Semaphore.acquire", "asyncio/locks.py"), within("__aenter__", "asyncio/locks.py"))
+    stacks = (acquires[0], at(5, "episode")), (*acquires, at(2, "run"), at(6, "episode"))
+    tasks = [Thread(name=f"task {n}", os_id=0, task=True, at=n, frames=each) for n, each in enumerate(stacks, 1)]
+    verdict = watched(text, *([main_in(*LOOP), *tasks] for _ in range(6)))
+    assert "task 2 has locked self.box.slots at train.py:5" in verdict.explanation
+    assert verdict.sites == ("train.py:2", "train.py:5")
+
+
+@pytest.mark.parametrize("line, pattern", [(3, "cpu"), (5, "undetermined")])
+def test_a_loop_of_a_function_that_a_library_calls_computes_for_ever(line: int, pattern: str) -> None:
+    text = (
+        "def draw():\n    while True:\n        if fits(next(order)): yield\ndef one(row):\n    return f(row)\nrun()\n"
+    )
+    frames = (at(line, "draw" if line == 3 else "one"), within("__next__", "site-packages/x.py"), at(6, "<module>"))
+    looks = (Look(at=0.5 * n, state="R", switches=7, cpu_s=0.4 * n, threads=(main_in(*frames),)) for n in range(6))
+    one = Process(pid=100, looks=tuple(looks), command=("python",))
+    assert judge(Snapshot(processes=(one,), seconds=3.0, sources={"train.py": text})).pattern == pattern
+
+
 def test_a_condition_is_not_locked_while_its_owner_waits_for_it() -> None:
     text = (
         "def one():\n    with a:\n        a.wait()\ndef two():\n    with a:\n        go()\n"
