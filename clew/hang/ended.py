@@ -33,7 +33,8 @@ def dead(sink: Sink) -> Verdict | None:
     ownerless = is_shared_lock(sink.act, sink.sources) and bool(left_locked(sink))
     if not (sink.act.kind in kinds or ownerless) or sink.one.moving:
         return None
-    gone = [a for a in sink.job if a.dead and a.role != "idle"]
+    # One that ended normally has left no lock locked.
+    gone = [a for a in sink.job if a.dead and a.role != "idle" and not (ownerless and done(a))]
     asks = sink.act.kind in ("http", "network") and not sink.act.op.endswith("accept")  # these await a server
     if gone and not asks:
         why = f"{'. '.join(a.says for a in gone[:4])}. So nothing can end this wait: {sink.one.says}."

@@ -9,7 +9,18 @@ from pathlib import PurePath
 
 from clew.hang.activity import DISTRIBUTED, Activity
 from clew.hang.sink import Sink
-from clew.hang.source import assignments, dotted, enclosing, enclosing_function, follows, origin, same_name
+from clew.hang.source import (
+    Function,
+    assignments,
+    dotted,
+    enclosing,
+    enclosing_function,
+    follows,
+    origin,
+    outermost_loop,
+    parse,
+    same_name,
+)
 from clew.hang.verdict import Actor, Verdict, sentences, words_of
 
 
@@ -71,20 +82,28 @@ def lockers(waiting: Actor, job: Sequence[Actor], sources: Mapping[str, str]) ->
 
 
 def releasers(waiting: Actor, job: Sequence[Actor], sources: Mapping[str, str]) -> set[int]:
-    """Return the pids of the processes in a function that releases what a process waits for, without acquiring it.
+    """Return the pids of the living processes that are yet to release what a process waits for, without acquiring it.
 
     That is how a semaphore counts.
     """
     if not is_shared_lock(waiting.activity, sources):
         return set()
     found = set[int]()
-    for actor, frame in ((a, f) for a in job for thread in a.process.threads for f in thread.user_frames):
-        around = enclosing_function(sources.get(frame.file, ""), frame.line)
-        calls = [dotted(n.func) for n in (ast.walk(around) if around else ()) if isinstance(n, ast.Call)]
-        named = (each.rpartition(".") for each in calls)
-        methods = {how for lock, _, how in named if same_name(lock, waiting.activity.target)}
-        found |= {actor.pid} if "release" in methods and "acquire" not in methods else set()
-    return found - {waiting.pid}
+    for actor in (a for a in job if a is not waiting and not a.dead):
+        for frame in (f for thread in actor.process.threads for f in thread.user_frames):
+            text = sources.get(frame.file, "")
+            around, loop = enclosing_function(text, frame.line), outermost_loop(text, frame.line)
+            if around and _only_released(around, waiting.activity.target) >= (loop.lineno if loop else frame.line):
+                found.add(actor.pid)
+    return found
+
+
+def _only_released(function: Function, lock: str) -> int:
+    """Return the last line at which a function releases a lock that it never acquires; 0 if there is none."""
+    calls = [n for n in ast.walk(function) if isinstance(n, ast.Call)]
+    named = ((*dotted(n.func).rpartition("."), n.lineno) for n in calls)
+    lines = {how: line for name, _, how, line in named if same_name(name, lock)}
+    return 0 if "acquire" in lines else lines.get("release", 0)
 
 
 def lock_holders(actor: Actor, waiting: Activity, sources: Mapping[str, str]) -> dict[str, str]:
@@ -132,7 +151,10 @@ def _locked_at(text: str, line: int) -> list[tuple[str, int]]:
 def left_locked(sink: Sink) -> str:
     """Return words about a lock that was left locked: nothing that was seen is inside a `with` of it."""
     if is_shared_lock(sink.act, sink.sources):
-        if any(lock_holders(a, sink.act, sink.sources) for a in sink.job):
+        functions = [n for text in sink.sources.values() for n in ast.walk(parse(text) or ast.Module([], []))]
+        apart = any(_only_released(n, sink.act.target) for n in functions if isinstance(n, Function))
+        # A semaphore has no owner, and one that locks in a function and unlocks in another is not seen.
+        if apart or any(lock_holders(a, sink.act, sink.sources) for a in sink.job):
             return ""
         return f" No process that was seen has locked {sink.act.target}: one that was killed there left it locked."
     if sink.act.op not in ("with", "acquire") or not sink.act.target:

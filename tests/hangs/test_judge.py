@@ -917,7 +917,9 @@ def test_a_rank_that_has_locked_other_ranks_out_while_it_is_in_a_collective_is_a
     assert (verdict.pattern, verdict.ranks) == ("lock or I/O", (0,))
 
 
-@pytest.mark.parametrize("exit_code, pids", [("ended by signal 9", (103,)), ("", (101,))])
+@pytest.mark.parametrize(
+    "exit_code, pids", [("ended by signal 9", (103,)), ("ended with exit code 0", (101,)), ("", (101,))]
+)
 def test_who_is_killed_with_a_lock_is_at_fault_and_not_who_waits_for_those_that_want_it(
     exit_code: str, pids: tuple[int, ...]
 ) -> None:
@@ -927,8 +929,20 @@ def test_who_is_killed_with_a_lock_is_at_fault_and_not_who_waits_for_those_that_
     if exit_code:
         every.append(Process(pid=103, parent=100, exit=exit_code, looks=(Look(at=3.0, state="Z"),)))
     verdict = judge(Snapshot(processes=tuple(every), seconds=3.0, sources={"train.py": text}))
-    assert (verdict.pattern, verdict.sites) == ("dead" if exit_code else "lock or I/O", ("train.py:3",))
+    assert (verdict.pattern, verdict.sites) == ("dead" if pids == (103,) else "lock or I/O", ("train.py:3",))
     assert verdict.pids == pids
+
+
+@pytest.mark.parametrize("line, pids", [(3, (101,)), (5, (100,))])
+def test_a_semaphore_has_no_owner_that_could_be_killed_and_who_has_released_it_is_not_awaited(
+    line: int, pids: tuple[int, ...]
+) -> None:
+    text = "slots.acquire()\ndef work(slots, end):\n    a.recv()\n    slots.release()\n    b.recv()\n"
+    gone = Process(pid=103, parent=100, looks=(Look(at=3.0, state="Z"),))
+    reads = {"awaits": ((101, "socket:[1]", "socket:[2]"),)}
+    every = below(100, at(1, "<module>")), below(101, *GETS[:1], at(line, "work"), **reads), *[gone] * (line == 5)
+    verdict = judge(Snapshot(processes=every, seconds=3.0, sources={"train.py": text}))
+    assert verdict.pids == pids and verdict.pattern != "dead" and "left it locked" not in verdict.explanation
 
 
 @pytest.mark.parametrize(
