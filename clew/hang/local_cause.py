@@ -32,7 +32,7 @@ from clew.hang.source import (
     unflushed,
 )
 from clew.hang.verdict import LOCAL, MESSAGES, Actor, Verdict, names, sentences, subject, words_of
-from clew.hang.waits_for import THROUGH_PIPES, TO_OTHERS, surely_awaits
+from clew.hang.waits_for import THROUGH_PIPES, TO_OTHERS, ports_named, surely_awaits
 
 FILE_CALLS = re.compile(
     r"(^|\.)(exists|lexists|is_file|isfile|is_dir|isdir|i?r?glob|l?stat|listdir|scandir|iterdir|getmtime|getsize)$"
@@ -43,9 +43,6 @@ WRITES = 1 << 16
 """Bytes per second from which the output of a program counts as its work, and not as a log of its waiting."""
 LEAST_CPU = 0.05
 """Share of a core below which a process that seems to compute may be blocked in native code."""
-CLIENT = re.compile(r"/(http|urllib|urllib3|requests|aiohttp|httpx|httpcore)/")
-URL = re.compile(r"https?://[\w.\-]+:(\d{2,5})\b")
-HOST = re.compile(r"(?:https?://)?[\w.\-]+:(\d{2,5})\b")
 
 
 def local_cause(sink: Sink) -> Verdict:
@@ -534,11 +531,7 @@ def _asked(sink: Sink) -> str:
     """Return words about the process of this job that listens at the address which the culprit's variables name."""
     if sink.act.kind != "http":
         return ""
-    ports = set[int]()
-    for frame in (frame for thread in sink.one.process.threads for frame in thread.frames):
-        # Only a client's frames name hosts without a scheme for requests. Elsewhere it may be torch's own address.
-        address = HOST if CLIENT.search(frame.file) else URL
-        ports |= {int(port) for text in frame.locals.values() for port in address.findall(text)}
+    ports = ports_named(sink.one.process)
     asked = next((a for a in sink.job if a is not sink.one and ports & set(a.process.listens)), None)
     return f" That server is in this job: {asked.says}." if asked else ""
 

@@ -7,8 +7,12 @@ from collections.abc import Mapping, Sequence
 
 from clew.hang.activity import DISTRIBUTED, Activity
 from clew.hang.locks import lockers, releasers
+from clew.hang.observed import Process
 from clew.hang.verdict import MESSAGES, Actor
 
+CLIENT = re.compile(r"/(http|urllib|urllib3|requests|aiohttp|httpx|httpcore)/")
+URL = re.compile(r"https?://[\w.\-]+:(\d{2,5})\b")
+HOST = re.compile(r"(?:https?://)?[\w.\-]+:(\d{2,5})\b")
 Edges = dict[int, set[int]]
 TO_OTHERS = (
     "queue", "queue_full", "pipe", "http", "network", "condition", "signal", "future", "pool", "process", "thread",
@@ -119,8 +123,8 @@ def _could_end(actor: Actor, job: Sequence[Actor], listening: Mapping[tuple[str,
                 (process.host, port) if (process.host, port) in listening else ("", port) for port in process.peers
             )
             servers = [listening[each] for each in ports if each in listening]
-            if not process.peers:  # between two attempts it has no connection: it may ask a server that it has started
-                servers = [a for a in job if a.pid in children and a.process.listens]
+            if kind == "http" and not process.peers:  # between two attempts it has no connection
+                servers = [a for a in job if ports_named(process) & set(a.process.listens)]
             return named | {a.pid for a in servers if not (kin and a.rank is not None)} - joining
         case "data_loader":
             return named | {a.pid for a in job if a.role == "loader" and a.process.parent == actor.pid}
@@ -141,6 +145,16 @@ def _could_end(actor: Actor, job: Sequence[Actor], listening: Mapping[tuple[str,
             working = {a.pid for a in job if a.moving and a.role != "loader" and not a.activity.periodic}
             return named | (children & working if actor.rank is not None else children - _asking(actor, job))
     return named
+
+
+def ports_named(process: Process) -> set[int]:
+    """Return the ports of the addresses that variables of a client name."""
+    found = set[int]()
+    for frame in (frame for thread in process.threads for frame in thread.frames):
+        # Only a client's frames name hosts without a scheme for requests. Elsewhere it may be torch's own address.
+        address = HOST if CLIENT.search(frame.file) else URL
+        found |= {int(port) for text in frame.locals.values() for port in address.findall(text)}
+    return found
 
 
 def _asking(actor: Actor, job: Sequence[Actor]) -> set[int]:

@@ -946,6 +946,23 @@ def test_a_semaphore_has_no_owner_that_could_be_killed_and_who_has_released_it_i
 
 
 @pytest.mark.parametrize(
+    "name, file, port, pids",
+    [
+        ("accept", "socket.py", "8001", (100,)),
+        ("urlopen", "urllib/request.py", "8002", (100,)),
+        ("urlopen", "urllib/request.py", "8001", (101,)),
+    ],
+)
+def test_a_client_without_a_connection_waits_only_for_the_server_whose_port_it_names(
+    name: str, file: str, port: str, pids: tuple[int, ...]
+) -> None:
+    asks = below(100, within(name, file, url=f"http://127.0.0.1:{port}/"), at(1, "<module>"))
+    server = below(101, at(3, "serve"), waits_in="hrtimer_nanosleep", listens=(8001,))
+    text = "answer = ask()\ndef serve():\n    time.sleep(9000)\n"
+    assert judge(Snapshot(processes=(asks, server), seconds=3.0, sources={"train.py": text})).pids == pids
+
+
+@pytest.mark.parametrize(
     "ask, answer, option, pids",
     [
         ("", "print(reply, flush=True)", "", (100,)),
