@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import re
 from collections import defaultdict
@@ -239,19 +240,34 @@ def _unasked(job: list[Actor], sources: Mapping[str, str]) -> Verdict | None:
         # A client outside of this job may keep a connection open without asking for anything.
         if each.process.listens and (not each.process.peers or (reading and reading == working)):
             quiet.append(each)
-        idle = all(one in reading or one.kind == "queue" for one in working if one is not each.activity)
-        if idle and each.activity.op.endswith("accept") and not each.process.listens:
+        if not each.process.listens and each.activity.op.endswith("accept") and _handles_nothing(each, reading, sources):
             quiet.append(each)  # it listens at a Unix socket, whose clients are not seen
     quiet = [a for a in quiet if a.activity.op != "acquire"]  # it waits for a semaphore, so it has work
     servers = [a for a in quiet if a.threads[0].idle_loop or _only_serves(a, sources)]
     pids = {a.pid for a in servers}
     rest = [a for a in job if a not in servers and not _supervises(a, servers)]
-    if not servers or any(a.process.parent not in pids or a.activity.kind not in ("pipe", "queue") for a in rest):
-        return None
+    fed = [a for a in rest if a.process.parent in pids and a.activity.kind in ("pipe", "queue")]
     ports = ", ".join(map(str, sorted({port for a in servers for port in a.process.listens})))
+    # A child that reads a Unix socket may be a client of this server.
+    asks = not ports and any(own.startswith("socket") for a in fed for _, own, _ in a.process.awaits)
+    if not servers or fed != rest or asks:
+        return None
     at = f"at port {ports} of" if ports else "of"
     why = f"Nobody asks anything {at} {', '.join(a.process.label for a in servers)}."
     return verdict_about("healthy", [], why, job, confidence="medium")
+
+
+def _handles_nothing(server: Actor, reading: list[Activity], sources: Mapping[str, str]) -> bool:
+    """Return whether no thread beside the one in accept() has anything to do: it reads a request, or waits for a job.
+
+    A thread that runs what the loop around accept() names has a client, and may owe it an answer.
+    """
+    loop = loop_at(sources.get(server.activity.file, ""), server.activity.line)
+    named = {n.attr if isinstance(n, ast.Attribute) else getattr(n, "id", "") for n in (ast.walk(loop) if loop else ())}
+    threads = server.process.threads
+    asked = {t.name for t in threads if any(f.name in named for f in t.user_frames)} - {server.activity.thread}
+    others = [one for one in server.threads if _may_work(one) and one is not server.activity and one not in reading]
+    return all(one.kind == "queue" and one.thread not in asked for one in others)
 
 
 def _progress(job: list[Actor], ranks: list[Actor], snapshot: Snapshot) -> Verdict | None:

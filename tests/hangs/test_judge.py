@@ -963,6 +963,30 @@ def test_a_client_without_a_connection_waits_only_for_the_server_whose_port_it_n
 
 
 @pytest.mark.parametrize(
+    "function, end, pattern",
+    [
+        ("dispatch", "r pipe:[1]", "healthy"),
+        ("session", "r pipe:[1]", "external wait"),
+        ("dispatch", "socket:[1]", "external wait"),
+    ],
+)
+def test_a_server_at_a_unix_socket_is_asked_if_a_thread_or_a_child_has_a_connection(
+    function: str, end: str, pattern: str
+) -> None:
+    text = (
+        "def serve():\n    while True:\n        conn = listener.accept()\n        start(session, conn)\n"
+        "def dispatch():\n    while True:\n        results.get()\ndef session(conn):\n    while True:\n"
+        "        conn.send(replies.get())\ntask = source.recv()\n"
+    )
+    accepts = main_in(within("accept", "socket.py"), at(3, "serve"))
+    other = Thread(name="other", os_id=102, frames=(*GETS, at(7 if function == "dispatch" else 10, function)))
+    looks = tuple(Look(at=0.5 * n, state="S", switches=7, threads=(accepts, other)) for n in range(6))
+    child = below(101, GETS[0], at(11, "<module>"), awaits=((101, end, end.replace("r ", "w ").replace("[1]", "[2]")),))
+    every = replace(below(100), looks=looks), child
+    assert judge(Snapshot(processes=every, seconds=3.0, sources={"train.py": text})).pattern == pattern
+
+
+@pytest.mark.parametrize(
     "ask, answer, option, pids",
     [
         ("", "print(reply, flush=True)", "", (100,)),
