@@ -472,9 +472,12 @@ def _unflushed(sink: Sink) -> Verdict | None:
         return None
     pids = {a.pid for a in sink.culprits}
     lazy = list[tuple[Actor, str]]()
-    for one in sink.culprits:
+    for one, other in zip(sink.culprits, reversed(sink.culprits), strict=True):
         text, written = sink.sources.get(one.activity.file, ""), STDOUT if one.process.parent in pids else STDIN
-        if (line := unflushed(text, one.activity.line, written)) and "-u" not in one.process.command:
+        # A program answers only if it was asked. One that has written before may have been told to keep no buffer.
+        if written is STDOUT and (one.process.last.written or not other.process.last.written):
+            continue
+        if line := unflushed(text, one.activity.line, written):
             lazy.append((one, f"{PurePath(one.activity.file).name}:{line}"))
     if len(lazy) != 1:
         return None

@@ -18,6 +18,8 @@ STDIN, STDOUT = re.compile(r"\.stdin\.write(lines)?$"), re.compile(r"(^|\.)stdou
 """Match calls that write to a program, and those with which a program answers."""
 UNBUFFERED = re.compile(r"bufsize=[01]\b|line_buffering|write_through|UNBUFFERED")
 """Matches source in which a pipe keeps no line in a buffer."""
+FLUSHES = re.compile(r"(^|\.)(flush|close|communicate|drain|input)$")
+"""Matches calls that empty the buffer of a pipe: input() does, too."""
 RANK_WORDS = re.compile(
     r"^(?!lora_|low_|r_).*rank(?!ing|ed|er)|is_main|is_master|master_process|(global|process)_zero|is_chief|is_primary",
     re.I,
@@ -514,21 +516,21 @@ def dispatches(text: str, line: int) -> bool:
 
 
 def unflushed(text: str, line: int, written: re.Pattern[str]) -> int:
-    """Return the line of a call, such as print(), that no flush() follows in its function; 0 if there is none.
+    """Return the line of a call, such as print(), whose text a process may still have in a buffer; 0 if there is none.
 
-    The function around `line` is looked at first. If it does not write, any other function of the file may.
+    The loop or function around `line`, with what it calls, is looked at first, and then the whole file.
     """
     tree = parse(text)
-    if tree is None or UNBUFFERED.search(text):
-        return 0
-    functions = [node for node in ast.walk(tree) if isinstance(node, Function)]
-    first = enclosing_function(text, line) or tree
-    for around in (first, *functions, tree):
-        calls = [node for node in ast.walk(around) if isinstance(node, ast.Call)]
-        writes = [each.lineno for each in calls if written.search(dotted(each.func))]
-        flushed = any(dotted(each.func).endswith("flush") or keyword(each, "flush") for each in calls)
-        if writes and (not flushed or around is first):
-            return 0 if flushed else max((n for n in writes if n <= line), default=writes[0])
+    first = outermost_loop(text, line) or enclosing_function(text, line)
+    for around in (first, tree) if tree and not UNBUFFERED.search(text) else ():
+        called = [function_named(text, name.rpartition(".")[2]) for name in (calls_of(around) if around else ())]
+        nodes = [node for each in (around, *called) if each for node in ast.walk(each)]
+        calls = [node for node in nodes if isinstance(node, ast.Call)]
+        writes = [n.lineno for n in calls if written.search(dotted(n.func)) and keyword(n, "file") is None]
+        if any(FLUSHES.search(dotted(each.func)) or keyword(each, "flush") for each in calls):
+            return 0
+        if writes:
+            return max((n for n in writes if n <= line), default=writes[0])
     return 0
 
 

@@ -986,30 +986,40 @@ def test_a_server_at_a_unix_socket_is_asked_if_a_thread_or_a_child_has_a_connect
     assert judge(Snapshot(processes=every, seconds=3.0, sources={"train.py": text})).pattern == pattern
 
 
+FLUSH = "    tool.stdin.flush()\n"
+
+
 @pytest.mark.parametrize(
-    "ask, answer, option, pids",
+    "ask, tool, written, pids",
     [
-        ("", "print(reply, flush=True)", "", (100,)),
-        ("    tool.stdin.flush()\n", "print(reply)", "", (101,)),
-        ("    tool.stdin.flush()\n", "print(reply)", "-u", (100, 101)),
-        ("    tool.stdin.flush()\n", "print(reply, flush=True)", "", (100, 101)),
-        ("", "print(reply)", "", (100, 101)),
+        ("", "for line in sys.stdin:\n    print(reply, flush=True)", 0, (100,)),
+        (FLUSH, "for line in sys.stdin:\n    print(reply)", 0, (101,)),
+        (FLUSH, "for line in sys.stdin:\n    reply()\ndef reply():\n    print(1)", 0, (101,)),
+        (FLUSH, "for line in sys.stdin:\n    print(reply)", 9, (100, 101)),
+        (FLUSH, "while reply(input()):\n    print(reply)", 0, (100, 101)),
+        (FLUSH, "for line in sys.stdin:\n    print(log, file=sys.stderr)", 0, (100, 101)),
+        (FLUSH, "for line in sys.stdin:\n    reply()\ndef reply():\n    out.flush()\ndef end():\n    print()", 0, (100, 101)),
+        (FLUSH, "for line in sys.stdin:\n    print(reply, flush=True)", 0, (100, 101)),
+        ("    tool.communicate()\n", "for line in sys.stdin:\n    print(reply, flush=True)", 0, (100, 101)),
+        ("", "for line in sys.stdin:\n    print(reply)", 0, (100, 101)),
     ],
 )
 def test_who_leaves_a_message_in_a_buffer_is_at_fault_and_not_who_reads_the_pipe(
-    ask: str, answer: str, option: str, pids: tuple[int, ...]
+    ask: str, tool: str, written: int, pids: tuple[int, ...]
 ) -> None:
     sources = {
         "train.py": f"def ask(tool):\n    tool.stdin.write(question)\n{ask}    return tool.stdout.readline()\n",
-        "tool.py": f"for line in sys.stdin:\n    {answer}\n",
+        "tool.py": tool,
     }
     ends = ("r pipe:[1]", "w pipe:[1]"), ("r pipe:[2]", "w pipe:[2]")
     pipes = [{"awaits": ((100 + n, *ends[n]),), "ends": (ends[1 - n][1],), "waits_in": "pipe_read"} for n in (0, 1)]
     asks, reads = at(3 + bool(ask), "ask"), Frame(function="<module>", file="tool.py", line=1)
-    every = below(100, asks, **pipes[0]), below(101, reads, command=("python", option), **pipes[1])
-    verdict = judge(Snapshot(processes=every, seconds=3.0, sources=sources))
+    every = [below(100, asks, **pipes[0]), below(101, reads, **pipes[1])]
+    for n, size in enumerate((8, written)):
+        every[n] = replace(every[n], looks=tuple(replace(look, written=size) for look in every[n].looks))
+    verdict = judge(Snapshot(processes=tuple(every), seconds=3.0, sources=sources))
     assert (verdict.pattern, verdict.pids) == ("external wait", pids)
-    wrote = {(100,): "train.py:2", (101,): "tool.py:2"}
+    wrote = {(100,): "train.py:2", (101,): f"tool.py:{tool[: tool.index('print')].count(chr(10)) + 1}"}
     assert (wrote.get(pids, "") in verdict.sites) is (len(pids) == 1)
 
 
