@@ -13,7 +13,7 @@ from clew.hang.activity import DISTRIBUTED, Activity
 from clew.hang.observed import Frame, Process, Snapshot
 from clew.hang.progress import accepts, counters_in, mains_of, moved_counters, never_woken, seen, wakeups, woken_in_vain
 from clew.hang.sink import Sink
-from clew.hang.source import Loop, calls_of, counted, dotted, filled, loop_at, outermost_loop, same_name
+from clew.hang.source import Loop, calls_of, clocks, counted, dotted, filled, loop_at, outermost_loop, same_name
 from clew.hang.verdict import Actor, Verdict, sentences, words_of
 from clew.hang.waits_for import TO_OTHERS
 
@@ -26,6 +26,8 @@ BARREN = 100
 """Number of rounds without anything kept, or put into a queue, from which a loop seems endless."""
 FRUITLESS = 20
 """Number of rounds without anything put into a queue from which a filter is taken to reject everything."""
+SIZES = re.compile(r"^(not )?\w+$|\blen\(|size|shape|numel|count|empty|full")
+"""Matches the test of whether there is anything at all, or enough of it."""
 GIVES_UP = re.compile(r"bad|err|fail|nan|skip|drop|reject|miss|spike", re.I)
 """Names of what a loop counts to give up, and does not collect."""
 
@@ -75,7 +77,7 @@ def never_filled(sink: Sink) -> Verdict | None:
         queue, site, rounds = rounds_without_put(by.process, sink.sources)
         if rounds >= FRUITLESS:
             why = (
-                f"{by.process.label} rejects everything: its loop at {site} went round at least {rounds} times "
+                f"{by.process.label} rejects everything so far: its loop at {site} went round at least {rounds} times "
                 f"meanwhile, and has put nothing into {queue} since its start. {sentences(readers[:1])}"
             )
             found = sink.blame("rollout blocked", [by], why, cause="refusing", confidence="medium")
@@ -204,7 +206,8 @@ def rounds_without_put(process: Process, sources: Mapping[str, str]) -> tuple[st
         loop = loop_at(sources.get(frame.file, ""), frame.line)
         for test, put in _guarded_puts(loop) if isinstance(loop, ast.While) else ():
             queue = dotted(put.func).removesuffix(".put")
-            items = _names_in(test).intersection(*map(_names_in, put.args))
+            items = _names_in(test).intersection(*map(_names_in, put.args)) - _built_up(loop)
+            items -= clocks(sources[frame.file], frame.line)
             if f"{queue}._opid" not in frame.locals or not items:  # an attribute that only these queues have
                 continue
             met: dict[tuple[int, str], list[int]] = {}
@@ -220,11 +223,20 @@ def rounds_without_put(process: Process, sources: Mapping[str, str]) -> tuple[st
 def _guarded_puts(loop: ast.While) -> Iterator[tuple[ast.expr, ast.Call]]:
     """Yield each test of a loop that can skip a call of `put`, with that call."""
     for place, node in enumerate(loop.body):
-        if isinstance(node, ast.If):
+        # A test of a size, or one whose branch pauses, waits for a full batch or for new input.
+        sizes = isinstance(node, ast.If) and SIZES.search(ast.unparse(node.test))
+        if isinstance(node, ast.If) and not sizes and not any(name.endswith("sleep") for name in calls_of(node)):
             skips = isinstance(node.body[-1], ast.Continue)
             for each in (n for part in (loop.body[place + 1 :] if skips else node.body) for n in ast.walk(part)):
                 if isinstance(each, ast.Call) and dotted(each.func).endswith(".put"):
                     yield node.test, each
+
+
+def _built_up(loop: Loop) -> set[str]:
+    """Return the names that a loop counts, fills or makes from their own last value: a new object is no new item."""
+    assigned = [node for node in ast.walk(loop) if isinstance(node, ast.Assign)]
+    own = {name for node in assigned for each in node.targets for name in _names_in(each) & _names_in(node.value)}
+    return own | counted(loop) | filled(loop)
 
 
 def _names_in(node: ast.AST) -> set[str]:

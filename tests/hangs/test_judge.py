@@ -742,20 +742,26 @@ def test_a_thread_that_goes_round_and_puts_nothing_starves_the_main_thread(
 
 
 @pytest.mark.parametrize(
-    "rounds, feeder, tested, rejects",
+    "rounds, feeder, made, tested, rejects",
     [
-        (25, "", "group", True),
-        (9, "", "group", False),
-        (25, "QueueFeederThread", "group", False),
-        (25, "", "self.batch", False),
+        (25, "", "sample()", "not keep(group)", True),
+        (9, "", "sample()", "not keep(group)", False),
+        (25, "QueueFeederThread", "sample()", "not keep(group)", False),
+        (25, "", "sample()", "not keep(self.batch)", False),
+        (25, "", "fetch()", "not group", False),
+        (25, "", "fetch()", "group.empty", False),
+        (25, "", "merge(group, sample())", "group.sum() < 64", False),
+        (25, "", "time.time()", "group < until", False),
+        (25, "", "fetch()", "not keep(group):\n            sleep(1)\n            continue\n        if done", False),
+        (25, "", "fetch()", "not keep(group):\n            warn(1)\n            continue\n        if done", True),
     ],
 )
 def test_a_loop_that_has_never_put_anything_into_the_queue_of_another_process_rejects_everything(
-    rounds: int, feeder: str, tested: str, rejects: bool
+    rounds: int, feeder: str, made: str, tested: str, rejects: bool
 ) -> None:
     text = (
-        "def produce(out):\n    while True:\n        group = sample()\n"
-        f"        if not keep({tested}):\n            continue\n        out.put(group)\nbatch = source.get()\n"
+        f"def produce(out):\n    while True:\n        group = {made}\n"
+        f"        if {tested}:\n            continue\n        out.put(group)\nbatch = source.get()\n"
     )
     pipe = (
         within("Connection._recv", "multiprocessing/connection.py"),
