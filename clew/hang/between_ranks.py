@@ -27,6 +27,7 @@ from clew.hang.source import (
     filled,
     follows,
     keyword,
+    loop_at,
     loop_variables,
     outermost_loop,
     parse,
@@ -444,6 +445,8 @@ def _wrong_group(sink: Sink) -> Verdict | None:
     text, line = sink.sources.get(one.activity.file, ""), one.activity.line
     given = [group for call in calls_at(text, line) if (group := keyword(call, "group")) is not None]
     ordered = {n.id for each in given for n in ast.walk(each) if isinstance(n, ast.Name)} & loop_variables(text, line)
+    if any(isinstance(n, ast.If) and n.lineno < line for n in ast.walk(loop_at(text, line) or ast.Pass())):
+        ordered = set[str]()  # it may have left a group out
     why += " It may go through the groups in another order." if ordered else ""
     return sink.blame("crossed groups" if ordered else "collective mismatch", [one], why, structural=True)
 
