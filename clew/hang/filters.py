@@ -204,9 +204,9 @@ def rounds_without_put(process: Process, sources: Mapping[str, str]) -> tuple[st
         return "", "", 0
     for frame in (f for t in process.threads for f in t.user_frames):
         loop = loop_at(sources.get(frame.file, ""), frame.line)
-        for test, put in _guarded_puts(loop) if isinstance(loop, ast.While) else ():
+        for test, put, built in _guarded_puts(loop) if isinstance(loop, ast.While) else ():
             queue = dotted(put.func).removesuffix(".put")
-            items = _names_in(test).intersection(*map(_names_in, put.args)) - _built_up(loop)
+            items = _names_in(test).intersection(*map(_names_in, put.args)) - built
             items -= clocks(sources[frame.file], frame.line)
             if f"{queue}._opid" not in frame.locals or not items:  # an attribute that only these queues have
                 continue
@@ -220,23 +220,21 @@ def rounds_without_put(process: Process, sources: Mapping[str, str]) -> tuple[st
     return "", "", 0
 
 
-def _guarded_puts(loop: ast.While) -> Iterator[tuple[ast.expr, ast.Call]]:
-    """Yield each test of a loop that can skip a call of `put`, with that call."""
+def _guarded_puts(loop: ast.While) -> Iterator[tuple[ast.expr, ast.Call, set[str]]]:
+    """Yield each test of a loop that can skip a call of `put`, that call, and the names that are no new item each time.
+
+    A loop counts and fills those, or makes them from their own last value.
+    """
+    assigned = [(each, node.value) for node in ast.walk(loop) if isinstance(node, ast.Assign) for each in node.targets]
+    built = {n for each, value in assigned for n in _names_in(each) & _names_in(value)} | counted(loop) | filled(loop)
     for place, node in enumerate(loop.body):
         # A test of a size, or one whose branch pauses, waits for a full batch or for new input.
-        sizes = isinstance(node, ast.If) and SIZES.search(ast.unparse(node.test))
-        if isinstance(node, ast.If) and not sizes and not any(name.endswith("sleep") for name in calls_of(node)):
-            skips = isinstance(node.body[-1], ast.Continue)
-            for each in (n for part in (loop.body[place + 1 :] if skips else node.body) for n in ast.walk(part)):
-                if isinstance(each, ast.Call) and dotted(each.func).endswith(".put"):
-                    yield node.test, each
-
-
-def _built_up(loop: Loop) -> set[str]:
-    """Return the names that a loop counts, fills or makes from their own last value: a new object is no new item."""
-    assigned = [node for node in ast.walk(loop) if isinstance(node, ast.Assign)]
-    own = {name for node in assigned for each in node.targets for name in _names_in(each) & _names_in(node.value)}
-    return own | counted(loop) | filled(loop)
+        if not isinstance(node, ast.If) or SIZES.search(ast.unparse(node.test)) or "sleep" in " ".join(calls_of(node)):
+            continue
+        skips = isinstance(node.body[-1], ast.Continue)
+        for each in (n for part in (loop.body[place + 1 :] if skips else node.body) for n in ast.walk(part)):
+            if isinstance(each, ast.Call) and dotted(each.func).endswith(".put"):
+                yield node.test, each, built
 
 
 def _names_in(node: ast.AST) -> set[str]:

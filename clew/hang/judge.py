@@ -238,10 +238,13 @@ def _unasked(job: list[Actor], sources: Mapping[str, str]) -> Verdict | None:
         working = [one for one in each.threads if _may_work(one)]
         reading = [one for one in working if _reads_requests(one, sources)]
         # A client outside of this job may keep a connection open without asking for anything.
-        if each.process.listens and (not each.process.peers or (reading and reading == working)):
+        read_only = bool(reading) and reading == working
+        if (
+            not each.process.peers or read_only
+            if each.process.listens
+            else _free_at_unix_socket(each, reading, sources)
+        ):
             quiet.append(each)
-        if not each.process.listens and each.activity.op.endswith("accept") and _handles_nothing(each, reading, sources):
-            quiet.append(each)  # it listens at a Unix socket, whose clients are not seen
     quiet = [a for a in quiet if a.activity.op != "acquire"]  # it waits for a semaphore, so it has work
     servers = [a for a in quiet if a.threads[0].idle_loop or _only_serves(a, sources)]
     pids = {a.pid for a in servers}
@@ -257,17 +260,17 @@ def _unasked(job: list[Actor], sources: Mapping[str, str]) -> Verdict | None:
     return verdict_about("healthy", [], why, job, confidence="medium")
 
 
-def _handles_nothing(server: Actor, reading: list[Activity], sources: Mapping[str, str]) -> bool:
-    """Return whether no thread beside the one in accept() has anything to do: it reads a request, or waits for a job.
+def _free_at_unix_socket(server: Actor, reading: list[Activity], sources: Mapping[str, str]) -> bool:
+    """Return whether a process is in accept(), and its other threads only read requests or wait for jobs in a queue.
 
-    A thread that runs what the loop around accept() names has a client, and may owe it an answer.
+    Clients of a Unix socket are not seen, but a thread that runs what the loop around accept() names has one.
     """
-    loop = loop_at(sources.get(server.activity.file, ""), server.activity.line)
-    named = {n.attr if isinstance(n, ast.Attribute) else getattr(n, "id", "") for n in (ast.walk(loop) if loop else ())}
-    threads = server.process.threads
-    asked = {t.name for t in threads if any(f.name in named for f in t.user_frames)} - {server.activity.thread}
-    others = [one for one in server.threads if _may_work(one) and one is not server.activity and one not in reading]
-    return all(one.kind == "queue" and one.thread not in asked for one in others)
+    act = server.activity
+    loop = loop_at(sources.get(act.file, ""), act.line)
+    names = {getattr(n, "attr", getattr(n, "id", "")) for n in (ast.walk(loop) if loop else ())}
+    asked = {t.name for t in server.process.threads if any(f.name in names for f in t.user_frames)}
+    others = [one for one in server.threads if _may_work(one) and one is not act and one not in reading]
+    return act.op.endswith("accept") and all(one.kind == "queue" and one.thread not in asked for one in others)
 
 
 def _progress(job: list[Actor], ranks: list[Actor], snapshot: Snapshot) -> Verdict | None:

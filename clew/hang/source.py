@@ -134,7 +134,7 @@ def calls_at(text: str, line: int) -> list[ast.Call]:
     path = enclosing(text, line)
     if not path:
         return []
-    siblings = getattr(path[-2], "body", []) if len(path) > 1 else getattr(parse(text), "body", [])
+    siblings = getattr(path[-2] if path[1:] else parse(text), "body", [])
     nodes = [node for node in siblings if _covers(node, line)] if path[-1] in siblings else [path[-1]]
     calls: list[ast.Call] = []
     for node in nodes:

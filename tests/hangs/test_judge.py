@@ -286,6 +286,24 @@ def test_a_pair_that_names_other_sources_is_at_fault_and_not_those_who_wait_for_
     assert (alike.pattern, alike.ranks) == ("same collective everywhere", ())
 
 
+@pytest.mark.parametrize("skip, pattern", [("continue", "collective mismatch"), ("", "crossed groups")])
+def test_a_rank_that_may_have_left_a_group_out_has_not_gone_through_the_groups_in_another_order(
+    skip: str, pattern: str
+) -> None:
+    first = "if not rows: continue" if skip else "prepare(rows)"
+    text = f"for kind, rows in buckets.items():\n    {first}\n    dist.all_reduce(rows, group=made[kind])\n"
+    groups = tuple(Group(at=at, name=str(at), members=(0, 1, 2)) for at in (64, 65))
+    every = []
+    for number in range(3):
+        made = rank(number, 3, "all_reduce", world=3)
+        inner, user = made.threads[0].frames
+        frames = (replace(inner, addresses={"group": 65 if number == 2 else 64}), user)
+        looks = tuple(replace(look, threads=(replace(look.threads[0], frames=frames),)) for look in made.looks)
+        every.append(replace(made, looks=looks, inside=Inside(groups=groups)))
+    verdict = judge(Snapshot(processes=tuple(every), seconds=3.0, sources={"train.py": text}))
+    assert (verdict.pattern, verdict.ranks) == (pattern, (2,))
+
+
 def test_a_rank_that_calls_in_world_what_its_group_calls_in_that_group_is_at_fault() -> None:
     def of_pair(number: int) -> Process:
         made = rank(number, 6, "all_gather", world=4)
@@ -945,8 +963,8 @@ def test_a_semaphore_has_no_owner_that_could_be_killed_and_who_has_released_it_i
 ) -> None:
     text = "slots.acquire()\ndef work(slots, end):\n    a.recv()\n    slots.release()\n    b.recv()\n"
     gone = Process(pid=103, parent=100, looks=(Look(at=3.0, state="Z"),))
-    reads = {"awaits": ((101, "socket:[1]", "socket:[2]"),)}
-    every = below(100, at(1, "<module>")), below(101, *GETS[:1], at(line, "work"), **reads), *[gone] * (line == 5)
+    worker = below(101, *GETS[:1], at(line, "work"), awaits=((101, "socket:[1]", "socket:[2]"),))
+    every = below(100, at(1, "<module>")), worker, *[gone] * (line == 5)
     verdict = judge(Snapshot(processes=every, seconds=3.0, sources={"train.py": text}))
     assert verdict.pids == pids and verdict.pattern != "dead" and "left it locked" not in verdict.explanation
 
@@ -1004,7 +1022,12 @@ FLUSH = "    tool.stdin.flush()\n"
         (FLUSH, "for line in sys.stdin:\n    print(reply)", 9, (100, 101)),
         (FLUSH, "while reply(input()):\n    print(reply)", 0, (100, 101)),
         (FLUSH, "for line in sys.stdin:\n    print(log, file=sys.stderr)", 0, (100, 101)),
-        (FLUSH, "for line in sys.stdin:\n    reply()\ndef reply():\n    out.flush()\ndef end():\n    print()", 0, (100, 101)),
+        (
+            FLUSH,
+            "for line in sys.stdin:\n    reply()\ndef reply():\n    out.flush()\ndef end():\n    print()",
+            0,
+            (100, 101),
+        ),
         (FLUSH, "for line in sys.stdin:\n    print(reply, flush=True)", 0, (100, 101)),
         ("    tool.communicate()\n", "for line in sys.stdin:\n    print(reply, flush=True)", 0, (100, 101)),
         ("", "for line in sys.stdin:\n    print(reply)", 0, (100, 101)),
@@ -1025,7 +1048,10 @@ def test_who_leaves_a_message_in_a_buffer_is_at_fault_and_not_who_reads_the_pipe
         every[n] = replace(every[n], looks=tuple(replace(look, written=size) for look in every[n].looks))
     verdict = judge(Snapshot(processes=tuple(every), seconds=3.0, sources=sources))
     assert (verdict.pattern, verdict.pids) == ("external wait", pids)
-    wrote = {(100,): "train.py:2", (101,): f"tool.py:{tool[: tool.index('print')].count(chr(10)) + 1}"}
+    wrote: dict[tuple[int, ...], str] = {
+        (100,): "train.py:2",
+        (101,): f"tool.py:{tool[: tool.index('print')].count(chr(10)) + 1}",
+    }
     assert (wrote.get(pids, "") in verdict.sites) is (len(pids) == 1)
 
 
