@@ -11,6 +11,7 @@ from itertools import takewhile
 from math import prod
 from pathlib import PurePath
 
+from clew.hang import source
 from clew.hang.activity import DISTRIBUTED, LENGTH, LOOP_COUNTER, WORKS, Activity
 from clew.hang.collective_calls import behind, different_counts, first_different_call
 from clew.hang.equal_stacks import ranges
@@ -18,20 +19,6 @@ from clew.hang.observed import Frame
 from clew.hang.roles import joins_as
 from clew.hang.rounds import is_past
 from clew.hang.sink import Sink
-from clew.hang.source import (
-    RANK_WORDS,
-    WITHOUT_RAISE,
-    Loop,
-    calls_at,
-    calls_of,
-    filled,
-    follows,
-    keyword,
-    loop_at,
-    loop_variables,
-    outermost_loop,
-    parse,
-)
 from clew.hang.verdict import MESSAGES, Actor, Verdict, names, sentences, subject, verdict_about
 from clew.hang.waits_for import key_of
 
@@ -139,7 +126,7 @@ def _other_value(ranks: list[Actor]) -> Verdict | None:
         for name in sorted(set.intersection(*(set(frame.locals) for frame in level))):
             values = {a.pid: frame.locals[name] for a, frame in zip(ranks, level, strict=True)}
             odd, said = deviating(ranks, values)
-            if len(odd) != 1 or odd[0].rank == 0 or RANK_WORDS.search(name):
+            if len(odd) != 1 or odd[0].rank == 0 or source.RANK_WORDS.search(name):
                 continue
             if not re.search(r"0x|^(True|False|None)$", values[odd[0].pid]):
                 found.append((odd[0], f"{name} differs: {said}"))
@@ -219,8 +206,14 @@ def same_everywhere(ranks: list[Actor]) -> Verdict:
     if parted := different_counts(ranks):  # RAS counts what hosts have launched, which may be ahead of a slow network
         odd, why_odd = parted
         late = behind(ranks)
-        if late and late[0] == odd and all(a.activity.cleanup in ("finally", "except", WITHOUT_RAISE) for a in ranks):
-            shown = "" if odd[0].activity.cleanup == WITHOUT_RAISE else "; it is shown only after the cleanup ends"
+        if (
+            late
+            and late[0] == odd
+            and all(a.activity.cleanup in ("finally", "except", source.WITHOUT_RAISE) for a in ranks)
+        ):
+            shown = (
+                "" if odd[0].activity.cleanup == source.WITHOUT_RAISE else "; it is shown only after the cleanup ends"
+            )
             why = (
                 f"{came} {why_odd} {subject(odd, 'came to its', 'came to their')} cleanup early. An exception was "
                 f"probably the reason{shown}."
@@ -332,7 +325,7 @@ def _cleaning_up(sink: Sink) -> Verdict | None:
         return None
     hidden = next((f"{a.hidden_exception} is" for a in cleaning if a.hidden_exception), "An exception may be")
     hidden += " hidden there: it is shown only after the cleanup ends, and that waits."
-    if all(a.activity.cleanup == WITHOUT_RAISE for a in cleaning):
+    if all(a.activity.cleanup == source.WITHOUT_RAISE for a in cleaning):
         hidden = "An exception brought it there, and is not raised again: only the log may show it."
     why = (
         f"{subject(cleaning, 'is', 'are')} cleaning up (in {cleaning[0].activity.cleanup}) while the others still "
@@ -443,9 +436,11 @@ def _wrong_group(sink: Sink) -> Verdict | None:
     calls = f"Rank {one.rank} calls {one.activity.op} in group {one.activity.group}"
     why = f"{calls}, and the other ranks of group {group} wait for it in that group at the same line. {sink.says}"
     text, line = sink.sources.get(one.activity.file, ""), one.activity.line
-    given = [group for call in calls_at(text, line) if (group := keyword(call, "group")) is not None]
-    ordered = {n.id for each in given for n in ast.walk(each) if isinstance(n, ast.Name)} & loop_variables(text, line)
-    if any(isinstance(n, ast.If) and n.lineno < line for n in ast.walk(loop_at(text, line) or ast.Pass())):
+    given = [group for call in source.calls_at(text, line) if (group := source.keyword(call, "group")) is not None]
+    ordered = {n.id for each in given for n in ast.walk(each) if isinstance(n, ast.Name)} & source.loop_variables(
+        text, line
+    )
+    if any(isinstance(n, ast.If) and n.lineno < line for n in ast.walk(source.loop_at(text, line) or ast.Pass())):
         ordered = set[str]()  # it may have left a group out
     why += " It may go through the groups in another order." if ordered else ""
     return sink.blame("crossed groups" if ordered else "collective mismatch", [one], why, structural=True)
@@ -527,12 +522,12 @@ def _received_less(odd: Sequence[Actor], sink: Sink) -> tuple[list[Actor], str] 
     if not _is_root(odd):
         return None
     op, rest = odd[0].activity.op, [a for a in sink.culprits if a not in odd]
-    nodes = (node for text in sink.sources.values() for node in ast.walk(parse(text) or ast.Module([], [])))
-    loops = (node for node in nodes if isinstance(node, Loop))
-    receiving = [loop for loop in loops if any(name.rpartition(".")[2] == op for name in calls_of(loop))]
+    nodes = (node for text in sink.sources.values() for node in ast.walk(source.parse(text) or ast.Module([], [])))
+    loops = (node for node in nodes if isinstance(node, source.Loop))
+    receiving = [loop for loop in loops if any(name.rpartition(".")[2] == op for name in source.calls_of(loop))]
     # What is kept only if it belongs to a rank differs between ranks that are in step.
     always = (node for loop in receiving for node in takewhile(_goes_on, loop.body) if not isinstance(node, ast.If))
-    lists = {name for node in always for name in filled(node)}
+    lists = {name for node in always for name in source.filled(node)}
     for counter, numbers in _unequal_counters(rest, LENGTH):
         name = counter.partition(".")[2]
         if name[4:-1].rpartition(".")[2] in lists:
@@ -579,10 +574,10 @@ def _left_a_loop(ranks: Sequence[Actor], sources: Mapping[str, str]) -> tuple[li
         if len({(frame.file, frame.function) for frame in level}) > 1:
             return None
         text = sources.get(level[0].file, "")
-        loops = [outermost_loop(text, frame.line) for frame in level]
+        loops = [source.outermost_loop(text, frame.line) for frame in level]
         around = min((loop for loop in loops if loop is not None), key=lambda loop: loop.lineno, default=None)
         end = (around.end_lineno or around.lineno) if around is not None else 0
-        past = [a for a, f in zip(ranks, level, strict=True) if f.line > end and follows(text, end, f.line)]
+        past = [a for a, f in zip(ranks, level, strict=True) if f.line > end and source.follows(text, end, f.line)]
         within = [a for a, loop in zip(ranks, loops, strict=True) if around is not None and loop is around]
         if around is not None and past and within and len(past) + len(within) == len(ranks):
             place = f"{PurePath(level[0].file).name}:{around.lineno}"

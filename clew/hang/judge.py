@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from clew.hang import source
 from clew.hang.activity import DISTRIBUTED, Activity
 from clew.hang.advice import with_advice
 from clew.hang.between_ranks import cycle, initialisation, missing_ranks, same_everywhere, two_threads, with_callers
@@ -23,15 +24,6 @@ from clew.hang.observed import Snapshot
 from clew.hang.progress import cpu_share, pace, recent, wakeups, woken_once
 from clew.hang.roles import actors_of, world_of
 from clew.hang.sink import Sink
-from clew.hang.source import (
-    calls_of,
-    enclosing_function,
-    goes_on_for_ever,
-    loop_at,
-    may_ask_again,
-    outermost_loop,
-    sleeps_s,
-)
 from clew.hang.verdict import SOUND, Actor, Verdict, names, sentences, verdict_about
 from clew.hang.waits_for import TO_OTHERS, Edges, all_edges, collective_edges, key_of
 
@@ -114,11 +106,11 @@ def _sleeps_s(actor: Actor, sources: Mapping[str, str]) -> float:
         one.kind != "sleep"
         or len(locked) > 1
         or not frames
-        or any(may_ask_again(sources.get(f.file, ""), f.line) for f in frames[1:])
+        or any(source.may_ask_again(sources.get(f.file, ""), f.line) for f in frames[1:])
     ):
         return math.inf
     text = sources.get(one.file, "")
-    seconds = sleeps_s(
+    seconds = source.sleeps_s(
         text, one.line, {**{name: str(value) for name, value in constants(text).items()}, **frames[0].locals}
     )
     return math.inf if seconds is None else seconds
@@ -209,9 +201,9 @@ def _only_serves(actor: Actor, sources: Mapping[str, str]) -> bool:
     for_ever = main.op.endswith(("pause", "sigwait")) or (main.kind == "condition" and UNTIL_END.search(main.target))
     if serving and for_ever and all(each.kind == "queue" for each in others):
         return True
-    loop = loop_at(sources.get(main.file, ""), main.line)
+    loop = source.loop_at(sources.get(main.file, ""), main.line)
     serves = main.op.endswith("accept") or (bool(serving) and main.kind == "sleep")
-    return (serves and loop is not None and goes_on_for_ever(loop)) or _reads_requests(main, sources)
+    return (serves and loop is not None and source.goes_on_for_ever(loop)) or _reads_requests(main, sources)
 
 
 def _may_work(one: Activity) -> bool:
@@ -222,10 +214,10 @@ def _may_work(one: Activity) -> bool:
 def _reads_requests(one: Activity, sources: Mapping[str, str]) -> bool:
     """Return whether a thread or coroutine waits for requests: on a connection that it has accepted or was given."""
     text = sources.get(one.file, "")
-    handler, loop = enclosing_function(text, one.line), outermost_loop(text, one.line)
+    handler, loop = source.enclosing_function(text, one.line), source.outermost_loop(text, one.line)
     if handler is not None and re.search(rf"start_server\(\s*(\w+\.)*{one.function}\b", text):
         return one.target in {each.arg for each in handler.args.args}
-    accepts = loop is not None and any(name.endswith("accept") for name in calls_of(loop))
+    accepts = loop is not None and any(name.endswith("accept") for name in source.calls_of(loop))
     name = re.escape(one.target)
     accepted = re.search(rf"\b{name}\b.* = .*accept\(|accept\(.*\bas\b.*\b{name}\b", text) is not None
     return one.op == "serve_forever" or (accepts and accepted and one.kind in ("pipe", "network"))
@@ -266,7 +258,7 @@ def _free_at_unix_socket(server: Actor, reading: list[Activity], sources: Mappin
     Clients of a Unix socket are not seen, but a thread that runs what the loop around accept() names has one.
     """
     act = server.activity
-    loop = loop_at(sources.get(act.file, ""), act.line)
+    loop = source.loop_at(sources.get(act.file, ""), act.line)
     names = {getattr(n, "attr", getattr(n, "id", "")) for n in (ast.walk(loop) if loop else ())}
     asked = {t.name for t in server.process.threads if any(f.name in names for f in t.user_frames)}
     others = [one for one in server.threads if _may_work(one) and one is not act and one not in reading]
@@ -302,8 +294,8 @@ def _between_rounds(actor: Actor, edges: Edges, job: list[Actor], sources: Mappi
     A loop that ends when a file or a number is there may wait for ever, whoever else moves.
     """
     one = actor.activity
-    loop = loop_at(sources.get(one.file, ""), one.line)
-    if one.kind != "sleep" or one is not actor.threads[0] or loop is None or not goes_on_for_ever(loop):
+    loop = source.loop_at(sources.get(one.file, ""), one.line)
+    if one.kind != "sleep" or one is not actor.threads[0] or loop is None or not source.goes_on_for_ever(loop):
         return False
     waiters = [a for a in job if actor.pid in edges[a.pid]]
     return not edges[actor.pid] and all(a.pid == actor.process.parent and a.activity.kind == "process" for a in waiters)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import takewhile
 from pathlib import PurePath
 
+from clew.hang import source
 from clew.hang.activity import DISTRIBUTED, Activity, line_of
 from clew.hang.between_ranks import with_callers
 from clew.hang.collective_calls import behind, different_counts, first_different_call
@@ -18,19 +19,6 @@ from clew.hang.locks import left_locked, lock_holders, locked_by, locked_crosswi
 from clew.hang.progress import busy, cpu_share, fails_in_loop, mains_of, moved_counters, own_code_only, pace, places
 from clew.hang.roles import WAITS_INSIDE
 from clew.hang.sink import Sink
-from clew.hang.source import (
-    STDIN,
-    STDOUT,
-    calls_at,
-    calls_of,
-    dotted,
-    enclosing_function,
-    loop_at,
-    origin,
-    outermost_loop,
-    texts_in,
-    unflushed,
-)
 from clew.hang.verdict import LOCAL, MESSAGES, Actor, Verdict, names, sentences, subject, words_of
 from clew.hang.waits_for import THROUGH_PIPES, TO_OTHERS, ports_named, surely_awaits
 
@@ -205,7 +193,7 @@ def _polls(sink: Sink, actor: Actor) -> bool:
     """Return whether a process sleeps in a loop while the culprit, an idle server, answers /health with status 5xx."""
     unwell = sink.one.process.answers.get("health", "").startswith("5") and sink.act.kind == "select"
     text = sink.sources.get(actor.activity.file, "")
-    return unwell and actor.activity.kind == "sleep" and loop_at(text, actor.activity.line) is not None
+    return unwell and actor.activity.kind == "sleep" and source.loop_at(text, actor.activity.line) is not None
 
 
 def _failing(sink: Sink, actor: Actor) -> bool:
@@ -299,15 +287,15 @@ def _computing(sink: Sink) -> Verdict | None:
     text = sink.sources.get(sink.act.file, "")
     # A library may call the user's function, as a data loader calls a sampler. What matters is the loop in there.
     inner = {(t.frames[0].file, t.frames[0].name) for t in mains_of(sink.one.process)}
-    loops = inner == {(sink.act.file, sink.act.function)} and isinstance(loop_at(text, sink.act.line), ast.While)
+    loops = inner == {(sink.act.file, sink.act.function)} and isinstance(source.loop_at(text, sink.act.line), ast.While)
     endless = busy(sink.one.process) and (loops or own_code_only(sink.one.process, sink.act.thread))
-    numeric = [call for call in calls_at(text, sink.act.line) if origin(text, call) in NUMERIC]
+    numeric = [call for call in source.calls_at(text, sink.act.line) if source.origin(text, call) in NUMERIC]
     # One line at every look, in no `while`: it is one call, and no loop around many.
     looks = set(places(sink.one.process))
-    once = len(looks) == 1 and not isinstance(outermost_loop(text, sink.act.line), ast.While)
+    once = len(looks) == 1 and not isinstance(source.outermost_loop(text, sink.act.line), ast.While)
     gpu = bool(sink.one.process.gpus)  # the call may wait for a GPU, which may never end
     if endless and numeric and not gpu and (alone or (once and sink.act.thread == "MainThread")):
-        name = dotted(numeric[0].func)
+        name = source.dotted(numeric[0].func)
         why = f"{sink.one.says}. It is slow, not hung: {name} ends by itself, but does not show how far it has come."
         return sink.blame("slow", sink.culprits, why, cause="slow", confidence="low")
     if share < LEAST_CPU or (alone and not endless):
@@ -348,7 +336,7 @@ def device(sink: Sink) -> Verdict | None:
 def _threads_poll(sink: Sink) -> Verdict | None:
     """Judge threads of one process that ask again and again, at several places: each waits for another one."""
     sources = sink.sources
-    polling = [t for t in sink.one.threads if t.kind == "sleep" and loop_at(sources.get(t.file, ""), t.line)]
+    polling = [t for t in sink.one.threads if t.kind == "sleep" and source.loop_at(sources.get(t.file, ""), t.line)]
     polling = [each for each in polling if each is sink.act or not each.heartbeat]
     if sink.act not in polling or len({each.site for each in polling}) < 2 or sink.one.rank is not None:
         return None
@@ -364,7 +352,7 @@ def _both_poll(sink: Sink) -> Verdict | None:
     if by is None or sink.act.kind != "sleep" or sink.one.rank is not None or by.activity.kind != "sleep":
         return None
     sources = sink.sources
-    if not all(loop_at(sources.get(each.file, ""), each.line) for each in (sink.act, by.activity)):
+    if not all(source.loop_at(sources.get(each.file, ""), each.line) for each in (sink.act, by.activity)):
         return None
     children = [a for a in sink.job if a.process.parent == by.pid and not (a.moving or a.dead)]
     if circle := [a for a in children if any(_wait_for_each_other(a, b, sources) for b in children if b is not a)]:
@@ -388,19 +376,19 @@ def _wait_for_each_other(one: Actor, other: Actor, sources: Mapping[str, str]) -
 
 def _asked_at(one: Activity, sources: Mapping[str, str]) -> set[str]:
     """Return the words, attributes and items in the condition of the loop in which a thread sleeps."""
-    loop = loop_at(sources.get(one.file, ""), one.line)
+    loop = source.loop_at(sources.get(one.file, ""), one.line)
     if one.kind != "sleep" or not isinstance(loop, ast.While):
         return set()
     items = (node for node in ast.walk(loop.test) if isinstance(node, (ast.Attribute, ast.Subscript)))
-    return texts_in(loop.test) | {ast.unparse(node) for node in items}
+    return source.texts_in(loop.test) | {ast.unparse(node) for node in items}
 
 
 def _set_around(one: Activity, sources: Mapping[str, str]) -> set[str]:
     """Return the attributes and items that the function around a line assigns, and the words that it gives to calls."""
-    around, found = enclosing_function(sources.get(one.file, ""), one.line), set[str]()
+    around, found = source.enclosing_function(sources.get(one.file, ""), one.line), set[str]()
     for node in ast.walk(around) if around else ():
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-            found |= texts_in(node)
+            found |= source.texts_in(node)
         elif isinstance(node, (ast.Assign, ast.AugAssign)):
             found |= {ast.unparse(each) for each in (node.targets if isinstance(node, ast.Assign) else [node.target])}
     return found
@@ -412,7 +400,7 @@ def _asks_as_told(sink: Sink) -> Verdict | None:
     Processes that call it at different places may wait for one another: all of them are named, with their callers.
     """
     text, frames = sink.sources.get(sink.act.file, ""), sink.one.process.user_frames
-    helper, loop = enclosing_function(text, sink.act.line), loop_at(text, sink.act.line)
+    helper, loop = source.enclosing_function(text, sink.act.line), source.loop_at(text, sink.act.line)
     if sink.act.kind != "sleep" or sink.act.task or helper is None or loop is None:
         return None
     given, nodes = {each.arg for each in helper.args.args}, list(ast.walk(loop))
@@ -422,7 +410,7 @@ def _asks_as_told(sink: Sink) -> Verdict | None:
     there = [a for a in sink.job if a.activity.site == sink.act.site and len(a.process.user_frames) > 1]
     callers = {a.pid: (a.process.user_frames[1].file, a.process.user_frames[1].line) for a in there}
     others = [a for a in there if callers[a.pid] != callers[sink.one.pid] and not (a.moving or a.dead)]
-    if not others and not given & {dotted(each.func) for each in nodes if isinstance(each, ast.Call)}:
+    if not others and not given & {source.dotted(each.func) for each in nodes if isinstance(each, ast.Call)}:
         return None
     asking = [*sink.culprits, *(a for a in others if a not in sink.culprits)]
     test = loop.test if isinstance(loop, ast.While) and not isinstance(loop.test, ast.Constant) else None
@@ -441,8 +429,8 @@ def _asks_as_told(sink: Sink) -> Verdict | None:
 
 def _polling(sink: Sink) -> Verdict | None:
     """Judge a loop that sleeps until a file appears."""
-    loop = loop_at(sink.sources.get(sink.act.file, ""), sink.act.line)
-    if sink.act.kind != "sleep" or loop is None or not any(map(FILE_CALLS.search, calls_of(loop))):
+    loop = source.loop_at(sink.sources.get(sink.act.file, ""), sink.act.line)
+    if sink.act.kind != "sleep" or loop is None or not any(map(FILE_CALLS.search, source.calls_of(loop))):
         return None
     why = f"{sink.one.process.label} polls for a file that does not appear, at {sink.act.place}."
     return sink.blame("external wait", sink.culprits, why + sink.who_waits, cause="file")
@@ -473,11 +461,14 @@ def _unflushed(sink: Sink) -> Verdict | None:
     pids = {a.pid for a in sink.culprits}
     lazy = list[tuple[Actor, str]]()
     for one, other in zip(sink.culprits, reversed(sink.culprits), strict=True):
-        text, written = sink.sources.get(one.activity.file, ""), STDOUT if one.process.parent in pids else STDIN
+        text, written = (
+            sink.sources.get(one.activity.file, ""),
+            source.STDOUT if one.process.parent in pids else source.STDIN,
+        )
         # A program answers only if it was asked. One that has written before may have been told to keep no buffer.
-        if written is STDOUT and (one.process.last.written or not other.process.last.written):
+        if written is source.STDOUT and (one.process.last.written or not other.process.last.written):
             continue
-        if line := unflushed(text, one.activity.line, written):
+        if line := source.unflushed(text, one.activity.line, written):
             lazy.append((one, f"{PurePath(one.activity.file).name}:{line}"))
     if len(lazy) != 1:
         return None
@@ -519,7 +510,7 @@ def _blocked(sink: Sink) -> Verdict | None:
 
 def _condition(sink: Sink) -> str:
     """Return words about the loop that sleeps and asks again: its condition, and who waits meanwhile."""
-    loop = loop_at(sink.sources.get(sink.act.file, ""), sink.act.line)
+    loop = source.loop_at(sink.sources.get(sink.act.file, ""), sink.act.line)
     if not isinstance(loop, ast.While):
         return ""
     asks = "" if isinstance(loop.test, ast.Constant) else f" It sleeps and asks again while {ast.unparse(loop.test)}."
@@ -564,13 +555,15 @@ def _through_server(sink: Sink) -> Verdict | None:
 def _waits_as_asked(one: Activity, sources: Mapping[str, str]) -> bool:
     """Return whether a handler waits without a limit for a condition that depends on its request."""
     text = sources.get(one.file, "")
-    calls = [each for each in calls_at(text, one.line) if dotted(each.func).endswith((".wait", ".wait_for"))]
-    if any(each.keywords or len(each.args) > dotted(each.func).endswith("wait_for") for each in calls):
+    calls = [
+        each for each in source.calls_at(text, one.line) if source.dotted(each.func).endswith((".wait", ".wait_for"))
+    ]
+    if any(each.keywords or len(each.args) > source.dotted(each.func).endswith("wait_for") for each in calls):
         return False
-    handler, loop = enclosing_function(text, one.line), loop_at(text, one.line)
+    handler, loop = source.enclosing_function(text, one.line), source.loop_at(text, one.line)
     given = {each.arg for each in handler.args.args} - {"self"} if handler is not None else set[str]()
     tests = [loop.test] if isinstance(loop, ast.While) else []
-    tests += [each for call in calls_at(text, one.line) for each in call.args if isinstance(each, ast.Lambda)]
+    tests += [each for call in source.calls_at(text, one.line) for each in call.args if isinstance(each, ast.Lambda)]
     return any(node.id in given for test in tests for node in ast.walk(test) if isinstance(node, ast.Name))
 
 

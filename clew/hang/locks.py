@@ -7,20 +7,9 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import PurePath
 
+from clew.hang import source
 from clew.hang.activity import DISTRIBUTED, Activity
 from clew.hang.sink import Sink
-from clew.hang.source import (
-    Function,
-    assignments,
-    dotted,
-    enclosing,
-    enclosing_function,
-    follows,
-    origin,
-    outermost_loop,
-    parse,
-    same_name,
-)
 from clew.hang.verdict import Actor, Verdict, sentences, words_of
 
 
@@ -66,8 +55,8 @@ def is_shared_lock(one: Activity, sources: Mapping[str, str]) -> bool:
         return False
     if not one.op.endswith("acquire"):
         return one.op == "__enter__"
-    made = [(text, each) for text in sources.values() for each in assignments(text, one.target)]
-    kinds = {origin(text, each) for text, each in made if isinstance(each, ast.Call)}
+    made = [(text, each) for text in sources.values() for each in source.assignments(text, one.target)]
+    kinds = {source.origin(text, each) for text, each in made if isinstance(each, ast.Call)}
     return not kinds or bool(kinds - {"threading", "asyncio"})
 
 
@@ -92,17 +81,17 @@ def releasers(waiting: Actor, job: Sequence[Actor], sources: Mapping[str, str]) 
     for actor in (a for a in job if a is not waiting and not a.dead):
         for frame in (f for thread in actor.process.threads for f in thread.user_frames):
             text = sources.get(frame.file, "")
-            around, loop = enclosing_function(text, frame.line), outermost_loop(text, frame.line)
+            around, loop = source.enclosing_function(text, frame.line), source.outermost_loop(text, frame.line)
             if around and _only_released(around, waiting.activity.target) >= (loop.lineno if loop else frame.line):
                 found.add(actor.pid)
     return found
 
 
-def _only_released(function: Function, lock: str) -> int:
+def _only_released(function: source.Function, lock: str) -> int:
     """Return the last line at which a function releases a lock that it never acquires; 0 if there is none."""
     calls = [n for n in ast.walk(function) if isinstance(n, ast.Call)]
-    named = ((*dotted(n.func).rpartition("."), n.lineno) for n in calls)
-    lines = {how: line for name, _, how, line in named if same_name(name, lock)}
+    named = ((*source.dotted(n.func).rpartition("."), n.lineno) for n in calls)
+    lines = {how: line for name, _, how, line in named if source.same_name(name, lock)}
     return 0 if "acquire" in lines else lines.get("release", 0)
 
 
@@ -118,8 +107,8 @@ def lock_holders(actor: Actor, waiting: Activity, sources: Mapping[str, str]) ->
             for lock, line in _locked_at(sources.get(frame.file, ""), frame.line):
                 does = next((a for a in actor.threads if a.thread == thread.name and a.site), actor.activity)
                 waits = does.kind in ("condition", "signal") and does.op != "acquire"
-                releases = waits and same_name(lock, does.target)  # until it is notified
-                if releases or not same_name(lock, waiting.target):
+                releases = waits and source.same_name(lock, does.target)  # until it is notified
+                if releases or not source.same_name(lock, waiting.target):
                     continue
                 place = f"{lock} at {PurePath(frame.file).name}:{line}"
                 if does.thread == actor.activity.thread:
@@ -134,16 +123,16 @@ def lock_holders(actor: Actor, waiting: Activity, sources: Mapping[str, str]) ->
 @lru_cache(maxsize=4096)
 def _locked_at(text: str, line: int) -> list[tuple[str, int]]:
     """Return the locks that a thread at a line has taken in its function, by `with` or `acquire`, and the lines."""
-    blocks = [each for each in enclosing(text, line) if isinstance(each, (ast.With, ast.AsyncWith))]
+    blocks = [each for each in source.enclosing(text, line) if isinstance(each, (ast.With, ast.AsyncWith))]
     entered = [(each, line >= max(each.lineno + 1, each.body[0].lineno)) for each in blocks]
     items = [(i, each) for each, inside in entered for i in each.items[: len(each.items) if inside else -1]]
     taken = [(ast.unparse(item.context_expr), each.lineno) for item, each in items]
-    around = enclosing_function(text, line)
+    around = source.enclosing_function(text, line)
     calls = [each for each in (ast.walk(around) if around else ()) if isinstance(each, ast.Call)]
-    named = [(*dotted(each.func).rpartition(".")[::2], each.lineno) for each in calls if each.lineno < line]
+    named = [(*source.dotted(each.func).rpartition(".")[::2], each.lineno) for each in calls if each.lineno < line]
     for lock, method, at in named:
         released = any(lock == other and how == "release" and at < later for other, how, later in named)
-        if method == "acquire" and not released and follows(text, at, line):
+        if method == "acquire" and not released and source.follows(text, at, line):
             taken.append((lock, at))
     return taken
 
@@ -151,8 +140,8 @@ def _locked_at(text: str, line: int) -> list[tuple[str, int]]:
 def left_locked(sink: Sink) -> str:
     """Return words about a lock that was left locked: nothing that was seen is inside a `with` of it."""
     if is_shared_lock(sink.act, sink.sources):
-        functions = [n for text in sink.sources.values() for n in ast.walk(parse(text) or ast.Module([], []))]
-        apart = any(_only_released(n, sink.act.target) for n in functions if isinstance(n, Function))
+        functions = [n for text in sink.sources.values() for n in ast.walk(source.parse(text) or ast.Module([], []))]
+        apart = any(_only_released(n, sink.act.target) for n in functions if isinstance(n, source.Function))
         # A semaphore has no owner, and one that locks in a function and unlocks in another is not seen.
         if apart or any(lock_holders(a, sink.act, sink.sources) for a in sink.job):
             return ""
