@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 import re
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
 from clew import console
 from clew.record.run import RunDirectory
-from clew.view.learning_curve import _draw_seconds
+from clew.view.learning_curve import _draw_seconds, draw_curves
 from clew.view.terminal import Progress, show_status, step_cells
 from tests.training.sequences import make_config
 from tests.view.test_show import METRICS, commit, group
@@ -167,3 +170,31 @@ def test_the_seconds_of_a_step_are_complete() -> None:
     axis = Figure().subplots()
     _draw_seconds(axis, [{"step": step, "timings": timings} for step in range(3)])
     assert axis.dataLim.ymax == pytest.approx(3.5)
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The figures that are saved from now on."""
+    figures, save = list[Figure](), Figure.savefig
+
+    def saved(figure: Figure, *given: Any, **options: Any) -> None:
+        figures.append(figure)
+        save(figure, *given, **options)
+
+    monkeypatch.setattr(Figure, "savefig", saved)
+    return figures
+
+
+def test_the_curves_show_a_single_step_and_where_a_metric_is_not_finite(tmp_path: Path, drawn: list[Figure]) -> None:
+    run = RunDirectory(tmp_path / "run")
+    commit(run, 0, group("g000000"), metrics=METRICS | {"clip_share": 0.25})
+    draw_curves(run, tmp_path / "one.png")
+    commit(run, 1, group("g000001"), metrics=METRICS | {"reward": math.nan})
+    commit(run, 2, group("g000002"), metrics=METRICS | {"clip_share": 0.5})
+    draw_curves(run, tmp_path / "three.png")
+    one, three = ({axis.get_title().split()[0]: axis for axis in figure.axes} for figure in drawn)
+    [dot] = one["reward"].lines
+    assert dot.get_marker() == "." and one["seconds"].dataLim.bounds == (-0.5, 0.0, 1.0, 2.0)
+    [reward], [clipped] = three["reward"].lines, three["clip"].lines
+    assert np.isnan(reward.get_ydata()).tolist() == [False, True, False], "no line leads over the step with NaN"
+    assert np.array(clipped.get_xdata()).tolist() == [0, 2], "a step without the metric is left out"
