@@ -10,6 +10,7 @@ from clew.errors import RecordError
 from clew.record.files import only_shown
 from clew.record.run import RunDirectory
 from clew.record.summary import spent
+from clew.view.find import settings_of
 
 PANELS = {
     "reward": "reward (mean of the batch)",
@@ -68,7 +69,9 @@ def draw_curves(run: RunDirectory, path: Path) -> None:
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)
-    figure.suptitle(f"{run.path.absolute().parent.name} / {run.path.absolute().name}")
+    path_of_run = run.path.absolute()
+    experiment = settings_of(run).get("experiment", path_of_run.parent.name)  # a bundle is in a folder of any name
+    figure.suptitle(f"{experiment} / {path_of_run.name}", parse_math=False)
     beside = path.with_name(f".{path.name}")  # so that nobody opens half a picture
     figure.savefig(beside, dpi=110, format="png")
     beside.replace(path)

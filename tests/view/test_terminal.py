@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from clew import console
+from clew.record.bundle import opened, write_bundle
 from clew.record.run import RunDirectory
 from clew.view.learning_curve import _draw_seconds, draw_curves
 from clew.view.terminal import Progress, show_status, step_cells
@@ -198,3 +199,13 @@ def test_the_curves_show_a_single_step_and_where_a_metric_is_not_finite(tmp_path
     [reward], [clipped] = three["reward"].lines, three["clip"].lines
     assert np.isnan(reward.get_ydata()).tolist() == [False, True, False], "no line leads over the step with NaN"
     assert np.array(clipped.get_xdata()).tolist() == [0, 2], "a step without the metric is left out"
+
+
+def test_the_title_of_the_curves_names_the_run_also_for_a_bundle(tmp_path: Path, drawn: list[Figure]) -> None:
+    run = RunDirectory(tmp_path / "lr$x_$")  # which matplotlib would take for a formula
+    commit(run, 0, group("g000000"))
+    draw_curves(run, tmp_path / "one.png")
+    run.describe(make_config("a/model"), threads=2)
+    with opened(write_bundle(run, 0, stages_only=True, to=tmp_path / "step.clew")) as (bundle, _):
+        draw_curves(bundle, tmp_path / "two.png")
+    assert [figure.get_suptitle() for figure in drawn] == [f"{tmp_path.name} / lr$x_$", "test / step.clew"]
