@@ -69,7 +69,8 @@ STALE_S = 5.0
 
 def read_statuses(run: RunDirectory) -> list[dict[str, Any]]:
     """Return the contents of the status files of a run's processes, trainer first. `doing` says if one was killed."""
-    paths = sorted(run.status.glob("[!.]*.json"), key=lambda p: ROLES.index(p.stem) if p.stem in ROLES else 9)
+    paths = sorted(run.status.glob("[!.]*.json"), key=lambda p: (len(p.stem), p.stem))  # server-10 after server-2
+    paths.sort(key=lambda p: ROLES.index(p.stem) if p.stem in ROLES else 9)
     statuses: list[dict[str, Any]] = []
     for path in paths:
         statuses.append(status := read_json(path, Status))

@@ -21,7 +21,7 @@ from clew import console
 from clew.record.bundle import opened, write_bundle
 from clew.record.run import RunDirectory
 from clew.view.learning_curve import _draw_seconds, draw_curves
-from clew.view.terminal import Progress, show_status, step_cells
+from clew.view.terminal import Progress, read_statuses, show_status, step_cells
 from tests.training.sequences import make_config
 from tests.view.test_show import METRICS, commit, group
 from tests.view.test_show import shown as shown_record
@@ -209,3 +209,17 @@ def test_the_title_of_the_curves_names_the_run_also_for_a_bundle(tmp_path: Path,
     with opened(write_bundle(run, 0, stages_only=True, to=tmp_path / "step.clew")) as (bundle, _):
         draw_curves(bundle, tmp_path / "two.png")
     assert [figure.get_suptitle() for figure in drawn] == [f"{tmp_path.name} / lr$x_$", "test / step.clew"]
+
+
+def test_several_servers_are_always_in_the_order_of_their_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system may list a file that was just written first or last."""
+    run = RunDirectory(tmp_path / "run")
+    for name in ("server", "server-1", "server-2", "server-10", "rollout", "trainer"):
+        with run.report(name):
+            pass
+    listed, glob = [True, False], Path.glob
+    monkeypatch.setattr(Path, "glob", lambda path, pattern: sorted(glob(path, pattern), reverse=listed.pop()))
+    names = ["trainer", "rollout", "server", "server-1", "server-2", "server-10"]
+    assert [[each["process"] for each in read_statuses(run)] for _ in range(2)] == [names, names]
