@@ -206,7 +206,7 @@ class Progress:
         self._console = console or EscapingConsole(soft_wrap=True)
         self._next = self._first = run.steps.count()
         self._recent: list[tuple[str, ...]] = []
-        self._evaluated: set[int] = {entry["version"] for entry in run.read_evals()}
+        self._evaluated = set(run.evals.glob("version-*.json"))
         self._live = Live(console=self._console, refresh_per_second=4) if live and self._console.is_terminal else None
         self._shown = 0.0
         self._shows_warnings = warnings
@@ -241,12 +241,10 @@ class Progress:
                     named = zip(COLUMNS[1:-1], cells[1:-1], strict=True)
                     words = "  ".join(f"{name} {cell}" for name, cell in named if cell != MISSING)
                     self._console.print(f"step {cells[0]}/{self._total}  {words}  [{cells[-1]}]", markup=False)
-        for path in self._run.evals.glob("version-*.json"):
-            version = int(path.stem.removeprefix("version-"))
-            if version not in self._evaluated:
-                self._evaluated.add(version)
-                with self._printing_errors():
-                    self._console.print(_evaluation_line(read_evaluation(path)), markup=False)
+        for path in sorted(set(self._run.evals.glob("version-*.json")) - self._evaluated):
+            self._evaluated.add(path)
+            with self._printing_errors():
+                self._console.print(_evaluation_line(read_evaluation(path)), markup=False)
         if self._shows_warnings:
             self._print_warnings()
         if self._live:

@@ -223,3 +223,18 @@ def test_several_servers_are_always_in_the_order_of_their_numbers(
     monkeypatch.setattr(Path, "glob", lambda path, pattern: sorted(glob(path, pattern), reverse=listed.pop()))
     names = ["trainer", "rollout", "server", "server-1", "server-2", "server-10"]
     assert [[each["process"] for each in read_statuses(run)] for _ in range(2)] == [names, names]
+
+
+def test_a_copy_of_an_evaluation_or_a_damaged_old_one_does_not_end_the_run(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    (run.evals / "version-000000.json").write_text("garbage")
+    output = Console(file=io.StringIO(), soft_wrap=True, width=200, record=True)
+    progress = Progress(run, 2, console=output)
+    for version in (8, 4):
+        run.write_eval(version, [], {"pass@1": version / 10})
+    (run.evals / "version-000004 (copy).json").write_bytes((run.evals / "version-000004.json").read_bytes())
+    progress.refresh(final=True)
+    shown = output.export_text()
+    assert shown.index("version 4: pass@1 40.0%") < shown.index("version 8: pass@1 80.0%")
+    progress.refresh(final=True)
+    assert output.export_text() == "", "each is shown once"
