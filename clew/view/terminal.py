@@ -90,9 +90,15 @@ def ended_early(run: RunDirectory, *, with_error: bool) -> str:
         wanted = 0 if config.get("debug.replay_rollout_data") else config.get("training.steps")
         if "trainer" in ended and all(ended.values()) and isinstance(wanted, int) and step < wanted:
             failed = next((each for each in statuses if with_error and each.get("error")), None)
-            why = f": {failed['process']} failed with {failed['error'].splitlines()[0].rstrip('.')}" if failed else ""
+            why = f": {failed['process']} failed with {_in_a_line(failed['error']).rstrip('.')}" if failed else ""
             return f"The run has ended at step {step} of {wanted}{why}. Start it again with the same command to go on."
     return ""
+
+
+def _in_a_line(error: str) -> str:
+    """Return the first line of an error, which says what is wrong. If a traceback is there, this is below it."""
+    first, *more = error.strip().split("\n")
+    return more[-1] if more and "Traceback" in first else first
 
 
 def status_table(run: RunDirectory) -> Group:
@@ -111,8 +117,7 @@ def status_table(run: RunDirectory) -> Group:
         table.add_row(status["process"], version, doing, *waits[0])
         for wait in waits[1:]:
             table.add_row("", "", "", *wait)
-        error = status.get("error", "").strip().rpartition("\n")[2]  # a traceback may be above it
-        said = status.get("warning") if alive else one_line(error, 400).plain
+        said = status.get("warning") if alive else one_line(_in_a_line(status.get("error", "")), 400).plain
         branched = branched_share(status.get("episodes_branched"), status.get("episodes"))
         captions += [f"{status['process']}: {note}" for note in (said, branched) if note]
     return Group(table, *(Text(each, "yellow", overflow="fold", no_wrap=False) for each in captions))

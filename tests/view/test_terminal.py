@@ -125,12 +125,18 @@ def test_a_replay_with_other_settings_is_complete_before_the_last_step_of_its_co
     assert "The run has ended" not in status_of(run)
 
 
-def test_status_has_the_last_line_of_an_error_below_the_table(tmp_path: Path) -> None:
+def test_status_has_the_line_of_an_error_that_says_what_is_wrong_below_the_table(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
+    run.describe(make_config("a/model"), threads=2)
+    with pytest.raises(RuntimeError, match="CUDA"), run.report("trainer"):
+        raise RuntimeError("CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA` to enable assertions.\n")
     with pytest.raises(ValueError, match="Traceback"), run.report("rollout"):
         raise ValueError("Traceback (most recent call last):\n  File x, line 1\nKeyError: 'answer'\n")
     text = status_of(run)
     assert re.search(r"rollout +failed", text) and "\nrollout: KeyError: 'answer'\n" in text
+    assert "\ntrainer: RuntimeError: CUDA error: out of memory\n" in text and "TORCH_USE" not in text
+    (run.status / "trainer.json").write_text((run.status / "rollout.json").read_text().replace("rollout", "trainer"))
+    assert "failed with KeyError: 'answer'. Start it again" in " ".join(shown_record(run).split())
     assert "Traceback" not in text
 
 
