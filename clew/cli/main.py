@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import logging
 import os
 import sys
@@ -102,6 +103,8 @@ def _main() -> None:
     # to 15 % of the time.
     gc.set_threshold(10_000)
     logging.setLogRecordFactory(VisibleRecord)  # also for the logs of libraries
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.encoding.lower() != "utf-8":  # Latin-1 has no arrows
+        sys.stdout.reconfigure(errors="backslashreplace")
     break_silence(f"{' '.join(['clew', *sys.argv[1:2]])} is starting: it still imports modules or reads files")
     try:
         with explain_missing():

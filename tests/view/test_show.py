@@ -720,6 +720,12 @@ def test_from_the_shell_complete_and_without_torch(run: RunDirectory) -> None:
     assert "3 committed" in clew(str(config)).stdout
 
 
+def test_characters_that_the_terminal_does_not_have_are_spelt_out(run: RunDirectory) -> None:
+    made = clew(str(run.path), PYTHONIOENCODING="latin-1")
+    assert made.returncode == 0, made.stderr
+    assert f"\\u2192 clew show {run.path} 0" in made.stdout
+
+
 def test_the_tokens_of_an_image_are_shown_once() -> None:
     ids, generated = [5, *[7] * 20, 6, *[7] * 9, *[3] * 7], [False] * 22 + [True] * 9 + [False] * 7
     assert shown_once(ids, generated) == [(0, 1), (1, 20), *((place, 1) for place in range(21, 38))]
