@@ -76,7 +76,7 @@ def main() -> None:
     try:
         _main()
     except SystemExit as ended:
-        if isinstance(ended.code, int) and ended.code and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if isinstance(ended.code, int) and ended.code and os.environ.get("WORLD_SIZE", "1") != "1":
             sys.stdout.flush()
             sys.stderr.flush()
             logging.shutdown()
@@ -95,6 +95,8 @@ def _main() -> None:
     from clew.processes import die_with_parent
 
     die_with_parent()
+    if "RANK" not in os.environ:  # no launcher has set this variable, so it does not say that there are other ranks
+        os.environ.pop("WORLD_SIZE", None)
     # OpenMP's threads spin while they wait for one another. Under `clew train`, processes share the cores, and threads
     # that spin take time from the other processes: two such processes on two cores were ten times slower. torch reads
     # this variable when it is loaded.
