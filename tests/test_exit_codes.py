@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
 from clew.errors import ClewError, ConfigError, Interrupted, LaunchError
-from clew.launch.ranks import run_ranks
+from clew.launch.ranks import check_world, run_ranks
 from tests.forked import Forked, clew
 
 ENDS: dict[str, BaseException | None] = {
@@ -52,6 +53,31 @@ def test_a_command_ends_with(how: str, code: int) -> None:
         said = ended.communicate(60)[1]
     assert ended.returncode == code, said
     assert ("Traceback" in said) == (how == "broken")
+
+
+def end_with_the_size_of_the_world() -> None:
+    import clew.cli.main
+
+    @clew.cli.main.app.command("end")
+    def end() -> None:
+        raise ConfigError(f"{os.environ.get('WORLD_SIZE', 'no')} ranks")
+
+    sys.argv = ["clew", "end"]
+    clew.cli.main.main()
+
+
+@pytest.mark.parametrize("size", ["2", "", "$SLURM_NTASKS"])
+def test_a_number_of_ranks_that_no_launcher_has_set_is_ignored(size: str) -> None:
+    with Forked(end_with_the_size_of_the_world, variables={"WORLD_SIZE": size}) as ended:
+        said = ended.communicate(60)[1]
+    assert (ended.returncode, said) == (2, "clew: no ranks\n")
+
+
+def test_a_number_of_ranks_that_is_none_is_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "")
+    with pytest.raises(ConfigError, match=r"launch\.ranks is 1"):
+        check_world(1)
 
 
 def test_bad_input_and_bad_usage_are_2(tmp_path: Path) -> None:

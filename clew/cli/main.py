@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import logging
 import os
 import sys
@@ -75,7 +76,7 @@ def main() -> None:
     try:
         _main()
     except SystemExit as ended:
-        if isinstance(ended.code, int) and ended.code and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if isinstance(ended.code, int) and ended.code and os.environ.get("WORLD_SIZE", "1") != "1":
             sys.stdout.flush()
             sys.stderr.flush()
             logging.shutdown()
@@ -94,6 +95,8 @@ def _main() -> None:
     from clew.processes import die_with_parent
 
     die_with_parent()
+    if "RANK" not in os.environ:  # no launcher has set this variable, so it does not say that there are other ranks
+        os.environ.pop("WORLD_SIZE", None)
     # OpenMP's threads spin while they wait for one another. Under `clew train`, processes share the cores, and threads
     # that spin take time from the other processes: two such processes on two cores were ten times slower. torch reads
     # this variable when it is loaded.
@@ -102,6 +105,8 @@ def _main() -> None:
     # to 15 % of the time.
     gc.set_threshold(10_000)
     logging.setLogRecordFactory(VisibleRecord)  # also for the logs of libraries
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.encoding.lower() != "utf-8":  # Latin-1 has no arrows
+        sys.stdout.reconfigure(errors="backslashreplace")
     break_silence(f"{' '.join(['clew', *sys.argv[1:2]])} is starting: it still imports modules or reads files")
     try:
         with explain_missing():

@@ -116,8 +116,8 @@ def starts_ranks(ranks: int) -> bool:
 
 def check_world(ranks: int) -> None:
     """Raise ConfigError when a launcher started a different number of ranks than launch.ranks."""
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if "RANK" in os.environ and size != ranks:
+    size = os.environ.get("WORLD_SIZE", "1")
+    if "RANK" in os.environ and size != str(ranks):
         raise ConfigError(
             f"{size} trainer ranks were started (WORLD_SIZE), and launch.ranks is {ranks}. Set launch.ranks={size}."
         )

@@ -10,6 +10,7 @@ from clew.errors import RecordError
 from clew.record.files import only_shown
 from clew.record.run import RunDirectory
 from clew.record.summary import spent
+from clew.view.find import settings_of
 
 PANELS = {
     "reward": "reward (mean of the batch)",
@@ -56,10 +57,11 @@ def draw_curves(run: RunDirectory, path: Path) -> None:
         if name == "seconds":
             _draw_seconds(axis, steps)
         else:
-            metrics = [(step["step"], step.get("metrics", {}).get(name, math.nan)) for step in steps]
-            points = [(step, value) for step, value in metrics if math.isfinite(value)]
-            if points:
-                axis.plot(*zip(*points, strict=True), linewidth=1.3)
+            metrics = [(step["step"], step.get("metrics", {})) for step in steps]
+            points = [(step, of_step[name]) for step, of_step in metrics if name in of_step]
+            if any(math.isfinite(value) for _, value in points):
+                # dots, because a line shows neither a single step nor one between two steps with NaN
+                axis.plot(*zip(*points, strict=True), ".-", linewidth=1.3, markersize=3)
             else:
                 axis.text(0.5, 0.5, "not on record", ha="center", transform=axis.transAxes)
         if name == "reward":
@@ -67,21 +69,23 @@ def draw_curves(run: RunDirectory, path: Path) -> None:
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)
-    figure.suptitle(f"{run.path.absolute().parent.name} / {run.path.absolute().name}")
+    path_of_run = run.path.absolute()
+    experiment = settings_of(run).get("experiment", path_of_run.parent.name)  # a bundle is in a folder of any name
+    figure.suptitle(f"{experiment} / {path_of_run.name}", parse_math=False)
     beside = path.with_name(f".{path.name}")  # so that nobody opens half a picture
     figure.savefig(beside, dpi=110, format="png")
     beside.replace(path)
 
 
 def _draw_seconds(axis: Any, steps: list[dict[str, Any]]) -> None:
-    bottom = [0.0] * len(steps)
+    bottom, edges = [0.0] * len(steps), [step - 0.5 for step in range(len(steps) + 1)]
     for part, label in {**PARTS, None: "other"}.items():
         timings = [step.get("timings", {}) for step in steps]
         top = [
             low + spent(of_step, part) if part else sum(of_step.values())
             for low, of_step in zip(bottom, timings, strict=True)
         ]
-        axis.fill_between([step["step"] for step in steps], bottom, top, label=label, step="mid")
+        axis.fill_between(edges, [*bottom, bottom[-1]], [*top, top[-1]], label=label, step="post")
         bottom = top
     axis.legend(fontsize=8, loc="upper right")
 

@@ -68,7 +68,8 @@ def show_off_policy(console: Console, run: RunDirectory, steps: Iterable[int], p
 
 def _distances(run: RunDirectory, steps: list[int]) -> Iterator[Distance]:
     """Yield the distance of every trained sequence. Only one step is in memory at a time."""
-    for step in tracked(steps, "measuring", total=len(steps), unit="steps"):
+    all_steps = tracked(steps, "measuring", total=len(steps), unit="steps")
+    for step in filter(run.steps.has_data, all_steps):  # some may have been pruned since the list was made
         batch = read_batch(run, step)
         proximal = run.steps.read_stages(step).arrays.get(STAGE, {})
         yield from (

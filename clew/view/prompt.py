@@ -138,8 +138,9 @@ def _groups_by_row(run: RunDirectory, is_meant: Callable[[dict[str, Any]], bool]
     files += [(None, run.rejected / f"{group}.parquet") for group in sorted(run.rejected_groups())]
     attempts: dict[str, list[Attempt]] = {}
     for step, path in tracked(files, "looking for the prompt", total=len(files), unit="files"):
-        for content, attempt in _in_table(path, step, is_meant):
-            attempts.setdefault(content, []).append(attempt)
+        if path.exists():  # it may have been pruned since the list was made
+            for content, attempt in _in_table(path, step, is_meant):
+                attempts.setdefault(content, []).append(attempt)
     return attempts
 
 

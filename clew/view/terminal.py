@@ -69,7 +69,8 @@ STALE_S = 5.0
 
 def read_statuses(run: RunDirectory) -> list[dict[str, Any]]:
     """Return the contents of the status files of a run's processes, trainer first. `doing` says if one was killed."""
-    paths = sorted(run.status.glob("[!.]*.json"), key=lambda p: ROLES.index(p.stem) if p.stem in ROLES else 9)
+    paths = sorted(run.status.glob("[!.]*.json"), key=lambda p: (len(p.stem), p.stem))  # server-10 after server-2
+    paths.sort(key=lambda p: ROLES.index(p.stem) if p.stem in ROLES else 9)
     statuses: list[dict[str, Any]] = []
     for path in paths:
         statuses.append(status := read_json(path, Status))
@@ -89,9 +90,15 @@ def ended_early(run: RunDirectory, *, with_error: bool) -> str:
         wanted = 0 if config.get("debug.replay_rollout_data") else config.get("training.steps")
         if "trainer" in ended and all(ended.values()) and isinstance(wanted, int) and step < wanted:
             failed = next((each for each in statuses if with_error and each.get("error")), None)
-            why = f": {failed['process']} failed with {failed['error'].splitlines()[0].rstrip('.')}" if failed else ""
+            why = f": {failed['process']} failed with {_in_a_line(failed['error']).rstrip('.')}" if failed else ""
             return f"The run has ended at step {step} of {wanted}{why}. Start it again with the same command to go on."
     return ""
+
+
+def _in_a_line(error: str) -> str:
+    """Return the first line of an error, which says what is wrong. If a traceback is there, this is below it."""
+    first, *more = error.strip().split("\n")
+    return more[-1] if more and "Traceback" in first else first
 
 
 def status_table(run: RunDirectory) -> Group:
@@ -110,8 +117,7 @@ def status_table(run: RunDirectory) -> Group:
         table.add_row(status["process"], version, doing, *waits[0])
         for wait in waits[1:]:
             table.add_row("", "", "", *wait)
-        error = status.get("error", "").strip().rpartition("\n")[2]  # a traceback may be above it
-        said = status.get("warning") if alive else one_line(error, 400).plain
+        said = status.get("warning") if alive else one_line(_in_a_line(status.get("error", "")), 400).plain
         branched = branched_share(status.get("episodes_branched"), status.get("episodes"))
         captions += [f"{status['process']}: {note}" for note in (said, branched) if note]
     return Group(table, *(Text(each, "yellow", overflow="fold", no_wrap=False) for each in captions))
@@ -205,7 +211,7 @@ class Progress:
         self._console = console or EscapingConsole(soft_wrap=True)
         self._next = self._first = run.steps.count()
         self._recent: list[tuple[str, ...]] = []
-        self._evaluated: set[int] = {entry["version"] for entry in run.read_evals()}
+        self._evaluated = set(run.evals.glob("version-*.json"))
         self._live = Live(console=self._console, refresh_per_second=4) if live and self._console.is_terminal else None
         self._shown = 0.0
         self._shows_warnings = warnings
@@ -240,12 +246,10 @@ class Progress:
                     named = zip(COLUMNS[1:-1], cells[1:-1], strict=True)
                     words = "  ".join(f"{name} {cell}" for name, cell in named if cell != MISSING)
                     self._console.print(f"step {cells[0]}/{self._total}  {words}  [{cells[-1]}]", markup=False)
-        for path in self._run.evals.glob("version-*.json"):
-            version = int(path.stem.removeprefix("version-"))
-            if version not in self._evaluated:
-                self._evaluated.add(version)
-                with self._printing_errors():
-                    self._console.print(_evaluation_line(read_evaluation(path)), markup=False)
+        for path in sorted(set(self._run.evals.glob("version-*.json")) - self._evaluated):
+            self._evaluated.add(path)
+            with self._printing_errors():
+                self._console.print(_evaluation_line(read_evaluation(path)), markup=False)
         if self._shows_warnings:
             self._print_warnings()
         if self._live:

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from clew.record.files import write_json
 from clew.record.inbox import Inbox
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
+from clew.view import off_policy, prompt
 from clew.view.show import show
 from clew.view.tokens import shown_once, token_texts
 from tests.training.sequences import make_config, make_sequence
@@ -358,6 +360,25 @@ def test_the_most_off_policy_sequences(run: RunDirectory) -> None:
         shown(run, off_policy=True, steps="0:2")
     with pytest.raises(RecordError, match="leave out everything else but --steps"):
         shown(run, "2", off_policy=True)
+
+
+@pytest.mark.parametrize("options", [{"off_policy": True}, {"prompt": "What"}])
+def test_a_step_that_is_pruned_meanwhile_is_left_out(
+    run: RunDirectory, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in range(3):
+        batch = run.steps.read_data(step)
+        stages = {"proximal_logprobs": [row.logprobs for row in batch]}
+        run.steps.write_stages(step, 0, digest_rows(batch), stages)
+
+    def pruned(items: Iterable[Any], *_: object, **__: object) -> Iterable[Any]:
+        run.prune(2)
+        return items
+
+    for module in (off_policy, prompt):
+        monkeypatch.setattr(module, "tracked", pruned)
+    text = shown(run, **options)
+    assert "g000005" in text and "g000003" not in text
 
 
 def test_a_sequence_without_a_finite_distance_is_the_most_off_policy(run: RunDirectory) -> None:
@@ -718,6 +739,12 @@ def test_from_the_shell_complete_and_without_torch(run: RunDirectory) -> None:
     values = {"experiment": "test", "trial": "0", "model": {"path": "m"}, "data": {"path": "d"}}
     config.write_text(json.dumps({"root": str(run.path.parents[1]), **values}))
     assert "3 committed" in clew(str(config)).stdout
+
+
+def test_characters_that_the_terminal_does_not_have_are_spelt_out(run: RunDirectory) -> None:
+    made = clew(str(run.path), PYTHONIOENCODING="latin-1")
+    assert made.returncode == 0, made.stderr
+    assert f"\\u2192 clew show {run.path} 0" in made.stdout
 
 
 def test_the_tokens_of_an_image_are_shown_once() -> None:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 import re
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
 from clew import console
+from clew.record.bundle import opened, write_bundle
 from clew.record.run import RunDirectory
-from clew.view.learning_curve import _draw_seconds
-from clew.view.terminal import Progress, show_status, step_cells
+from clew.view.learning_curve import _draw_seconds, draw_curves
+from clew.view.terminal import Progress, read_statuses, show_status, step_cells
 from tests.training.sequences import make_config
 from tests.view.test_show import METRICS, commit, group
 from tests.view.test_show import shown as shown_record
@@ -121,12 +125,18 @@ def test_a_replay_with_other_settings_is_complete_before_the_last_step_of_its_co
     assert "The run has ended" not in status_of(run)
 
 
-def test_status_has_the_last_line_of_an_error_below_the_table(tmp_path: Path) -> None:
+def test_status_has_the_line_of_an_error_that_says_what_is_wrong_below_the_table(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
+    run.describe(make_config("a/model"), threads=2)
+    with pytest.raises(RuntimeError, match="CUDA"), run.report("trainer"):
+        raise RuntimeError("CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA` to enable assertions.\n")
     with pytest.raises(ValueError, match="Traceback"), run.report("rollout"):
         raise ValueError("Traceback (most recent call last):\n  File x, line 1\nKeyError: 'answer'\n")
     text = status_of(run)
     assert re.search(r"rollout +failed", text) and "\nrollout: KeyError: 'answer'\n" in text
+    assert "\ntrainer: RuntimeError: CUDA error: out of memory\n" in text and "TORCH_USE" not in text
+    (run.status / "trainer.json").write_text((run.status / "rollout.json").read_text().replace("rollout", "trainer"))
+    assert "failed with KeyError: 'answer'. Start it again" in " ".join(shown_record(run).split())
     assert "Traceback" not in text
 
 
@@ -167,3 +177,70 @@ def test_the_seconds_of_a_step_are_complete() -> None:
     axis = Figure().subplots()
     _draw_seconds(axis, [{"step": step, "timings": timings} for step in range(3)])
     assert axis.dataLim.ymax == pytest.approx(3.5)
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The figures that are saved from now on."""
+    figures, save = list[Figure](), Figure.savefig
+
+    def saved(figure: Figure, *given: Any, **options: Any) -> None:
+        figures.append(figure)
+        save(figure, *given, **options)
+
+    monkeypatch.setattr(Figure, "savefig", saved)
+    return figures
+
+
+def test_the_curves_show_a_single_step_and_where_a_metric_is_not_finite(tmp_path: Path, drawn: list[Figure]) -> None:
+    run = RunDirectory(tmp_path / "run")
+    commit(run, 0, group("g000000"), metrics=METRICS | {"clip_share": 0.25})
+    draw_curves(run, tmp_path / "one.png")
+    commit(run, 1, group("g000001"), metrics=METRICS | {"reward": math.nan})
+    commit(run, 2, group("g000002"), metrics=METRICS | {"clip_share": 0.5})
+    draw_curves(run, tmp_path / "three.png")
+    one, three = ({axis.get_title().split()[0]: axis for axis in figure.axes} for figure in drawn)
+    [dot] = one["reward"].lines
+    assert dot.get_marker() == "." and one["seconds"].dataLim.bounds == (-0.5, 0.0, 1.0, 2.0)
+    [reward], [clipped] = three["reward"].lines, three["clip"].lines
+    assert np.isnan(reward.get_ydata()).tolist() == [False, True, False], "no line leads over the step with NaN"
+    assert np.array(clipped.get_xdata()).tolist() == [0, 2], "a step without the metric is left out"
+
+
+def test_the_title_of_the_curves_names_the_run_also_for_a_bundle(tmp_path: Path, drawn: list[Figure]) -> None:
+    run = RunDirectory(tmp_path / "lr$x_$")  # which matplotlib would take for a formula
+    commit(run, 0, group("g000000"))
+    draw_curves(run, tmp_path / "one.png")
+    run.describe(make_config("a/model"), threads=2)
+    with opened(write_bundle(run, 0, stages_only=True, to=tmp_path / "step.clew")) as (bundle, _):
+        draw_curves(bundle, tmp_path / "two.png")
+    assert [figure.get_suptitle() for figure in drawn] == [f"{tmp_path.name} / lr$x_$", "test / step.clew"]
+
+
+def test_several_servers_are_always_in_the_order_of_their_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system may list a file that was just written first or last."""
+    run = RunDirectory(tmp_path / "run")
+    for name in ("server", "server-1", "server-2", "server-10", "rollout", "trainer"):
+        with run.report(name):
+            pass
+    listed, glob = [True, False], Path.glob
+    monkeypatch.setattr(Path, "glob", lambda path, pattern: sorted(glob(path, pattern), reverse=listed.pop()))
+    names = ["trainer", "rollout", "server", "server-1", "server-2", "server-10"]
+    assert [[each["process"] for each in read_statuses(run)] for _ in range(2)] == [names, names]
+
+
+def test_a_copy_of_an_evaluation_or_a_damaged_old_one_does_not_end_the_run(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    (run.evals / "version-000000.json").write_text("garbage")
+    output = Console(file=io.StringIO(), soft_wrap=True, width=200, record=True)
+    progress = Progress(run, 2, console=output)
+    for version in (8, 4):
+        run.write_eval(version, [], {"pass@1": version / 10})
+    (run.evals / "version-000004 (copy).json").write_bytes((run.evals / "version-000004.json").read_bytes())
+    progress.refresh(final=True)
+    shown = output.export_text()
+    assert shown.index("version 4: pass@1 40.0%") < shown.index("version 8: pass@1 80.0%")
+    progress.refresh(final=True)
+    assert output.export_text() == "", "each is shown once"
