@@ -116,6 +116,7 @@ def test_held_out_rows_of_preferences_are_refused(settings):
         make_config(**settings | {"eval": {"path": "x.jsonl"}, "training": {"objective": "dpo"}})
 
 
+@pytest.mark.slow
 def test_killed_anywhere_it_ends_in_the_same_weights(settings, tmp_path):
     whole = make_config(**settings)
     killed = make_config(**settings | {"root": str(tmp_path / "killed")})

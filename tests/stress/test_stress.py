@@ -111,9 +111,7 @@ QUICK = (
     agents_faulty.GlobalLock,
     agents_faulty.FailsInCompany,
     agents_faulty.ClearsResults,
-    agents_faulty.RewardsFaults,
     agents_sound.PlainAgent,
-    agents_sound.ToolsOfAnthropic,
 )
 """Agents for every change; the others belong to `make slow`."""
 
