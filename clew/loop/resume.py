@@ -97,7 +97,7 @@ def check_chain(run: RunDirectory) -> None:
 
 def _refuse_changes(config: Config, run: RunDirectory, version: int, committed: int) -> None:
     changed = {name: changes_in_words({name: values}) for name, values in run.changes(config).items()}
-    model = [change for name, change in changed.items() if name in ("model.path", "model.dtype")]
+    model = [change for name, change in changed.items() if name in ("model.path", "model.dtype", "training.lora_alpha")]
     if model:
         raise ConfigError(
             f"{run.path} began with another model: {', '.join(model)}. A run keeps its model; start another "

@@ -190,6 +190,8 @@ def test_another_model_is_refused(folder: Path, first: RunDirectory) -> None:
     with pytest.raises(ConfigError, match=r"began with another model: model\.path .* A run keeps its model"):
         shutil.copytree(folder / "model", folder / "same-elsewhere")
         learn(configure(folder, "other-model", **{"model.path": folder / "same-elsewhere"}))
+    with pytest.raises(ConfigError, match=r"began with another model: training\.lora_alpha .* A run keeps its model"):
+        learn(configure(folder, "other-model", **{"training.lora_rank": 4, "training.lora_alpha": 64}))
 
 
 def test_another_model_in_the_same_place_is_refused_as_the_reference(folder: Path) -> None:
