@@ -121,7 +121,7 @@ class Config(Section):
         for name, value in implied.items():
             section, field = name.split(".")
             given = _section(values, section).get(field, value)
-            if str(given) != str(value):  # what ${oc.env:NAME} gives is text
+            if str(given) != str(value):  # ${oc.env:NAME} gives text
                 raise ValueError(f"launch.devices={text} says {name}={value}, and {name} is {given}. Unset one of them")
             values = _with(values, name, value)
         return values
@@ -415,9 +415,10 @@ def _section(values: Any, name: str) -> dict[str, Any]:
 
 def _limit(values: Any) -> int:
     """Return sampling.max_new_tokens, or its default if the value is missing or invalid."""
-    given = {name: value for name, value in _section(values, "sampling").items() if name == "max_new_tokens"}
+    section, name = _section(values, "sampling"), "max_new_tokens"
+    given = {name: section[name]} if name in section else {}
     try:
-        return Sampling.model_validate(given).max_new_tokens  # what ${oc.env:NAME} gives is text
+        return Sampling.model_validate(given).max_new_tokens  # ${oc.env:NAME} gives text
     except ValidationError:
         return Sampling().max_new_tokens
 

@@ -42,7 +42,7 @@ def counterfactual(run: RunDirectory, steps: range, overrides: list[str], *, fro
         ClewError: The steps cannot be trained, or the new run directory is already in use.
     """
     first, last = steps[0], steps[-1]
-    beside = os.path.normpath(run.path / ".." / "..")  # `parent` of a path such as "." is no other folder
+    beside = os.path.normpath(run.path / ".." / "..")  # Path(".").parent is "." again
     root = Path(Config.model_fields["root"].default if from_bundle else beside)
     config = _configured(run, first, overrides, root)
     for step in steps:
@@ -112,7 +112,7 @@ def _configured(run: RunDirectory, first: int, overrides: list[str], root: Path)
 
 
 def _quoted(value: object) -> str:
-    """Return a text as YAML reads it back whatever it is, such as "007" or a path with " #" in it."""
+    """Return a text in quotes, so that YAML reads it as text, such as "007" or a path with " #" in it."""
     return json.dumps(str(value), ensure_ascii=False)
 
 

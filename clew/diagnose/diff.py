@@ -113,7 +113,7 @@ def _without_data(runs: Pair, steps: range, names: tuple[str, str], *, exact: bo
 
     `exact` is True if the runs are compared bit for bit.
     """
-    what = "digests and metrics are" if exact else f"only groups, {', '.join(METRICS)} are"
+    what = "digests and metrics are" if exact else f"only the groups, {', '.join(METRICS[:-1])} and {METRICS[-1]} are"
     having = [tuple(run.steps.has_data(step) for run in runs) for step in steps]
     who = {(True, False): f"only {names[0]} has", (False, True): f"only {names[1]} has", (False, False): "neither has"}
     lines: list[str] = []

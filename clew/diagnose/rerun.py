@@ -166,7 +166,7 @@ def _chosen_steps(run: RunDirectory, options: Options, bundle: dict[str, Any] | 
         if first and options.stages is None and not options.reward:  # training begins at a checkpoint
             first = next((version for version in run.checkpointed() if first <= version < count), first)
         if first:
-            print(f"from step {first} on: the record no longer has all that earlier steps need")
+            print(f"from step {first} on: the record no longer has everything that earlier steps need")
         steps = range(first, count)
     return steps if options.only is None else _step_of(run, options.only, steps)
 

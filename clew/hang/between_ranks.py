@@ -206,14 +206,10 @@ def same_everywhere(ranks: list[Actor]) -> Verdict:
     if parted := different_counts(ranks):  # RAS counts what hosts have launched, which may be ahead of a slow network
         odd, why_odd = parted
         late = behind(ranks)
-        if (
-            late
-            and late[0] == odd
-            and all(a.activity.cleanup in ("finally", "except", source.WITHOUT_RAISE) for a in ranks)
-        ):
-            shown = (
-                "" if odd[0].activity.cleanup == source.WITHOUT_RAISE else "; it is shown only after the cleanup ends"
-            )
+        kinds = {a.activity.cleanup for a in ranks}
+        if late and late[0] == odd and kinds <= {"finally", "except", source.WITHOUT_RAISE}:
+            raises = odd[0].activity.cleanup != source.WITHOUT_RAISE
+            shown = "; it is shown only after the cleanup ends" if raises else ""
             why = (
                 f"{came} {why_odd} {subject(odd, 'came to its', 'came to their')} cleanup early. An exception was "
                 f"probably the reason{shown}."
@@ -436,14 +432,14 @@ def _wrong_group(sink: Sink) -> Verdict | None:
     calls = f"Rank {one.rank} calls {one.activity.op} in group {one.activity.group}"
     why = f"{calls}, and the other ranks of group {group} wait for it in that group at the same line. {sink.says}"
     text, line = sink.sources.get(one.activity.file, ""), one.activity.line
-    given = [group for call in source.calls_at(text, line) if (group := source.keyword(call, "group")) is not None]
-    ordered = {n.id for each in given for n in ast.walk(each) if isinstance(n, ast.Name)} & source.loop_variables(
-        text, line
-    )
-    if any(isinstance(n, ast.If) and n.lineno < line for n in ast.walk(source.loop_at(text, line) or ast.Pass())):
-        ordered = set[str]()  # it may have left a group out
-    why += " It may go through the groups in another order." if ordered else ""
-    return sink.blame("crossed groups" if ordered else "collective mismatch", [one], why, structural=True)
+    given = [source.keyword(call, "group") for call in source.calls_at(text, line)]
+    used = {n.id for each in given if each is not None for n in ast.walk(each) if isinstance(n, ast.Name)}
+    loop = source.loop_at(text, line)
+    left_out = any(isinstance(n, ast.If) and n.lineno < line for n in (ast.walk(loop) if loop else ()))
+    if left_out or not used & source.loop_variables(text, line):
+        return sink.blame("collective mismatch", [one], why, structural=True)
+    why += " It may go through the groups in another order."
+    return sink.blame("crossed groups", [one], why, structural=True)
 
 
 def _gone_past(sink: Sink) -> Verdict | None:

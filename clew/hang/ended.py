@@ -30,11 +30,11 @@ def dead(sink: Sink) -> Verdict | None:
         found = sink.blame("dead", blamed, why, cause="dead", structural=not all(map(done, blamed)))
         return found.at(*(a.activity.site for a in starved))
     kinds = (*TO_OTHERS, "sleep") if sink.one.rank is not None else (*TO_OTHERS, "sleep", "store")
-    ownerless = is_shared_lock(sink.act, sink.sources) and bool(left_locked(sink))
-    if not (sink.act.kind in kinds or ownerless) or sink.one.moving:
+    abandoned = is_shared_lock(sink.act, sink.sources) and bool(left_locked(sink))
+    if not (sink.act.kind in kinds or abandoned) or sink.one.moving:
         return None
-    # One that ended normally has left no lock locked.
-    gone = [a for a in sink.job if a.dead and a.role != "idle" and not (ownerless and done(a))]
+    # A process that ended normally left no lock locked.
+    gone = [a for a in sink.job if a.dead and a.role != "idle" and not (abandoned and done(a))]
     asks = sink.act.kind in ("http", "network") and not sink.act.op.endswith("accept")  # these await a server
     if gone and not asks:
         why = f"{'. '.join(a.says for a in gone[:4])}. So nothing can end this wait: {sink.one.says}."
@@ -43,7 +43,9 @@ def dead(sink: Sink) -> Verdict | None:
             pattern = "data loading" if sink.act.kind == "data_loader" else "dead"
             return sink.blame(pattern, [sink.one, *gone], why, cause="dead")
         found = sink.blame("dead", gone, why, cause="dead", structural=not all(map(done, gone)))
-        return replace(found, sites=(sink.act.site,)) if ownerless else found
+        return replace(found, sites=(sink.act.site,)) if abandoned else found
+    if abandoned:
+        return None
     sure, said = (
         ended_inside(sink.one, counts) or next((text for a in sink.job if (text := ended_children(a, counts))), "")
         for counts in (lambda _: False, lambda name: explains(name, sink.one, sink.job, sink.sources))

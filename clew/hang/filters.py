@@ -26,8 +26,10 @@ BARREN = 100
 """Number of rounds without anything kept, or put into a queue, from which a loop seems endless."""
 FRUITLESS = 20
 """Number of rounds without anything put into a queue from which a filter is taken to reject everything."""
-SIZES = re.compile(r"^(not )?\w+$|\blen\(|size|shape|numel|count|empty|full")
-"""Matches the test of whether there is anything at all, or enough of it."""
+NO_FILTER = re.compile(
+    r"^(not )?\w+$|\blen\(|size|shape|numel|count|empty|full|\bstart|resume|offset|\bseen|consumed|already|processed"
+)
+"""Matches a test for whether there is enough of something, or one that skips what an earlier run has done."""
 GIVES_UP = re.compile(r"bad|err|fail|nan|skip|drop|reject|miss|spike", re.I)
 """Names of what a loop counts to give up, and does not collect."""
 
@@ -229,7 +231,11 @@ def _guarded_puts(loop: ast.While) -> Iterator[tuple[ast.expr, ast.Call, set[str
     built = {n for each, value in assigned for n in _names_in(each) & _names_in(value)} | counted(loop) | filled(loop)
     for place, node in enumerate(loop.body):
         # A test of a size, or one whose branch pauses, waits for a full batch or for new input.
-        if not isinstance(node, ast.If) or SIZES.search(ast.unparse(node.test)) or "sleep" in " ".join(calls_of(node)):
+        if (
+            not isinstance(node, ast.If)
+            or NO_FILTER.search(ast.unparse(node.test))
+            or "sleep" in " ".join(calls_of(node))
+        ):
             continue
         skips = isinstance(node.body[-1], ast.Continue)
         for each in (n for part in (loop.body[place + 1 :] if skips else node.body) for n in ast.walk(part)):

@@ -229,13 +229,12 @@ def _unasked(job: list[Actor], sources: Mapping[str, str]) -> Verdict | None:
     for each in (a for a in job if a.threads):
         working = [one for one in each.threads if _may_work(one)]
         reading = [one for one in working if _reads_requests(one, sources)]
-        # A client outside of this job may keep a connection open without asking for anything.
-        read_only = bool(reading) and reading == working
-        if (
-            not each.process.peers or read_only
-            if each.process.listens
-            else _free_at_unix_socket(each, reading, sources)
-        ):
+        if each.process.listens:
+            # A client outside of this job may keep a connection open without asking for anything.
+            free = not each.process.peers or (bool(reading) and reading == working)
+        else:
+            free = _free_at_unix_socket(each, reading, sources)
+        if free:
             quiet.append(each)
     quiet = [a for a in quiet if a.activity.op != "acquire"]  # it waits for a semaphore, so it has work
     servers = [a for a in quiet if a.threads[0].idle_loop or _only_serves(a, sources)]

@@ -461,12 +461,11 @@ def _unflushed(sink: Sink) -> Verdict | None:
     pids = {a.pid for a in sink.culprits}
     lazy = list[tuple[Actor, str]]()
     for one, other in zip(sink.culprits, reversed(sink.culprits), strict=True):
-        text, written = (
-            sink.sources.get(one.activity.file, ""),
-            source.STDOUT if one.process.parent in pids else source.STDIN,
-        )
-        # A program answers only if it was asked. One that has written before may have been told to keep no buffer.
-        if written is source.STDOUT and (one.process.last.written or not other.process.last.written):
+        process, text = one.process, sink.sources.get(one.activity.file, "")
+        written = source.STDOUT if process.parent in pids else source.STDIN
+        # A program answers only if it was asked. One that has written before may keep no buffer.
+        unbuffered = "-u" in process.command or process.last.written
+        if written is source.STDOUT and (unbuffered or not other.process.last.written):
             continue
         if line := source.unflushed(text, one.activity.line, written):
             lazy.append((one, f"{PurePath(one.activity.file).name}:{line}"))

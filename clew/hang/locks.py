@@ -89,7 +89,7 @@ def releasers(waiting: Actor, job: Sequence[Actor], sources: Mapping[str, str]) 
 
 def _only_released(function: source.Function, lock: str) -> int:
     """Return the last line at which a function releases a lock that it never acquires; 0 if there is none."""
-    calls = [n for n in ast.walk(function) if isinstance(n, ast.Call)]
+    calls = sorted((n for n in ast.walk(function) if isinstance(n, ast.Call)), key=lambda call: call.lineno)
     named = ((*source.dotted(n.func).rpartition("."), n.lineno) for n in calls)
     lines = {how: line for name, _, how, line in named if source.same_name(name, lock)}
     return 0 if "acquire" in lines else lines.get("release", 0)
@@ -140,8 +140,9 @@ def _locked_at(text: str, line: int) -> list[tuple[str, int]]:
 def left_locked(sink: Sink) -> str:
     """Return words about a lock that was left locked: nothing that was seen is inside a `with` of it."""
     if is_shared_lock(sink.act, sink.sources):
-        functions = [n for text in sink.sources.values() for n in ast.walk(source.parse(text) or ast.Module([], []))]
-        apart = any(_only_released(n, sink.act.target) for n in functions if isinstance(n, source.Function))
+        trees = [tree for text in sink.sources.values() if (tree := source.parse(text))]
+        functions = [n for tree in trees for n in ast.walk(tree) if isinstance(n, source.Function)]
+        apart = any(_only_released(each, sink.act.target) for each in functions)
         # A semaphore has no owner, and one that locks in a function and unlocks in another is not seen.
         if apart or any(lock_holders(a, sink.act, sink.sources) for a in sink.job):
             return ""

@@ -150,7 +150,7 @@ def with_ranks(processes: Sequence[Process], sources: Mapping[str, str]) -> list
 
 
 def with_drivers(processes: Sequence[Process]) -> list[Process]:
-    """Return the processes. Those that a forkserver or Ray's raylet started become children of who started that one."""
+    """Return the processes. Those that a forkserver or Ray's raylet started become children of its parent."""
     servers = {
         each.pid: each.parent
         for each in processes

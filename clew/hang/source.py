@@ -15,9 +15,9 @@ from itertools import pairwise
 from typing import Any
 
 STDIN, STDOUT = re.compile(r"\.stdin\.write(lines)?$"), re.compile(r"(^|\.)stdout\.write(lines)?$|^print$")
-"""Match calls that write to a program, and those with which a program answers."""
+"""Match calls that write to a child program, and calls by which a program writes its own output."""
 UNBUFFERED = re.compile(r"bufsize=[01]\b|line_buffering|write_through|UNBUFFERED")
-"""Matches source in which a pipe keeps no line in a buffer."""
+"""Matches source text that turns off the buffering of whole lines."""
 FLUSHES = re.compile(r"(^|\.)(flush|close|communicate|drain|input)$")
 """Matches calls that empty the buffer of a pipe: input() does, too."""
 RANK_WORDS = re.compile(
@@ -527,10 +527,13 @@ def unflushed(text: str, line: int, written: re.Pattern[str]) -> int:
         nodes = [node for each in (around, *called) if each for node in ast.walk(each)]
         calls = [node for node in nodes if isinstance(node, ast.Call)]
         writes = [n.lineno for n in calls if written.search(dotted(n.func)) and keyword(n, "file") is None]
-        if any(FLUSHES.search(dotted(each.func)) or keyword(each, "flush") for each in calls):
+        if any(
+            FLUSHES.search(dotted(each.func)) or getattr(keyword(each, "flush"), "value", None) is True
+            for each in calls
+        ):
             return 0
         if writes:
-            return max((n for n in writes if n <= line), default=writes[0])
+            return max((n for n in writes if n <= line), default=min(writes))
     return 0
 
 

@@ -124,7 +124,8 @@ def _could_end(actor: Actor, job: Sequence[Actor], listening: Mapping[tuple[str,
             )
             servers = [listening[each] for each in ports if each in listening]
             if kind == "http" and not process.peers:  # between two attempts it has no connection
-                servers = [a for a in job if ports_named(process) & set(a.process.listens)]
+                asked = ports_named(process)
+                servers = [a for a in job if a is not actor and asked & set(a.process.listens)]
             return named | {a.pid for a in servers if not (kin and a.rank is not None)} - joining
         case "data_loader":
             return named | {a.pid for a in job if a.role == "loader" and a.process.parent == actor.pid}

@@ -118,9 +118,8 @@ def check_world(ranks: int) -> None:
     """Raise ConfigError when a launcher started a different number of ranks than launch.ranks."""
     size = os.environ.get("WORLD_SIZE", "1")
     if "RANK" in os.environ and size != str(ranks):
-        raise ConfigError(
-            f"{size} trainer ranks were started (WORLD_SIZE), and launch.ranks is {ranks}. Set launch.ranks={size}."
-        )
+        advice = f"Set launch.ranks={size}" if size.isdecimal() else "Its launcher must set WORLD_SIZE to a number"
+        raise ConfigError(f"Cannot start this rank: WORLD_SIZE is {size!r}, and launch.ranks is {ranks}. {advice}.")
 
 
 def _start(rank: int, ranks: int, port: int, arguments: list[str], error: Path, log: Path) -> subprocess.Popen[bytes]:

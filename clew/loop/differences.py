@@ -62,8 +62,8 @@ class Tolerance:
         both_nan = np.isnan(recorded) & np.isnan(found)
         with np.errstate(invalid="ignore"):
             near = np.abs(recorded - found) <= self.absolute + self.relative * np.abs(recorded)
-        # any distance is within a share of infinity
-        return near & np.isfinite(recorded) | both_nan | (recorded == found)
+        within = near & np.isfinite(recorded)  # a share of infinity would permit any distance
+        return within | both_nan | (recorded == found)
 
     def __str__(self) -> str:
         return "bit for bit" if self.exact else f"within {self.absolute:g} + {self.relative:g} x |recorded|"

@@ -26,7 +26,7 @@ def restore(config: Config, run: RunDirectory, ranks: Ranks, *, supervised: bool
     Raises:
         ConfigError: The objective belongs to `clew sft`; or the model changed; or settings of training changed although
             steps must be trained again.
-        ModelError: The model in model.path is not the one that the run began with, although the run needs it.
+        ModelError: algorithm.kl_coef needs the model that the run began with, and model.path now holds another one.
         RecordError: The other command (`clew train` or `clew sft`) or another trainer made the run, or its record is
             inconsistent.
     """
@@ -96,11 +96,15 @@ def check_chain(run: RunDirectory) -> None:
 
 
 def _refuse_changes(config: Config, run: RunDirectory, version: int, committed: int) -> None:
-    changed = {name: changes_in_words({name: values}) for name, values in run.changes(config).items()}
+    changes = run.changes(config)
+    changed = {name: changes_in_words({name: values}) for name, values in changes.items()}
+    default = 2 * (config.training.lora_rank or 0)
+    if len({alpha or default for alpha in changes.get("training.lora_alpha", ())}) < 2:
+        changed.pop("training.lora_alpha", None)
     model = [change for name, change in changed.items() if name in ("model.path", "model.dtype", "training.lora_alpha")]
     if model:
         raise ConfigError(
-            f"{run.path} began with another model: {', '.join(model)}. A run keeps its model; start another "
+            f"Cannot continue {run.path} with another model: {', '.join(model)}. A run keeps its model; start another "
             f"trial=NAME for this one."
         )
     if config.training.schedule == "constant":

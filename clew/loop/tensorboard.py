@@ -24,7 +24,9 @@ class Tensorboard:
             log.warning("No files for TensorBoard are written: %s is not installed. Nothing else needs it.", error.name)
             return
         self._writer = SummaryWriter(str(run.reports / "tensorboard"), purge_step=first_step, flush_secs=10)
-        self._evaluated = {each["version"] for each in run.read_evals() if each["version"] < first_step - 1}
+        self._evaluated = set[int]()
+        with only_shown("TensorBoard's files"):
+            self._evaluated = {each["version"] for each in run.read_evals() if each["version"] < first_step - 1}
 
     def add(self, step: int, summary: dict[str, Any]) -> None:
         if self._writer is None:
@@ -52,4 +54,5 @@ class Tensorboard:
             return
         with only_shown("TensorBoard's files"):
             self._add_evaluations()  # the last version is evaluated after the last step
+        with only_shown("TensorBoard's files"):
             self._writer.close()

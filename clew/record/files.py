@@ -99,8 +99,8 @@ def remove_strays(folder: Path, *names: str) -> None:
 
 @contextmanager
 def only_shown(what: str) -> Iterator[None]:
-    """Turn errors of the disk into a warning: a report must not stop a run. A record that cannot be written does."""
+    """Turn errors into a warning: a report must not stop a run. A record that cannot be written does."""
     try:
         yield
-    except OSError as error:
+    except (OSError, RecordError) as error:
         log.warning("Cannot write %s: %s. Nothing is lost: the record has what it shows.", what, error)

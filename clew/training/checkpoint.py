@@ -199,7 +199,8 @@ def check(folder: Path, engine: TrainEngine) -> None:
 def check_reference(engine: TrainEngine, first: Path) -> None:
     """Raise ModelError when the reference is not the model in a run's first checkpoint. Every rank calls this at once.
 
-    With adapters, the reference is their base, which `load` compares. A checkpoint that is gone is not compared.
+    With adapters, the reference is their base, which `load` compares. Nothing is compared if the
+    checkpoint no longer exists.
     """
     if engine.policy.reference is None or engine.policy.adapters is not None or not first.exists():
         return
@@ -208,8 +209,8 @@ def check_reference(engine: TrainEngine, first: Path) -> None:
         if digest != began_with.get(name):
             raise ModelError(
                 f"{engine.config.model.path} (model.path), the reference of algorithm.kl_coef, is not the model that "
-                f"the run began with: {name} has the digest {digest}, then {began_with.get(name, 'none')}. Put it "
-                f"back: {first} has it."
+                f"the run began with: the digest of {name} is {digest}, and was {began_with.get(name, 'none')}. "
+                f"Restore that model; its weights are in {first}."
             )
 
 

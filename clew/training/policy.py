@@ -208,8 +208,8 @@ class Policy:
     def own_micro_batches(self, tokens: Tokens, minibatch: list[list[int]]) -> Iterator[MicroBatch]:
         """Yield this rank's micro-batches.
 
-        All ranks gather parameters together, also those that only images need. So a rank with nothing to compute gets
-        an idle micro-batch, and one with text alone computes an image of another rank, too.
+        All ranks must gather the same parameters, including those used only for images. A rank with nothing to compute
+        therefore gets an idle micro-batch, and a rank with only text also computes a row with images of another rank.
         """
         for first in range(0, len(minibatch), self.ranks.dp_size):
             at_once = [rows if tokens.trained_in(rows) else [] for rows in minibatch[first:][: self.ranks.dp_size]]

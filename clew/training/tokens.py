@@ -111,8 +111,7 @@ class MicroBatch:
     image_inputs: Mapping[str, Tensor] = field(default_factory=dict)
     """Further inputs of the model for rows that show images: see `clew.models.vision.Vision.inputs`."""
     idle: bool = False
-    """True if this rank has nothing to compute, and only gathers parameters together with the others: its tokens count
-    for nothing."""
+    """True if this rank has nothing to train on, and computes only because all ranks gather parameters together."""
 
     @classmethod
     def of(cls, tokens: Tokens, rows: list[int], device: torch.device, *, pack: bool = False) -> MicroBatch:

@@ -96,7 +96,7 @@ def ended_early(run: RunDirectory, *, with_error: bool) -> str:
 
 
 def _in_a_line(error: str) -> str:
-    """Return the first line of an error, which says what is wrong. If a traceback is there, this is below it."""
+    """Return the line of an error that says what is wrong: the last one of a traceback, otherwise the first."""
     first, *more = error.strip().split("\n")
     return more[-1] if more and "Traceback" in first else first
 

@@ -542,7 +542,7 @@ def test_digests_of_another_environment_are_no_difference_where_the_sequences_ar
     assert diff(run.path, other.path, ignore=[], plot=None) is said.startswith("what")
     shown = capsys.readouterr().out
     assert said in shown
-    assert "only second has the sequences of step 1: only groups, reward, loss, grad_norm are compared" in shown
+    assert "only second has the sequences of step 1: only the groups, reward, loss and grad_norm are compared" in shown
 
 
 def test_a_stage_file_that_is_missing_or_of_another_step(run: RunDirectory, other: RunDirectory) -> None:

@@ -735,7 +735,7 @@ def test_what_differs_is_no_obstacle_where_nothing_is_compared(
 def test_steps_without_sequences_are_left_out(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     run.steps.prune(before=2)
     assert again(run)
-    assert "from step 2 on: the record no longer has all that earlier steps need" in capsys.readouterr().out
+    assert "from step 2 on: the record no longer has everything that earlier steps need" in capsys.readouterr().out
     with pytest.raises(RecordError, match=r"sequences of step 0 are gone: .* the next that has its own is step 2\."):
         again(run, "1")
 
@@ -900,7 +900,7 @@ def test_a_run_on_recorded_batches_keeps_its_model(run: RunDirectory, folder: Pa
     shutil.copytree(folder / "model", tmp_path / "another")
     replaying = [f"root={tmp_path}/runs", "trial=replayed", "training.schedule=constant", *replaying_from(run.path)]
     learn_from_record(configure(folder, *replaying), lambda *_: None, until=steps)
-    with pytest.raises(ConfigError, match=r"began with another model: model\.path .* A run keeps its model"):
+    with pytest.raises(ConfigError, match=r"with another model: model\.path .* A run keeps its model"):
         learn_from_record(configure(folder, *replaying, f"model.path={tmp_path}/another"), lambda *_: None)
 
 

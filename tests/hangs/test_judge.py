@@ -770,6 +770,7 @@ def test_a_thread_that_goes_round_and_puts_nothing_starves_the_main_thread(
         (25, "", "fetch()", "group.empty", False),
         (25, "", "merge(group, sample())", "group.sum() < 64", False),
         (25, "", "time.time()", "group < until", False),
+        (25, "", "fetch()", "group['id'] < start", False),
         (25, "", "fetch()", "not keep(group):\n            sleep(1)\n            continue\n        if done", False),
         (25, "", "fetch()", "not keep(group):\n            warn(1)\n            continue\n        if done", True),
     ],

@@ -187,10 +187,10 @@ def test_a_changed_configuration_is_refused_where_steps_must_be_trained_again(
 
 def test_another_model_is_refused(folder: Path, first: RunDirectory) -> None:
     copy(first, folder, "other-model")
-    with pytest.raises(ConfigError, match=r"began with another model: model\.path .* A run keeps its model"):
+    with pytest.raises(ConfigError, match=r"with another model: model\.path .* A run keeps its model"):
         shutil.copytree(folder / "model", folder / "same-elsewhere")
         learn(configure(folder, "other-model", **{"model.path": folder / "same-elsewhere"}))
-    with pytest.raises(ConfigError, match=r"began with another model: training\.lora_alpha .* A run keeps its model"):
+    with pytest.raises(ConfigError, match=r"with another model: training\.lora_alpha .* A run keeps its model"):
         learn(configure(folder, "other-model", **{"training.lora_rank": 4, "training.lora_alpha": 64}))
 
 
