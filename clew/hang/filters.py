@@ -223,9 +223,9 @@ def rounds_without_put(process: Process, sources: Mapping[str, str]) -> tuple[st
 
 
 def _guarded_puts(loop: ast.While) -> Iterator[tuple[ast.expr, ast.Call, set[str]]]:
-    """Yield each test of a loop that can skip a call of `put`, that call, and the names that are no new item each time.
+    """Yield each test of a loop that can skip a call of `put`, that call, and the names without a new item each round.
 
-    A loop counts and fills those, or makes them from their own last value.
+    These are counters, collections that the loop fills, and names that are computed from their own last value.
     """
     assigned = [(each, node.value) for node in ast.walk(loop) if isinstance(node, ast.Assign) for each in node.targets]
     built = {n for each, value in assigned for n in _names_in(each) & _names_in(value)} | counted(loop) | filled(loop)

@@ -71,9 +71,9 @@ def lockers(waiting: Actor, job: Sequence[Actor], sources: Mapping[str, str]) ->
 
 
 def releasers(waiting: Actor, job: Sequence[Actor], sources: Mapping[str, str]) -> set[int]:
-    """Return the pids of the living processes that are yet to release what a process waits for, without acquiring it.
+    """Return the pids of the living processes that will release what a process waits for, and never acquire it.
 
-    That is how a semaphore counts.
+    A semaphore that counts is used like that.
     """
     if not is_shared_lock(waiting.activity, sources):
         return set()
@@ -143,7 +143,7 @@ def left_locked(sink: Sink) -> str:
         trees = [tree for text in sink.sources.values() if (tree := source.parse(text))]
         functions = [n for tree in trees for n in ast.walk(tree) if isinstance(n, source.Function)]
         apart = any(_only_released(each, sink.act.target) for each in functions)
-        # A semaphore has no owner, and one that locks in a function and unlocks in another is not seen.
+        # A semaphore has no owner. A lock that one function takes and another one releases cannot be followed.
         if apart or any(lock_holders(a, sink.act, sink.sources) for a in sink.job):
             return ""
         return f" No process that was seen has locked {sink.act.target}: one that was killed there left it locked."

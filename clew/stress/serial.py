@@ -179,7 +179,7 @@ class Waits(Watcher):
             some = self._draw.sample(running, min(LOOK_AT, len(running)))
             asking = {*self._asking()}
             places = [(episode, waits_at(episode, self._code)) for episode in some]
-            asking &= {*self._asking()}  # whoever was answered meanwhile may have been seen at its next line
+            asking &= {*self._asking()}  # one that was answered meanwhile may have been seen at its next line
             for episode, place in places:
                 if place is not None:
                     if episode.id in asking or episode.id not in self.asked_at:

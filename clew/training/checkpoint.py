@@ -199,8 +199,8 @@ def check(folder: Path, engine: TrainEngine) -> None:
 def check_reference(engine: TrainEngine, first: Path) -> None:
     """Raise ModelError when the reference is not the model in a run's first checkpoint. Every rank calls this at once.
 
-    With adapters, the reference is their base, which `load` compares. Nothing is compared if the
-    checkpoint no longer exists.
+    With adapters, the reference is their base, which `load` compares. Nothing is compared if the checkpoint no longer
+    exists.
     """
     if engine.policy.reference is None or engine.policy.adapters is not None or not first.exists():
         return
