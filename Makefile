@@ -33,9 +33,10 @@ test: $(VENV)/dev
 
 # What takes too long for every change; CI runs it too.
 slow: $(VENV)/dev
-	@# The stress tests measure time: nothing runs beside them. Of the rest, the file of the demo takes as long as half of
-	@# the others, and has few tests: in order of the folders it begins early, and does not run alone at the end.
-	$(BIN)/python -m pytest -m slow tests/stress; alone=$$?; \
+	@# The stress tests measure time: one on each core, and no others beside them. Of the rest, the file of the demo takes
+	@# as long as half of the others, and has few tests: in order of the folders it begins early, and does not run alone at
+	@# the end.
+	$(BIN)/python -m pytest -m slow tests/stress -n 2; alone=$$?; \
 	$(BIN)/python -m pytest -m slow --ignore tests/stress -n 2 --dist loadfile --no-loadscope-reorder && exit $$alone
 
 # Before a real vLLM and a real SGLang, as far as they run without a GPU. Two files at a time: servers take long to start.

@@ -42,6 +42,9 @@ SHARE = 0.05
 ONCE_S = 1.0
 """Seconds above which a single block is named in any case."""
 
+CHANCE_S = 0.05
+"""Seconds below which a single block is no finding: on a busy machine, even to start a thread can take as long."""
+
 STUCK_S = 30.0
 """Seconds after which a loop that stands still without computing counts as stuck for good."""
 
@@ -209,6 +212,8 @@ def judge_blocks(*watched: Watched) -> list[Verdict]:
     for blocks in sorted(by_line.values(), key=_total_s, reverse=True):
         total, longest = _total_s(blocks), max(blocks, key=lambda block: block.seconds)
         if total < SHARE * watched_s and longest.seconds < ONCE_S:
+            continue
+        if len(blocks) == 1 and longest.seconds < CHANCE_S:
             continue
         what, advice = "blocks the event loop", "use the library's asynchronous form, or asyncio.to_thread"
         if 2 * _total_s(block for block in blocks if block.computing) > total:

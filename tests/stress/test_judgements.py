@@ -591,6 +591,13 @@ def test_a_line_that_a_library_serves_in_many_places_is_one() -> None:
     assert verdict.evidence[0].startswith("4 times, 0.09 s in all (9% of the time)")
 
 
+@pytest.mark.parametrize(("seconds", "named"), [([0.01], False), ([0.01, 0.01], True), ([0.06], True)])
+def test_a_short_block_is_named_if_it_was_seen_twice(seconds: list[float], named: bool) -> None:
+    place = Place("agent.py:7 run", "threading.py:327 wait")
+    blocks = [watch.Block(place=place, seconds=each, computing=False) for each in seconds]
+    assert bool(watch.judge_blocks(watch.Watched(blocks=blocks, seconds=0.2))) == named
+
+
 def test_a_process_is_a_block_unless_it_is_started_the_asynchronous_way() -> None:
     async def run() -> None:
         subprocess.run(["sleep", "0.3"], check=True, capture_output=True)  # noqa: ASYNC221
