@@ -17,7 +17,7 @@ from clew.hang.collective_calls import behind, different_counts, first_different
 from clew.hang.equal_stacks import ranges
 from clew.hang.observed import Frame
 from clew.hang.roles import joins_as
-from clew.hang.rounds import is_past
+from clew.hang.rounds import is_past, is_rounds_ahead
 from clew.hang.sink import Sink
 from clew.hang.verdict import MESSAGES, Actor, Verdict, names, sentences, subject, verdict_about
 from clew.hang.waits_for import key_of
@@ -374,6 +374,29 @@ def _only_messages(sink: Sink) -> Verdict | None:
     return with_callers(sink.blame(pattern, culprits, why, structural=True), culprits)
 
 
+def _left_out(sink: Sink) -> Verdict | None:
+    """Judge ranks that are in a later round than a member of their group that waits for them in a collective.
+
+    A sender of a collective with a root may go on while others still receive, so that one says nothing.
+    """
+    for still in (a for a in sink.culprits if a.activity.kind == "collective" and not a.activity.root):
+        act = still.activity
+        if act.branch == "alone":
+            continue
+        members = [a for a in sink.job if a.rank is not None and (act.members is None or a.rank in act.members)]
+        absent = [a for a in members if (key_of(a.activity), a.activity.op) != (key_of(act), act.op)]
+        if not absent or 2 * len(absent) > len(members):
+            continue
+        if all(is_rounds_ahead(a, still, sink.sources) for a in absent):
+            why = (
+                f"{subject(absent, 'is', 'are')} in a later round than rank {still.rank}, which still waits in "
+                f"{act.op} of group {act.group} at {act.site}: {subject(absent, 'has', 'have')} left it out. "
+                f"{sink.says}"
+            )
+            return sink.blame("collective mismatch", absent, why, structural=True)
+    return None
+
+
 def _gone_on(sink: Sink) -> Verdict | None:
     """Judge stages of a pipeline that went on to a collective while a neighbour still exchanges micro-batches."""
     gone = [a for a in sink.culprits if a.activity.kind not in MESSAGES]
@@ -539,8 +562,8 @@ def _goes_on(node: ast.AST) -> bool:
 
 
 CYCLES: tuple[Callable[[Sink], Verdict | None], ...] = (
-    _cleaning_up, _blocks_its_loop, _elsewhere, _only_messages, _gone_on, _roots_differ, _wrong_group, _gone_past,
-    _crossed_groups, _different_collectives,
+    _cleaning_up, _blocks_its_loop, _elsewhere, _only_messages, _left_out, _gone_on, _roots_differ, _wrong_group,
+    _gone_past, _crossed_groups, _different_collectives,
 )  # fmt: skip
 """Rules in the order in which they are tried. Those after `_elsewhere` know that all ranks are in an operation."""
 

@@ -88,11 +88,13 @@ def tasks(memory: Memory) -> Iterator[Thread]:
             # Read the numbers now: a moment later, the memory of a list may hold something else.
             frames = tuple(_with_numbers(memory, frame) for frame in coroutine)
             kind = memory.type_name(waiter) if waiter else ""
+            woken = kind in ("Future", "Task") and memory.int32(waiter + place["state"]) != 0
             ended = "" if state == 0 else memory.type_name(error) if error else "done"
             # Skip tasks that ended without an error, and one that runs now: its frames are those of the thread.
             if ended in ("", "done") and (state or not frames):
                 continue
-            yield Thread(name=f"task {name}", os_id=0, task=True, ended=ended, waiter=kind, frames=frames, at=task)
+            name = f"task {name}"
+            yield Thread(name=name, os_id=0, task=True, ended=ended, waiter=kind, woken=woken, frames=frames, at=task)
 
 
 def coroutine_frames(memory: Memory, address: int) -> list[Frame]:

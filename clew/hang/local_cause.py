@@ -73,6 +73,21 @@ def _own_coroutine(one: Actor, sources: Mapping[str, str]) -> str:
     return " It waits for a coroutine that it has given to this same loop, which cannot run it now. Await it instead."
 
 
+def _not_woken(sink: Sink) -> Verdict | None:
+    """Find an event loop that sleeps although a task could go on: whoever set what it awaits did not wake the loop."""
+    for one in (a for a in sink.culprits if not a.moving and any(thread.idle_loop for thread in a.threads)):
+        slept = one.process.looks[-1].switches == one.process.looks[0].switches
+        if task := next((thread for thread in one.threads if slept and thread.woken and thread.of_user), None):
+            why = (
+                f"{task.thread} of {one.process.label} can go on at {task.place}, as what it awaits is done. But its "
+                f"event loop sleeps: another thread has set it without waking the loop. "
+                f"Use loop.call_soon_threadsafe there."
+            )
+            found = sink.blame("rollout blocked", [one], why, cause="condition")
+            return replace(found, sites=(task.site,))
+    return None
+
+
 def _unscheduled(sink: Sink) -> Verdict | None:
     """Find a wait for a result of Ray while none of its actors and tasks that were seen runs anything."""
     if sink.act.kind != "ray" or len(sink.culprits) > 1:
@@ -340,10 +355,34 @@ def _threads_poll(sink: Sink) -> Verdict | None:
     polling = [each for each in polling if each is sink.act or not each.heartbeat]
     if sink.act not in polling or len({each.site for each in polling}) < 2 or sink.one.rank is not None:
         return None
+
+    def asks_for(a: Activity, b: Activity) -> bool:
+        return a.site != b.site and bool(_attributes_asked(a, sources) & _attributes_set_after(b, sources))
+
+    # One that asks for what another sets is not at fault, unless the other asks for what it sets in turn.
+    free = [a for a in polling if not any(asks_for(a, b) and not asks_for(b, a) for b in polling)]
+    polling = free or polling
     told = ", ".join(f"{each.thread} at {each.site}" for each in polling[:4])
     why = f"Threads of {sink.one.process.label} ask again and again, each for what another thread should bring: {told}."
     found = sink.blame("rollout blocked", [sink.one], why, cause="sleep", confidence="medium")
     return replace(found, sites=tuple(sorted({each.site for each in polling})))
+
+
+def _attributes_asked(one: Activity, sources: Mapping[str, str]) -> set[str]:
+    """Return the names of attributes in the condition of the `while` around a line."""
+    loop = source.loop_at(sources.get(one.file, ""), one.line)
+    if not isinstance(loop, ast.While):
+        return set()
+    return {n.attr for n in ast.walk(loop.test) if isinstance(n, ast.Attribute)}
+
+
+def _attributes_set_after(one: Activity, sources: Mapping[str, str]) -> set[str]:
+    """Return the names of attributes that the function around a line sets after this line."""
+    around = source.enclosing_function(sources.get(one.file, ""), one.line)
+    later = (
+        (node for node in ast.walk(around) if isinstance(node, ast.Assign) and node.lineno > one.line) if around else ()
+    )
+    return {target.attr for node in later for target in node.targets if isinstance(target, ast.Attribute)}
 
 
 def _both_poll(sink: Sink) -> Verdict | None:
@@ -591,7 +630,7 @@ def _beside(sink: Sink) -> str:
 
 
 RULES: tuple[Callable[[Sink], Verdict | None], ...] = (
-    _paused, _blocked_loop, rejecting, starved, never_filled, outlived, locked_outside, pipe_kept_open,
+    _paused, _blocked_loop, _not_woken, rejecting, starved, never_filled, outlived, locked_outside, pipe_kept_open,
     joined_too_early, _joins_its_producer, dead, _own_waits, never_holds, _slow, locked_crosswise, locked_by,
     _cleaned_up, _store, _unexplained, _loader, _silent_server, _outside, _retrying, device, _unscheduled,
     _computing, _both_poll, _threads_poll, _asks_as_told, _polling, _one_at_a_time, _through_server, lost_task,

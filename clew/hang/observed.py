@@ -63,6 +63,8 @@ class Thread:
     """Outcome of a task that has ended: done, or the class of its exception."""
     waiter: str = ""
     """Class of what a task awaits, such as Future, Task or _GatheringFuture."""
+    woken: bool = False
+    """True for a task whose Future or Task that it awaits is done, so that its event loop has only to run it."""
     at: int = 0
     """Address of the task."""
 

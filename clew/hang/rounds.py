@@ -20,10 +20,9 @@ from clew.hang.source import (
     calls_at,
     dotted,
     enclosing,
-    holds_for_one,
+    leaves_one,
     loops_at,
     parse,
-    tells_ranks,
 )
 from clew.hang.verdict import Actor
 
@@ -63,6 +62,23 @@ def is_past(ahead: Actor, still: Actor, sources: Mapping[str, str], *, loops: bo
             extra_turn = loops and any(_takes_more(name, a, b, job) for name in _turns_before(text, b.line, a.line))
             return not optional and not extra_turn and _has_passed(text, b.line, a.line, loops=loops)
         if not _calls_once(text, a.line) or _called_by_library(b, still):
+            return False
+    return False
+
+
+def is_rounds_ahead(ahead: Actor, still: Actor, sources: Mapping[str, str]) -> bool:
+    """Return whether a rank is in a later round than another of the outermost loop in which their rounds differ."""
+    ours, theirs = ahead.process.user_frames[::-1], still.process.user_frames[::-1]
+    for a, b in zip(ours, theirs, strict=False):
+        if (a.file, a.function) != (b.file, b.function):
+            return False
+        text = sources.get(a.file, "")
+        for variables, numbers in _rounds_between(text, *sorted((a.line, b.line))):
+            values = [(a.locals.get(name, ""), b.locals.get(name, "")) for name in variables if numbers]
+            known = [(int(here), int(there)) for here, there in values if here.isdigit() and there.isdigit()]
+            if any(here != there for here, there in known):
+                return all(here > there for here, there in known)
+        if a.line != b.line:
             return False
     return False
 
@@ -114,8 +130,7 @@ def _branches_off(text: str, path: Sequence[ast.AST], *, loops: bool) -> bool:
     for outer, inner in pairwise(path):
         block = block_of(outer, inner)
         for node in block[: block.index(inner)] if block else ():
-            leaves = isinstance(node, ast.If) and isinstance(node.body[-1], (ast.Return, ast.Continue, ast.Break))
-            if leaves and tells_ranks(text, node.test) and not holds_for_one(node.test):
+            if isinstance(node, ast.If) and leaves_one(text, node):
                 return True
     return any(isinstance(node, branches) for node in path[1:])
 

@@ -190,10 +190,22 @@ def tells_ranks(text: str, test: ast.expr) -> bool:
     return bool(words & rank_names(text)) or any(RANK_WORDS.search(word) for word in words)
 
 
+def leaves_one(text: str, node: ast.If) -> bool:
+    """Return whether all ranks but one leave at a statement, such as `if not is_main: return`."""
+    leaves = isinstance(node.body[-1], (ast.Return, ast.Continue, ast.Break))
+    return leaves and tells_ranks(text, node.test) and not holds_for_one(node.test)
+
+
 @lru_cache(maxsize=4096)
 def branch_of_rank(text: str, line: int) -> str:
     """Return "alone" if only one rank runs a line, "side" if the others run the other branch, otherwise ""."""
     for outer, inner in pairwise(enclosing(text, line)):
+        block = block_of(outer, inner)
+        for guard in (each for each in block[: block.index(inner)] if isinstance(each, ast.If)) if block else ():
+            # The others may make the same call before they leave.
+            calls = any(isinstance(each, ast.Call) for line in guard.body for each in ast.walk(line))
+            if leaves_one(text, guard) and not calls:
+                return "alone"
         if not isinstance(outer, ast.If):
             continue
         if not tells_ranks(text, outer.test):

@@ -1821,6 +1821,9 @@ def test_a_line_knows_its_branch_and_cleanup() -> None:
     derived = "me = int(os.environ['RANK'])\nmaster = me == 0\nif master and step == 9:\n    save()\n"
     assert source.branch_of_rank(derived, 4) == "alone"
     assert source.branch_of_rank("if cfg.lora_rank == 0:\n    save()\n", 2) == ""
+    for leaves, branch in {"return": "alone", "return log()": "", "print(1)": ""}.items():
+        guard = f"def save():\n    if not is_main:\n        {leaves}\n    dist.barrier()\n"
+        assert source.branch_of_rank(guard, 4) == branch, leaves
     for others in ("rank != 0", "not is_main", "self.rank", "local_rank", "0 < rank", "rank >= 1"):
         text = f"if {others}:\n    train()\nelse:\n    save()\n"
         assert (source.branch_of_rank(text, 2), source.branch_of_rank(text, 4)) == ("", "side"), others
@@ -2151,3 +2154,82 @@ def test_the_rank_whose_options_alone_differ_is_named_in_init(options: list[str]
         ranks.append(replace(made, looks=tuple(replace(look, threads=(thread,)) for look in made.looks)))
     verdict = judged(*ranks)
     assert (verdict.pattern, verdict.ranks) == ("initialisation", blamed)
+
+
+def stays(process: Process, *frames: Frame) -> Process:
+    """Return the process with the same frames in each look."""
+    thread = replace(process.looks[0].threads[0], frames=frames)
+    return replace(process, looks=tuple(replace(look, threads=(thread,)) for look in process.looks))
+
+
+@pytest.mark.parametrize(
+    ("rounds", "group", "pattern", "ranks"),
+    [
+        ("011", "[0, 2]", "collective mismatch", (2,)),
+        ("111", "[0, 2]", "pipeline micro-batch mismatch", (0, 1)),
+        ("101", "[0, 2]", "pipeline micro-batch mismatch", (0, 1)),
+        ("011", "[0, 1, 2]", "pipeline micro-batch mismatch", (0, 1)),
+    ],
+)
+def test_ranks_a_round_ahead_have_left_a_collective_out(
+    rounds: str, group: str, pattern: str, ranks: tuple[int, ...]
+) -> None:
+    text = (
+        f"tied = dist.new_group({group})\nfor step in range(9):\n    if stage:\n        dist.recv(x, src=stage - 1)\n"
+        "    if x.grad is not None:\n        dist.all_reduce(x.grad, group=tied)\n"
+    )
+    every = []
+    for number, step in enumerate(rounds):
+        inside = rank(number, 6, "all_reduce", world=3) if not number else rank(number, 4, "recv", src=str(number - 1))
+        frame = at(6 if not number else 4, "<module>", step=step)
+        every.append(stays(replace(inside, world=3), inside.looks[0].threads[0].frames[0], frame))
+    verdict = judge(Snapshot(processes=tuple(every), seconds=3.0, sources={"train.py": text}))
+    assert (verdict.pattern, verdict.ranks) == (pattern, ranks)
+
+
+@pytest.mark.parametrize(("woken", "wakes", "line"), [(True, 0, 6), (False, 0, 3), (True, 9, 3)])
+def test_a_task_that_could_go_on_while_its_loop_sleeps_is_named(woken: bool, wakes: int, line: int) -> None:
+    text = (
+        "def work(self):\n    while True:\n        self.cond.wait()\n        self.ready.set()\n"
+        "async def main(self):\n    await self.ready.wait()\n"
+    )
+    works = Thread(name="trainer", os_id=101, frames=(within("Condition.wait", "threading.py"), at(3, "work")))
+    task = replace(coroutine(6, "main", within("Event.wait", "asyncio/locks.py")), woken=woken)
+    verdict = watched(text, *([main_in(*LOOP), works, task] for _ in range(6)), kernel="do_epoll_wait", wakes=wakes)
+    assert verdict.sites == (f"train.py:{line}",)
+    assert ("call_soon_threadsafe" in verdict.explanation) == (line == 6)
+
+
+@pytest.mark.parametrize(("sets", "lines"), [("self.updating = False", (6,)), ("self.done = True", (2, 6))])
+def test_a_loop_that_asks_for_what_another_sets_after_its_own_is_not_at_fault(
+    sets: str, lines: tuple[int, ...]
+) -> None:
+    text = (
+        "def admit(self):\n    while self.updating: time.sleep(0.1)\ndef update(engine):\n    engine.updating = True\n"
+        "    while engine.inflight:\n        time.sleep(0.1)\n"
+        f"    {sets.replace('self', 'engine')}\n"
+    )
+    threads = [
+        Thread(name=name, os_id=n, frames=(at(*frame),))
+        for n, (name, frame) in enumerate({"admits": (2, "admit"), "updates": (6, "update")}.items(), 101)
+    ]
+    main = main_in(within("Thread.join", "threading.py"), at(99, "<module>"))
+    verdict = watched(text, *([main, *threads] for _ in range(6)), kernel="hrtimer_nanosleep")
+    assert verdict.sites == tuple(f"train.py:{line}" for line in lines)
+
+
+@pytest.mark.parametrize(("ends", "line"), [("self.results.put(self.episode())", 5), ("self.episode()", 7)])
+def test_a_thread_at_a_barrier_in_the_middle_of_its_job_explains_the_main_threads_wait(ends: str, line: int) -> None:
+    text = (
+        f"def run(self):\n    job = self.jobs.get()\n    {ends}\ndef episode(self):\n    self.turn.wait()\n"
+        "def collect(self):\n    return self.results.get()\n"
+    )
+    gets = (within("Condition.wait", "threading.py"), within("Queue.get", "queue.py"))
+    values = {"self.turn._parties": "2", "self.turn._count": "1"}
+    waits = (within("Barrier._wait", "threading.py"), at(5, "episode", **values), at(3, "run"))
+    threads = (
+        Thread(name="env-0", os_id=101, frames=waits),
+        Thread(name="env-1", os_id=102, frames=(*gets, at(2, "run"))),
+    )
+    verdict = watched(text, *([main_in(*gets, at(7, "collect")), *threads] for _ in range(6)))
+    assert verdict.sites == (f"train.py:{line}",)

@@ -27,10 +27,15 @@ class Buffer:
 async def fail():
     raise ValueError("lost")
 
+async def learn(ready):
+    threading.Timer(0.1, ready.set).start()
+    await ready.wait()
+
 async def main(buffer):
+    learner = asyncio.create_task(learn(asyncio.Event()), name="learner")
     failed = asyncio.create_task(fail())
     filling = asyncio.create_task(buffer.fill(), name="filler")
-    asyncio.get_running_loop().call_later(0.2, print, "ready")
+    threading.Timer(0.3, print, ["ready"]).start()
     await filling
 
 def quit():
@@ -69,6 +74,11 @@ def test_a_waiting_coroutine_is_seen_with_its_line_and_its_counters(program: int
     numbers = frames[1].locals
     assert (numbers["self.step"], numbers["len(self.groups)"], numbers["self.stats.rejected"]) == ("41", "3", "7")
     assert [thread.ended for thread in tasks.values() if thread.ended] == ["ValueError"]
+
+
+def test_a_coroutine_is_known_whose_event_another_thread_has_set_without_waking_the_loop(program: int) -> None:
+    tasks = {thread.name: thread for thread in look_at(program, py_spy()).threads if thread.task}
+    assert tasks["task learner"].woken and not tasks["task filler"].woken
 
 
 def test_ended_children_and_threads_are_known(program: int) -> None:
