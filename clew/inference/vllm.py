@@ -424,7 +424,7 @@ class VLLMEngine(Backend):
             body["return_token_ids"] = True
         return GENERATE, body
 
-    def _check_prompt(self, answer: dict[str, Any], request: GenerateRequest) -> None:
+    def _check_request(self, answer: dict[str, Any], request: GenerateRequest, address: str) -> None:
         """Raise ImageError if vLLM's own processor has expanded the images to other tokens than the request has."""
         if request.images and (seen := answer.get("prompt_token_ids")) != request.input_ids:
             raise ImageError(

@@ -103,6 +103,18 @@ def longer(answer: Any) -> Any:
     return answer
 
 
+def with_fields(**fields: Any) -> Callable[[Any], Any]:
+    """Return a change of what an answer tells about itself."""
+
+    def change(answer: Any) -> Any:
+        answer["meta_info"] |= fields
+        return answer
+
+    return change
+
+
+OVERLAPPING = [{"version": "0", "start": 0, "end": 20}, {"version": "1", "start": 0, "end": TOKENS - 20}]
+
 FAULTS: dict[str, tuple[Callable[[bytes], web.Response], str]] = {
     "html": (
         lambda _: web.Response(text="<html>Welcome to nginx!", content_type="text/html"),
@@ -124,6 +136,17 @@ FAULTS: dict[str, tuple[Callable[[bytes], web.Response], str]] = {
     "negative": (spoilt(first_pair(token=-1)), "it returned the token ID -1"),
     "finish reason": (spoilt(unknown_end), "finish_reason 'error'"),
     "counts": (spoilt(without_last_logprob), f"{TOKENS} tokens and {TOKENS - 1} logprobs"),
+    "another request": (spoilt(with_fields(id="g000099.e9.i0")), "and answered request g000099.e9.i0. Does a proxy"),
+    "few masks": (spoilt(with_fields(clew={"sampling_mask": [[7]]})), f"{TOKENS} tokens and 1 sampling masks"),
+    "other masks": (spoilt(with_fields(clew={"sampling_mask": [[VOCAB]] * TOKENS})), "the sampling mask of the token"),
+    "experts": (spoilt(with_fields(clew={"routed_experts": "UEsDBA=="})), "cannot be read"),
+    "sampled by": (spoilt(with_fields(clew={"sampled_by": "x"})), "cannot be read"),
+    "spans": (spoilt(with_fields(weight_versions=OVERLAPPING)), "its weight_versions do not follow one another"),
+    "version": (spoilt(with_fields(weight_version=str(2**31), weight_versions=None)), f"weight_version {2**31}"),
+    "not compressed": (
+        lambda content: web.Response(body=content, headers={"Content-Encoding": "gzip"}),
+        "is not compressed as its header says",
+    ),
     "too many": (spoilt(longer), f"it returned {2 * TOKENS} tokens, and was asked for at most {TOKENS}"),
 }
 AWAY = {
