@@ -23,7 +23,15 @@ from clew.devices import gpus
 from clew.errors import ConfigError, EngineError, ImageError, RecordError, first_line
 from clew.inference.backend import Backend, Launch, check_model, config_field, options
 from clew.inference.protocol import Completion, EngineUnreachable, FaultyAnswer, GenerateRequest, SamplingParams
-from clew.inference.sglang_checksums import Tensors, checksums, left_behind, parts_in, read_folder
+from clew.inference.sglang_checksums import (
+    Tensors,
+    checksums,
+    joined_ranks,
+    left_behind,
+    parts_in,
+    ranks_left_behind,
+    read_folder,
+)
 from clew.models.vision import Vision
 from clew.printing import few, sentence
 from clew.record.broadcast import Broadcast
@@ -118,6 +126,8 @@ class SGLangEngine(Backend):
         self._dtype, self._wanted_dtype = "F32", ""
         self._held: dict[str, str] = {}
         """The server's checksums after the last update that was checked."""
+        self._ranks: list[dict[str, str]] = []
+        """Those of each rank; empty before the first update that was checked."""
         self._digests: dict[str, str] = {}
         """The trainer's digests of the weights of that update; empty: they are not known."""
         self._sent_digests: dict[str, str] = {}
@@ -194,7 +204,7 @@ class SGLangEngine(Backend):
         """Find out how updates can be checked, given the server's /server_info."""
         on_one_cpu = server.get("device") == "cpu" and server.get("tp_size", 1) == 1
         self._checks_weights = has_checker and on_one_cpu and bool(self._dtype)
-        self._notices_changes, self._held = False, {}
+        self._notices_changes, self._held, self._ranks = False, {}, []
         if self._checks_weights:
             self._held = await self._checksums()
         elif has_checker and self._dtype and not server.get("quantization") and not server.get("torchao_config"):
@@ -451,7 +461,8 @@ class SGLangEngine(Backend):
             )
         if not self._checks_weights and not self._notices_changes:
             return
-        held = await self._checksums()
+        ranks = await self._rank_checksums()
+        held = joined_ranks(ranks)
         if self._checks_weights:
             await self._compare(ref, held)
         elif behind := left_behind(self._held, held, self._digests, self._sent_digests):
@@ -460,7 +471,13 @@ class SGLangEngine(Backend):
                 f"{len(held)} tensors have not changed, although the trainer has changed them: {few(behind)}. It "
                 f"serves nothing now."
             )
-        self._held, self._digests = held, self._sent_digests
+        elif old := ranks_left_behind(self._ranks, ranks, self._digests, self._sent_digests):
+            raise EngineError(
+                f"SGLang at {self.address} answered that it loaded version {ref.version}, but {len(old)} of its "
+                f"{len(ranks)} ranks still hold the weights from before the update: {few(old)}. It serves "
+                f"nothing now. Its log may say why; restart it."
+            )
+        self._held, self._ranks, self._digests = held, ranks, self._sent_digests
 
     async def _compare(self, ref: WeightRef, held: Mapping[str, str]) -> None:
         """Raise EngineError if the server's checksums are not those of what was sent."""
@@ -491,15 +508,16 @@ class SGLangEngine(Backend):
 
     async def _checksums(self) -> dict[str, str]:
         """Return the server's own checksums of each tensor that it computes with: those of all its ranks, joined."""
+        return joined_ranks(await self._rank_checksums())
 
-        def take(answer: dict[str, Any], _: str) -> dict[str, str]:
-            by_name: dict[str, list[str]] = {}
-            for rank in answer["ranks"]:
-                for name, checksum in rank["checksums"].items():
-                    by_name.setdefault(name, []).append(checksum)
-            if not by_name:  # every update would seem to be checked
+    async def _rank_checksums(self) -> list[dict[str, str]]:
+        """Return the checksums of each rank's tensors."""
+
+        def take(answer: dict[str, Any], _: str) -> list[dict[str, str]]:
+            ranks = [dict(rank["checksums"]) for rank in answer["ranks"]]
+            if not any(ranks):  # every update would seem to be checked
                 raise ValueError("it has no checksums")
-            return {name: "".join(sorted(each)) for name, each in by_name.items()}
+            return ranks
 
         return await self._post("/weights_checker", {"action": "checksum"}, take)
 

@@ -128,9 +128,44 @@ def left_behind(
         sent_before: The trainer's digests of the weights that SGLang had, by the names of the checkpoint.
         sent: Those of the weights that were sent.
     """
-    changed = {name for name in sent.keys() & sent_before.keys() if sent[name] != sent_before[name]}
+    changed = _changed(sent_before, sent)
     same = [name for name in held if held[name] == held_before.get(name)]
     return [name for name in same if not changed.isdisjoint(parts_in(name, sent))]
+
+
+def ranks_left_behind(
+    held_before: Sequence[Mapping[str, str]],
+    held: Sequence[Mapping[str, str]],
+    sent_before: Mapping[str, str],
+    sent: Mapping[str, str],
+) -> list[int]:
+    """Return SGLang's ranks that hold what a rank held before, although the trainer has changed most tensors.
+
+    One tensor proves nothing: the numbers that changed may all lie in another rank's slice. The arguments are those of
+    `left_behind`, rank by rank.
+    """
+    changed = _changed(sent_before, sent)
+    behind = []
+    for rank, tensors in enumerate(held):
+        if tensors in held_before:
+            count = sum(not changed.isdisjoint(parts_in(name, sent)) for name in tensors)
+            if 2 * count > len(tensors):
+                behind.append(rank)
+    return behind
+
+
+def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> set[str]:
+    """Return the tensors that two versions of the weights have with different digests."""
+    return {name for name in now.keys() & before.keys() if now[name] != before[name]}
+
+
+def joined_ranks(ranks: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Return each tensor's checksums on all ranks, joined."""
+    by_name: dict[str, list[str]] = {}
+    for tensors in ranks:
+        for name, checksum_ in tensors.items():
+            by_name.setdefault(name, []).append(checksum_)
+    return {name: "".join(sorted(each)) for name, each in by_name.items()}
 
 
 def checksum(name: str, parts: list[StoredTensor], dtype: str) -> list[str]:

@@ -214,6 +214,21 @@ def test_a_tensor_that_did_not_change_with_the_trainers_stops_the_update(tmp_pat
     use(stand_in, body)
 
 
+def test_a_rank_that_did_not_load_the_update_stops_it(tmp_path: Path) -> None:
+    """The probe of a small step would not show it."""
+    stand_in = StandIn()
+    stand_in.ranks = [{QKV: "a", NORM: "b"}, {QKV: "c", NORM: "b"}]
+
+    async def body(engine: SGLangEngine) -> None:
+        await update(engine, stand_in, written(tmp_path, 1), *stand_in.ranks)
+        new = written(tmp_path, 2, q=1, k=1, norm=1)
+        with pytest.raises(EngineError, match="1 of its 2 ranks still hold the weights from before the update: 1"):
+            await update(engine, stand_in, new, {QKV: "A", NORM: "B"}, {QKV: "c", NORM: "b"})
+        await update(engine, stand_in, new, {QKV: "A", NORM: "B"}, {QKV: "C", NORM: "B"})
+
+    use(stand_in, body)
+
+
 @pytest.mark.parametrize(
     ("server", "ranks", "lack"),
     [
