@@ -79,6 +79,10 @@ completion that an update interrupts is continued as a longer prompt."""
 OPTIONS_S = 120.0
 """Seconds within which SGLang must list its options."""
 
+UNCHANGED = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+"""Sampling parameters that change the distribution, and that Clew never uses. SGLang would take those that a request
+leaves out from its --preferred-sampling-params."""
+
 MASKS = "output_token_sampling_mask"
 """Field of an answer with the IDs that each token was drawn from."""
 
@@ -274,7 +278,7 @@ class SGLangEngine(Backend):
         for temperature in (1.0, 0.5):
             body = {
                 "input_ids": [0, 1, 2, 3],
-                "sampling_params": {"max_new_tokens": 1, "temperature": temperature, "ignore_eos": True},
+                "sampling_params": {"max_new_tokens": 1, "temperature": temperature, "ignore_eos": True, **UNCHANGED},
                 "return_logprob": True,
                 "top_logprobs_num": 5,
             }
@@ -315,6 +319,7 @@ class SGLangEngine(Backend):
 
     def _generate_body(self, request: GenerateRequest) -> dict[str, Any]:
         body = super()._generate_body(request)
+        body["sampling_params"] |= UNCHANGED
         truncates = request.params.truncates(self.vocab or math.inf)
         if request.sampling_mask and truncates and (top_k := self._top_k_with_mask(request.params)):
             body["return_sampling_mask"] = True

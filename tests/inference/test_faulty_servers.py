@@ -373,6 +373,52 @@ def test_a_probe_without_numbers_is_no_traceback(logprob: Any) -> None:
         asyncio.run(probe(address))
 
 
+def test_a_server_that_cuts_tokens_off_unless_it_is_told_not_to_is_probed_for_its_logprobs() -> None:
+    """vLLM fills in what a request leaves out from the model's generation_config.json, such as Qwen2.5's top_p of 0.8.
+
+    It then reports -9999 for the tokens that are cut off, at every temperature.
+    """
+
+    async def answer(http: web.Request) -> web.Response:
+        asked = await http.json()
+        plain = {"top_p": 1, "min_p": 0, "top_k": -1, "repetition_penalty": 1, "presence_penalty": 0}
+        cut = any(asked.get(name) != value for name, value in plain.items())
+        logprobs = {"a": -0.1 / asked["temperature"], "b": -9999.0 if cut else -2.4 / asked["temperature"]}
+        return web.json_response({"choices": [{"logprobs": {"top_logprobs": [logprobs]}}]})
+
+    async def probe(address: str) -> str:
+        client = VLLMEngine(address, "model", 256)
+        try:
+            await client.probe()
+        finally:
+            await client.close()
+        return client.logprobs_mode
+
+    with serving(answer) as address:
+        assert asyncio.run(probe(address)) == "processed"
+
+
+@pytest.mark.parametrize("kind", [SGLangEngine, lambda address: VLLMEngine(address, "model", 256)])
+def test_no_request_is_sampled_with_penalties_that_the_server_would_add(kind: Callable[[str], Any]) -> None:
+    asked: dict[str, Any] = {}
+
+    async def answer(http: web.Request) -> web.Response:
+        asked.update(await http.json())
+        return web.Response(status=400)
+
+    async def ask(address: str) -> None:
+        client = kind(address)
+        try:
+            await client.generate(request(0))
+        finally:
+            await client.close()
+
+    with serving(answer) as address, pytest.raises(EngineError):
+        asyncio.run(ask(address))
+    sampling = asked.get("sampling_params", asked)
+    assert [sampling[f"{name}_penalty"] for name in ("repetition", "presence", "frequency")] == [1, 0, 0]
+
+
 def test_metrics_that_are_no_text_do_not_say_which_process_answers() -> None:
     async def answer(_: web.Request) -> web.Response:
         return web.Response(body=b"\xff\xfe")
