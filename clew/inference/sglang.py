@@ -11,7 +11,7 @@ import contextlib
 import math
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -386,7 +386,7 @@ class SGLangEngine(Backend):
 
     async def receive(self, sent: Broadcast) -> None:
         self._refuse_experts(sent.version)
-        if others := differences({name: each.shape for name, each in self._tensors.items()}, sent.shape_by_name()):
+        if others := differences(self._needed_shapes(sent.names), sent.shape_by_name()):
             raise EngineError(
                 f"Cannot load version {sent.version} into SGLang at {self.address}: the tensors sent are not those of "
                 f"its model: {few(others)}. It did not take part."
@@ -431,9 +431,8 @@ class SGLangEngine(Backend):
             await self._post("/flush_cache", {})
             return
         new = await asyncio.to_thread(read_folder, ref.path)
-        shapes = [{name: each.shape for name, each in tensors.items()} for tensors in (self._tensors, new)]
         # SGLang would load what fits until it fails, and its rollback, which reads the same file, would fail, too.
-        if others := differences(*shapes):
+        if others := differences(self._needed_shapes(new), {name: each.shape for name, each in new.items()}):
             raise EngineError(
                 f"Cannot load version {ref.version} into SGLang at {self.address}: {ref.path} has other tensors than "
                 f"its model: {few(others)}. It was not sent."
@@ -449,6 +448,15 @@ class SGLangEngine(Backend):
             raise EngineError(f"{sentence(str(error))} {await self._left()}") from None
         self._sent, self._expected, self._sent_digests = new, None, _digests_of(ref)
         await self._post("/flush_cache", {})
+
+    def _needed_shapes(self, sent: Collection[str]) -> dict[str, list[int]]:
+        """Return the shapes of the model's tensors, without those that are neither sent nor computed with.
+
+        Old checkpoints have buffers that neither SGLang nor the trainer reads, such as rotary_emb.inv_freq.
+        """
+        used = {part for name in self._held for part in parts_in(name, self._tensors)}
+        left = self._tensors.keys() - used - set(sent) if self._held else set()
+        return {name: each.shape for name, each in self._tensors.items() if name not in left}
 
     def _refuse_experts(self, version: int) -> None:
         if self._has_experts():

@@ -21,6 +21,9 @@ from clew.errors import EngineError
 JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Parts of the tensors that SGLang joins, in its order."""
 
+INDEX = "model.safetensors.index.json"
+"""File that says which of several files has which tensor."""
+
 PADDED_TO = 64
 """SGLang pads the vocabulary with rows of zeros to a multiple of this."""
 
@@ -58,13 +61,22 @@ Tensors = Mapping[str, StoredTensor]
 
 
 def read_folder(folder: str) -> dict[str, StoredTensor]:
-    """Return the tensors of a folder's safetensors files.
+    """Return the tensors of a folder's safetensors files: those in its index, if it has one.
+
+    Other files may hold the same weights in another form, such as Mistral's consolidated.safetensors.
 
     Raises:
         EngineError: There is no such file, or one is cut off.
     """
     tensors: dict[str, StoredTensor] = {}
-    for path in sorted(Path(folder).glob("*.safetensors")):
+    try:
+        listed = orjson.loads((Path(folder) / INDEX).read_bytes())["weight_map"].values()
+        paths = {Path(folder) / name for name in listed}
+    except FileNotFoundError:
+        paths = set(Path(folder).glob("*.safetensors"))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise EngineError(f"Cannot read the list of weights in {folder}/{INDEX}: {error!r}.") from error
+    for path in sorted(paths):
         tensors |= _read_header(path)
     if not tensors:
         raise EngineError(f"Cannot use the weights in {folder}: there is no safetensors file.")
