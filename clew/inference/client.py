@@ -16,6 +16,7 @@ import numpy as np
 import orjson
 from aiohttp.http_exceptions import ContentEncodingError
 
+from clew.config import TOKEN_VARIABLE
 from clew.errors import EngineError, ImageError
 from clew.inference.protocol import (
     FINISH_REASONS,
@@ -30,6 +31,7 @@ from clew.inference.protocol import (
     Timings,
     spans_of,
 )
+from clew.printing import sentence
 from clew.record.broadcast import Broadcast
 from clew.record.weights import WeightRef
 
@@ -353,9 +355,7 @@ class HTTPEngine:
         """
         try:
             return await self._request("GET", "/openapi.json", None, lambda answer, _: dict(answer["paths"]))
-        except EngineUnreachable:
-            raise
-        except EngineError as error:
+        except FaultyAnswer as error:
             raise EngineError(
                 f"Cannot use {self.address}: it is no vLLM or SGLang server, as GET /openapi.json lists no endpoints "
                 f"({error}). Give the host:port that the inference server printed."
@@ -453,6 +453,8 @@ class HTTPEngine:
         message = _message(content)
         if status in AWAY:
             raise EngineUnreachable(address, message or f"it answers with the status {status}")
+        if status in (401, 403):
+            message = f"{sentence(message)} If it was started with --api-key, give that key in {TOKEN_VARIABLE}."
         if status >= 500:
             raise FaultyAnswer(address, f"it failed at {path} ({status}): {message}")
         if status < 400 or status in (404, 405) or content.lstrip()[:1] == b"<":

@@ -131,7 +131,7 @@ class SGLangEngine(Backend):
         self._held: dict[str, str] = {}
         """The server's checksums after the last update that was checked."""
         self._ranks: list[dict[str, str]] = []
-        """Those of each rank; empty before the first update that was checked."""
+        """The checksums of each rank then; empty before the first such update."""
         self._digests: dict[str, str] = {}
         """The trainer's digests of the weights of that update; empty: they are not known."""
         self._sent_digests: dict[str, str] = {}
