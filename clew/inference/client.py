@@ -291,15 +291,19 @@ class HTTPEngine:
                 f"inference server {self.address} answered that it loaded version {ref.version}, and serves version "
                 f"{serves}. Look into its log, and at what stands between it and the trainer."
             )
-        return loaded["clew"]
+        return self._timings("/update_weights_from_disk", loaded)
 
     async def receive_weights(self, sent: Broadcast) -> Timings:
         """Have the server take part in a broadcast; `load_weights` then has it checked.
 
         A server with vLLM or SGLang behind it aborts all requests first; one with the embedded engine keeps serving.
         """
-        received = await self._post("/receive_weights", asdict(sent))
-        return received.get("clew", {})
+        return self._timings("/receive_weights", await self._post("/receive_weights", asdict(sent)))
+
+    def _timings(self, path: str, answer: dict[str, Any]) -> Timings:
+        """Return the timings in an answer of a `clew serve`; empty if it has none."""
+        with _readable(self.address, path, orjson.dumps(answer)):
+            return {part: float(seconds) for part, seconds in answer.get("clew", {}).items()}
 
     async def abort(self, request_id: str | None = None) -> None:
         """Abort one request, or all (None); their tokens so far are returned."""

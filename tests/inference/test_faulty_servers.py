@@ -27,6 +27,7 @@ from clew.inference.protocol import Completion, EngineUnreachable, FaultyAnswer,
 from clew.inference.resubmit import TRIES, generate_through_aborts
 from clew.inference.sglang import SGLangEngine
 from clew.inference.vllm import VLLMEngine
+from clew.loop.server_control import ServerControl
 from clew.record.run import RunDirectory, Server
 from clew.record.weights import WeightRef
 from clew.rollout.server_pool import ServerPool
@@ -448,6 +449,29 @@ def test_an_answer_to_the_trainer_that_is_no_object_is_said_to_be_faulty(content
 
     with serving(answer) as address, pytest.raises(FaultyAnswer, match=f"{address}.*it is no JSON object"):
         asyncio.run(load(address))
+
+
+@pytest.mark.parametrize("timings", [None, [1], {"load": "fast"}])
+def test_timings_that_cannot_be_read_take_one_server_out_and_not_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, timings: Any
+) -> None:
+    run = RunDirectory(tmp_path / "run")
+    updated = {"success": True, "weight_version": "5"}
+
+    async def update(_: web.Request) -> web.Response:
+        return web.json_response({**updated, "clew": {"load": 0.5}})
+
+    async def update_badly(_: web.Request) -> web.Response:
+        return web.json_response({**updated, "clew": timings})
+
+    with serving(update) as good_address, serving(update_badly) as bad_address:
+        for name, address in (("good", good_address), ("bad", bad_address)):
+            run.register_server(Server(name=name, address=address, pid=0, ready=True))
+        control = ServerControl(run)
+        assert control.load(WeightRef(version=5, path="/nowhere", digest="")) == {"load": 0.5}
+        control.close()
+    assert [server.name for server in run.servers() if server.ready] == ["good"]
+    assert f"inference server {bad_address}: its answer to /update_weights_from_disk cannot be read" in caplog.text
 
 
 @pytest.fixture
