@@ -14,7 +14,9 @@ from typing import Any, NoReturn
 import aiohttp
 import numpy as np
 import orjson
+from aiohttp.http_exceptions import ContentEncodingError
 
+from clew.config import TOKEN_VARIABLE
 from clew.errors import EngineError, ImageError
 from clew.inference.protocol import (
     FINISH_REASONS,
@@ -29,6 +31,7 @@ from clew.inference.protocol import (
     Timings,
     spans_of,
 )
+from clew.printing import sentence
 from clew.record.broadcast import Broadcast
 from clew.record.weights import WeightRef
 
@@ -43,6 +46,9 @@ LONGEST_PAGE = 200
 
 AWAY = (429, 502, 503, 504)
 """Statuses of a server that is busy, starting or draining, and of a proxy whose server is away."""
+
+LARGEST_VERSION = 2**31 - 1
+"""Largest version that the record holds."""
 
 LARGEST_LOGPROB = 1e-3
 """Largest logprob that rounding explains, in nats."""
@@ -143,16 +149,24 @@ class HTTPEngine:
         """Return the name under which the record lists the server at an address."""
         return f"{self.kind} {address}".strip()
 
-    def _check_prompt(self, answer: dict[str, Any], request: GenerateRequest) -> None:
-        """Raise an error if the answer belongs to another prompt than the request's."""
+    def _check_request(self, answer: dict[str, Any], request: GenerateRequest, address: str) -> None:
+        """Raise FaultyAnswer if an answer, or an event of a stream, belongs to another request."""
+        answered = (answer.get("meta_info") or {}).get("id")
+        if request.id and answered is not None and answered != request.id:
+            raise FaultyAnswer(
+                address,
+                f"it was asked for request {request.id}, and answered request {answered}. Does a proxy before it store "
+                f"answers, or send them to the wrong client?",
+            )
 
     async def _in_one_answer(self, path: str, body: dict[str, Any], request: GenerateRequest) -> Completion:
         """Return a completion that comes in one answer."""
 
         def take(answer: dict[str, Any], address: str) -> Completion:
-            self._check_prompt(answer, request)
+            self._check_request(answer, request, address)
             completion = self._new_of(answer, 0, address)
             assert completion is not None, "the answer has no completion"
+            _check_masks(completion.sampling_mask, completion.output_ids)
             self._check(completion, len(completion.output_ids), request, address)
             return completion
 
@@ -173,8 +187,11 @@ class HTTPEngine:
         def take(event: dict[str, Any], address: str) -> Completion | None:
             nonlocal server, versions
             server, before = address, len(so_far.output_ids)
+            self._check_request(event, request, address)
             new = self._new_of(event, before, address)
             if new is not None:
+                if new.sampling_mask is not None:  # `clew serve` sends all at the end, vLLM each event's own
+                    _check_masks(masks + new.sampling_mask, so_far.output_ids + new.output_ids)
                 self._check(new, before + len(new.output_ids), request, address)
                 versions = final_versions(event) or versions + new.versions
             return new
@@ -183,7 +200,7 @@ class HTTPEngine:
             async for new in self._events(path, {**body, "stream": True}, take):
                 if new is None:
                     continue
-                masks += new.sampling_mask or []  # `clew serve` sends all at the end, vLLM each event's own
+                masks += new.sampling_mask or []
                 so_far = replace(
                     new,
                     output_ids=so_far.output_ids + new.output_ids,
@@ -274,15 +291,19 @@ class HTTPEngine:
                 f"inference server {self.address} answered that it loaded version {ref.version}, and serves version "
                 f"{serves}. Look into its log, and at what stands between it and the trainer."
             )
-        return loaded["clew"]
+        return self._timings("/update_weights_from_disk", loaded)
 
     async def receive_weights(self, sent: Broadcast) -> Timings:
         """Have the server take part in a broadcast; `load_weights` then has it checked.
 
         A server with vLLM or SGLang behind it aborts all requests first; one with the embedded engine keeps serving.
         """
-        received = await self._post("/receive_weights", asdict(sent))
-        return received.get("clew", {})
+        return self._timings("/receive_weights", await self._post("/receive_weights", asdict(sent)))
+
+    def _timings(self, path: str, answer: dict[str, Any]) -> Timings:
+        """Return the timings in an answer of a `clew serve`; empty if it has none."""
+        with _readable(self.address, path, orjson.dumps(answer)):
+            return {part: float(seconds) for part, seconds in answer.get("clew", {}).items()}
 
     async def abort(self, request_id: str | None = None) -> None:
         """Abort one request, or all (None); their tokens so far are returned."""
@@ -338,9 +359,7 @@ class HTTPEngine:
         """
         try:
             return await self._request("GET", "/openapi.json", None, lambda answer, _: dict(answer["paths"]))
-        except EngineUnreachable:
-            raise
-        except EngineError as error:
+        except FaultyAnswer as error:
             raise EngineError(
                 f"Cannot use {self.address}: it is no vLLM or SGLang server, as GET /openapi.json lists no endpoints "
                 f"({error}). Give the host:port that the inference server printed."
@@ -381,7 +400,7 @@ class HTTPEngine:
             async for part in response.content.iter_any():
                 content = content or part
                 *lines, line = (line + part).split(b"\n")
-                for data in (text[6:].strip() for text in lines if text.startswith(b"data: ")):
+                for data in (text[5:].strip() for text in lines if text.startswith(b"data:")):
                     if ended := data == b"[DONE]":
                         continue
                     with _readable(address, path, data):
@@ -419,6 +438,10 @@ class HTTPEngine:
             reason = "it closed the connection without an answer: it died, or this port expects TLS (https)"
             raise EngineUnreachable(self.address, reason) from error
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
+            if isinstance(error.__cause__, ContentEncodingError):
+                raise FaultyAnswer(
+                    self.address, f"its answer to {path} is not compressed as its header says. {ADDRESS_HINT}"
+                ) from error
             raise EngineUnreachable(self.address, str(error) or type(error).__name__) from error
 
     def _connected(self) -> aiohttp.ClientSession:
@@ -434,6 +457,8 @@ class HTTPEngine:
         message = _message(content)
         if status in AWAY:
             raise EngineUnreachable(address, message or f"it answers with the status {status}")
+        if status in (401, 403):
+            message = f"{sentence(message)} If it was started with --api-key, give that key in {TOKEN_VARIABLE}."
         if status >= 500:
             raise FaultyAnswer(address, f"it failed at {path} ({status}): {message}")
         if status < 400 or status in (404, 405) or content.lstrip()[:1] == b"<":
@@ -476,6 +501,17 @@ def wrong_numbers(completion: Completion, vocab: int | None) -> str:
         bad = next(token for token in ids if type(token) is not int or not 0 <= token < limit)
         return f"it returned the token ID {bad!r}" + ("" if vocab is None else f", and the model has 0 to {vocab - 1}")
     return ""
+
+
+def _check_masks(masks: list[list[int]] | None, output_ids: list[int]) -> None:
+    """Raise ValueError if the sampling masks cannot be those of the tokens. An empty mask stands for all tokens."""
+    if masks is None:
+        return
+    if len(masks) != len(output_ids):
+        raise ValueError(f"{len(output_ids)} tokens and {len(masks)} sampling masks")
+    for token, mask in zip(output_ids, masks, strict=True):
+        if mask and token not in mask:
+            raise ValueError(f"the sampling mask of the token {token} does not have it")
 
 
 def sampling_fields(params: SamplingParams) -> dict[str, Any]:
@@ -521,11 +557,14 @@ def completion_of(answer: dict[str, Any], server: str, *, labelled: bool = False
     versions: list[int] = []
     more = meta.get("clew") or {}
     spans = meta.get("weight_versions") or [{"version": meta.get("weight_version"), "start": 0, "end": len(pairs)}]
-    for span in spans:
+    for span, former in zip(spans, [None, *spans], strict=False):
+        if former is not None and span["start"] != former["end"]:
+            raise ValueError("its weight_versions do not follow one another")
         version = str(span["version"])
-        if labelled and not version.isdigit() and span["end"] > span["start"]:
+        is_version = version.isdigit() and int(version) <= LARGEST_VERSION
+        if labelled and not is_version and span["end"] > span["start"]:
             raise ValueError(f"weight_version {version}")
-        versions += [int(version) if version.isdigit() else 0] * (span["end"] - span["start"])
+        versions += [int(version) if is_version else 0] * (span["end"] - span["start"])
     ended: dict[str, Any] = meta["finish_reason"] or {"type": "abort"}
     if ended["type"] not in FINISH_REASONS:
         raise ValueError(f"finish_reason {ended['type']!r}")
@@ -536,9 +575,17 @@ def completion_of(answer: dict[str, Any], server: str, *, labelled: bool = False
         finish_reason=ended["type"],
         matched=ended.get("matched"),
         sampling_mask=more.get("sampling_mask"),
-        sampled_by=more.get("sampled_by") or spans_of(spans, server),  # a `clew serve` names the server behind it
+        sampled_by=_sampled_by(more.get("sampled_by") or []) or spans_of(spans, server),
         routed_experts=experts_of(more.get("routed_experts")),
     )
+
+
+def _sampled_by(reported: list[dict[str, Any]]) -> list[Span]:
+    """Return the spans in which a `clew serve` names the servers behind it."""
+    return [
+        Span(start=int(each["start"]), end=int(each["end"]), server=str(each["server"]), version=each["version"])
+        for each in reported
+    ]
 
 
 def final_versions(event: dict[str, Any]) -> list[int]:
@@ -553,7 +600,10 @@ def final_versions(event: dict[str, Any]) -> list[int]:
 
 def experts_of(encoded: str | None) -> np.ndarray | None:
     """Return an array from the base64 of a .npy file, in which vLLM and `clew serve` send routed experts."""
-    return None if encoded is None else np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
+    if encoded is None:
+        return None
+    # np.load also takes other kinds of files, and raises errors of other kinds.
+    return np.lib.format.read_array(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
 
 
 def _message(content: bytes) -> str:

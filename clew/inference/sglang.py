@@ -11,7 +11,7 @@ import contextlib
 import math
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,15 @@ from clew.devices import gpus
 from clew.errors import ConfigError, EngineError, ImageError, RecordError, first_line
 from clew.inference.backend import Backend, Launch, check_model, config_field, options
 from clew.inference.protocol import Completion, EngineUnreachable, FaultyAnswer, GenerateRequest, SamplingParams
-from clew.inference.sglang_checksums import Tensors, checksums, left_behind, parts_in, read_folder
+from clew.inference.sglang_checksums import (
+    Tensors,
+    checksums,
+    joined_ranks,
+    left_behind,
+    parts_in,
+    ranks_left_behind,
+    read_folder,
+)
 from clew.models.vision import Vision
 from clew.printing import few, sentence
 from clew.record.broadcast import Broadcast
@@ -70,6 +78,10 @@ completion that an update interrupts is continued as a longer prompt."""
 
 OPTIONS_S = 120.0
 """Seconds within which SGLang must list its options."""
+
+UNCHANGED = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+"""Sampling parameters that change the distribution, and that Clew never uses. SGLang would take those that a request
+leaves out from its --preferred-sampling-params."""
 
 MASKS = "output_token_sampling_mask"
 """Field of an answer with the IDs that each token was drawn from."""
@@ -118,6 +130,8 @@ class SGLangEngine(Backend):
         self._dtype, self._wanted_dtype = "F32", ""
         self._held: dict[str, str] = {}
         """The server's checksums after the last update that was checked."""
+        self._ranks: list[dict[str, str]] = []
+        """The checksums of each rank then; empty before the first such update."""
         self._digests: dict[str, str] = {}
         """The trainer's digests of the weights of that update; empty: they are not known."""
         self._sent_digests: dict[str, str] = {}
@@ -194,7 +208,7 @@ class SGLangEngine(Backend):
         """Find out how updates can be checked, given the server's /server_info."""
         on_one_cpu = server.get("device") == "cpu" and server.get("tp_size", 1) == 1
         self._checks_weights = has_checker and on_one_cpu and bool(self._dtype)
-        self._notices_changes, self._held = False, {}
+        self._notices_changes, self._held, self._ranks = False, {}, []
         if self._checks_weights:
             self._held = await self._checksums()
         elif has_checker and self._dtype and not server.get("quantization") and not server.get("torchao_config"):
@@ -264,7 +278,7 @@ class SGLangEngine(Backend):
         for temperature in (1.0, 0.5):
             body = {
                 "input_ids": [0, 1, 2, 3],
-                "sampling_params": {"max_new_tokens": 1, "temperature": temperature, "ignore_eos": True},
+                "sampling_params": {"max_new_tokens": 1, "temperature": temperature, "ignore_eos": True, **UNCHANGED},
                 "return_logprob": True,
                 "top_logprobs_num": 5,
             }
@@ -305,6 +319,7 @@ class SGLangEngine(Backend):
 
     def _generate_body(self, request: GenerateRequest) -> dict[str, Any]:
         body = super()._generate_body(request)
+        body["sampling_params"] |= UNCHANGED
         truncates = request.params.truncates(self.vocab or math.inf)
         if request.sampling_mask and truncates and (top_k := self._top_k_with_mask(request.params)):
             body["return_sampling_mask"] = True
@@ -371,7 +386,7 @@ class SGLangEngine(Backend):
 
     async def receive(self, sent: Broadcast) -> None:
         self._refuse_experts(sent.version)
-        if others := differences({name: each.shape for name, each in self._tensors.items()}, sent.shape_by_name()):
+        if others := differences(self._needed_shapes(sent.names), sent.shape_by_name()):
             raise EngineError(
                 f"Cannot load version {sent.version} into SGLang at {self.address}: the tensors sent are not those of "
                 f"its model: {few(others)}. It did not take part."
@@ -416,9 +431,8 @@ class SGLangEngine(Backend):
             await self._post("/flush_cache", {})
             return
         new = await asyncio.to_thread(read_folder, ref.path)
-        shapes = [{name: each.shape for name, each in tensors.items()} for tensors in (self._tensors, new)]
         # SGLang would load what fits until it fails, and its rollback, which reads the same file, would fail, too.
-        if others := differences(*shapes):
+        if others := differences(self._needed_shapes(new), {name: each.shape for name, each in new.items()}):
             raise EngineError(
                 f"Cannot load version {ref.version} into SGLang at {self.address}: {ref.path} has other tensors than "
                 f"its model: {few(others)}. It was not sent."
@@ -434,6 +448,15 @@ class SGLangEngine(Backend):
             raise EngineError(f"{sentence(str(error))} {await self._left()}") from None
         self._sent, self._expected, self._sent_digests = new, None, _digests_of(ref)
         await self._post("/flush_cache", {})
+
+    def _needed_shapes(self, sent: Collection[str]) -> dict[str, list[int]]:
+        """Return the shapes of the model's tensors, without those that are neither sent nor computed with.
+
+        Old checkpoints have buffers that neither SGLang nor the trainer reads, such as rotary_emb.inv_freq.
+        """
+        used = {part for name in self._held for part in parts_in(name, self._tensors)}
+        left = self._tensors.keys() - used - set(sent) if self._held else set()
+        return {name: each.shape for name, each in self._tensors.items() if name not in left}
 
     def _refuse_experts(self, version: int) -> None:
         if self._has_experts():
@@ -451,7 +474,8 @@ class SGLangEngine(Backend):
             )
         if not self._checks_weights and not self._notices_changes:
             return
-        held = await self._checksums()
+        ranks = await self._rank_checksums()
+        held = joined_ranks(ranks)
         if self._checks_weights:
             await self._compare(ref, held)
         elif behind := left_behind(self._held, held, self._digests, self._sent_digests):
@@ -460,7 +484,13 @@ class SGLangEngine(Backend):
                 f"{len(held)} tensors have not changed, although the trainer has changed them: {few(behind)}. It "
                 f"serves nothing now."
             )
-        self._held, self._digests = held, self._sent_digests
+        elif old := ranks_left_behind(self._ranks, ranks, self._digests, self._sent_digests):
+            raise EngineError(
+                f"SGLang at {self.address} answered that it loaded version {ref.version}, but {len(old)} of its "
+                f"{len(ranks)} ranks still hold the weights from before the update: {few(old)}. It serves "
+                f"nothing now. Its log may say why; restart it."
+            )
+        self._held, self._ranks, self._digests = held, ranks, self._sent_digests
 
     async def _compare(self, ref: WeightRef, held: Mapping[str, str]) -> None:
         """Raise EngineError if the server's checksums are not those of what was sent."""
@@ -491,15 +521,16 @@ class SGLangEngine(Backend):
 
     async def _checksums(self) -> dict[str, str]:
         """Return the server's own checksums of each tensor that it computes with: those of all its ranks, joined."""
+        return joined_ranks(await self._rank_checksums())
 
-        def take(answer: dict[str, Any], _: str) -> dict[str, str]:
-            by_name: dict[str, list[str]] = {}
-            for rank in answer["ranks"]:
-                for name, checksum in rank["checksums"].items():
-                    by_name.setdefault(name, []).append(checksum)
-            if not by_name:  # every update would seem to be checked
+    async def _rank_checksums(self) -> list[dict[str, str]]:
+        """Return the checksums of each rank's tensors."""
+
+        def take(answer: dict[str, Any], _: str) -> list[dict[str, str]]:
+            ranks = [dict(rank["checksums"]) for rank in answer["ranks"]]
+            if not any(ranks):  # every update would seem to be checked
                 raise ValueError("it has no checksums")
-            return {name: "".join(sorted(each)) for name, each in by_name.items()}
+            return ranks
 
         return await self._post("/weights_checker", {"action": "checksum"}, take)
 

@@ -21,6 +21,9 @@ from clew.errors import EngineError
 JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Parts of the tensors that SGLang joins, in its order."""
 
+INDEX = "model.safetensors.index.json"
+"""File that says which of several files has which tensor."""
+
 PADDED_TO = 64
 """SGLang pads the vocabulary with rows of zeros to a multiple of this."""
 
@@ -58,13 +61,22 @@ Tensors = Mapping[str, StoredTensor]
 
 
 def read_folder(folder: str) -> dict[str, StoredTensor]:
-    """Return the tensors of a folder's safetensors files.
+    """Return the tensors of a folder's safetensors files: those in its index, if it has one.
+
+    Other files may hold the same weights in another form, such as Mistral's consolidated.safetensors.
 
     Raises:
         EngineError: There is no such file, or one is cut off.
     """
     tensors: dict[str, StoredTensor] = {}
-    for path in sorted(Path(folder).glob("*.safetensors")):
+    try:
+        listed = orjson.loads((Path(folder) / INDEX).read_bytes())["weight_map"].values()
+        paths = {Path(folder) / name for name in listed}
+    except FileNotFoundError:
+        paths = set(Path(folder).glob("*.safetensors"))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise EngineError(f"Cannot read the list of weights in {folder}/{INDEX}: {error!r}.") from error
+    for path in sorted(paths):
         tensors |= _read_header(path)
     if not tensors:
         raise EngineError(f"Cannot use the weights in {folder}: there is no safetensors file.")
@@ -128,9 +140,44 @@ def left_behind(
         sent_before: The trainer's digests of the weights that SGLang had, by the names of the checkpoint.
         sent: Those of the weights that were sent.
     """
-    changed = {name for name in sent.keys() & sent_before.keys() if sent[name] != sent_before[name]}
+    changed = _changed(sent_before, sent)
     same = [name for name in held if held[name] == held_before.get(name)]
     return [name for name in same if not changed.isdisjoint(parts_in(name, sent))]
+
+
+def ranks_left_behind(
+    held_before: Sequence[Mapping[str, str]],
+    held: Sequence[Mapping[str, str]],
+    sent_before: Mapping[str, str],
+    sent: Mapping[str, str],
+) -> list[int]:
+    """Return SGLang's ranks that hold what a rank held before, although the trainer has changed most tensors.
+
+    One tensor proves nothing: the numbers that changed may all lie in another rank's slice. The arguments are those of
+    `left_behind`, rank by rank.
+    """
+    changed = _changed(sent_before, sent)
+    behind = []
+    for rank, tensors in enumerate(held):
+        if tensors in held_before:
+            count = sum(not changed.isdisjoint(parts_in(name, sent)) for name in tensors)
+            if 2 * count > len(tensors):
+                behind.append(rank)
+    return behind
+
+
+def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> set[str]:
+    """Return the tensors that two versions of the weights have with different digests."""
+    return {name for name in now.keys() & before.keys() if now[name] != before[name]}
+
+
+def joined_ranks(ranks: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Return each tensor's checksums on all ranks, joined."""
+    by_name: dict[str, list[str]] = {}
+    for tensors in ranks:
+        for name, checksum_ in tensors.items():
+            by_name.setdefault(name, []).append(checksum_)
+    return {name: "".join(sorted(each)) for name, each in by_name.items()}
 
 
 def checksum(name: str, parts: list[StoredTensor], dtype: str) -> list[str]:

@@ -62,6 +62,10 @@ EXTENSION = "clew.inference.vllm_worker.Extension"
 
 RESTART = "Start vLLM with --logprobs-mode processed_logprobs"
 
+UNCHANGED = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+"""Sampling parameters that change the distribution, and that Clew never uses. vLLM would take those that a request
+leaves out from the model's generation_config.json."""
+
 OWN = (
     *("model", "host", "port", "dtype", "served-model-name", "tokenizer", "max-num-seqs", "kv-cache-memory-bytes"),
     *("logprobs-mode", "worker-extension-cls", "api-key"),
@@ -336,7 +340,10 @@ class VLLMEngine(Backend):
             "temperature": temperature,
             "logprobs": 5,
             "top_k": TOP_K if self._masks else -1,
+            "top_p": 1.0,
+            "min_p": 0.0,
             "return_tokens_as_token_ids": True,
+            **UNCHANGED,
         }
         try:
             answer = await self._post("/v1/completions", body)
@@ -424,7 +431,7 @@ class VLLMEngine(Backend):
             body["return_token_ids"] = True
         return GENERATE, body
 
-    def _check_prompt(self, answer: dict[str, Any], request: GenerateRequest) -> None:
+    def _check_request(self, answer: dict[str, Any], request: GenerateRequest, address: str) -> None:
         """Raise ImageError if vLLM's own processor has expanded the images to other tokens than the request has."""
         if request.images and (seen := answer.get("prompt_token_ids")) != request.input_ids:
             raise ImageError(
@@ -497,8 +504,8 @@ def _sampling_fields(params: SamplingParams) -> dict[str, Any]:
         "include_stop_str_in_output": True,
         "stop_token_ids": list(params.stop_token_ids or ()),
         "ignore_eos": params.stop_token_ids is not None,
-        "repetition_penalty": 1.0,  # otherwise the one in the model's generation_config.json
         "logprobs": 0,
+        **UNCHANGED,
     }
     if params.json_schema is not None:
         fields["structured_outputs"] = {"json": params.json_schema}

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from clew.inference.weight_group import joined, receive_buckets
-from clew.models.tensor_digest import digest_scattered, digest_tensor
+from clew.models.tensor_digest import Layout, digest_scattered, digest_tensor
 from clew.record.broadcast import Broadcast
 
 
@@ -62,10 +62,17 @@ class Copied(NamedTuple):
     """Steps from one element of the piece to the next, in the tensor, by dimension."""
     held: Tensor
     """View of the engine's memory, in the piece's shape."""
+    rearranged: tuple[Layout, ...] = ()
+    """Contiguous copies of views between the tensor and the piece, which is then a piece of the last of them. BLOOM's
+    loader sorts the rows of query_key_value so, for example."""
 
 
 Copies = dict[str, tuple[Tensor, list[Copied]]]
 """Tensors on the meta device (shape and type alone), with the places where the engine holds them, by name."""
+
+
+KEEPING = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
+"""Operations that return their input's numbers in a tensor of its own: on another device, or in another order."""
 
 
 class CopyTrace(TorchDispatchMode):
@@ -78,43 +85,46 @@ class CopyTrace(TorchDispatchMode):
         super().__init__()
         self.copies: dict[str, list[Copied]] = {}
         self._addresses: list[int] = []
-        self._watched: list[tuple[str, Tensor]] = []
-        """Tensors that are followed, by name, in the order of their `_addresses`."""
+        self._watched: list[tuple[str, Tensor, tuple[Layout, ...]]] = []
+        """Tensors that are followed, in the order of their `_addresses`: name, tensor, how it was rearranged."""
 
-    def watch(self, name: str, source: Tensor) -> None:
+    def watch(self, name: str, source: Tensor, rearranged: tuple[Layout, ...] = ()) -> None:
         """Follow a contiguous tensor, which has just been read. It is kept alive, so that no other gets its address."""
         place = bisect_right(self._addresses, source.data_ptr())
         self._addresses.insert(place, source.data_ptr())
-        self._watched.insert(place, (name, source))
+        self._watched.insert(place, (name, source, rearranged))
         self.copies.setdefault(name, [])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.copy_.default:
             self._note(args[0], args[1])
-        elif func is torch.ops.aten._to_copy.default and result.dtype == args[0].dtype:
-            self._follow(args[0], result)  # moved to the device before it is copied into the parameter
+        elif func in KEEPING and result.dtype == args[0].dtype and result.is_contiguous():
+            self._follow(args[0], result)
         return result
 
-    def _find(self, view: Tensor) -> tuple[str, int] | None:
-        """Return the name of the tensor that this is a view of, and the position at which it begins there."""
+    def _find(self, view: Tensor) -> tuple[str, int, tuple[Layout, ...]] | None:
+        """Return the name of the tensor that this is a view of, where it begins there, and how that was rearranged."""
         place = bisect_right(self._addresses, view.data_ptr()) - 1
         if place < 0:
             return None
-        name, whole = self._watched[place]
+        name, whole, rearranged = self._watched[place]
         offset = (view.data_ptr() - whole.data_ptr()) // whole.element_size()
-        return (name, offset) if offset < whole.numel() and view.dtype == whole.dtype else None
+        return (name, offset, rearranged) if offset < whole.numel() and view.dtype == whole.dtype else None
 
     def _note(self, held: Tensor, source: Tensor) -> None:
         if (found := self._find(source)) is not None:
-            name, offset = found
+            name, offset, rearranged = found
             strides = source.expand(held.shape).stride()
-            self.copies[name].append(Copied(offset, strides, held.detach()))
+            self.copies[name].append(Copied(offset, strides, held.detach(), rearranged))
 
-    def _follow(self, source: Tensor, moved: Tensor) -> None:
-        found = self._find(source)
-        if found is not None and found[1] == 0 and source.is_contiguous() and moved.is_contiguous():
-            self.watch(found[0], moved)
+    def _follow(self, source: Tensor, copy: Tensor) -> None:
+        """Follow a copy of a view, which the loader has made on the way to the parameter."""
+        if (found := self._find(source)) is not None:
+            name, offset, rearranged = found
+            same = offset == 0 and source.is_contiguous()
+            more = () if same else (Layout(offset, tuple(source.shape), source.stride()),)
+            self.watch(name, copy, (*rearranged, *more))
 
 
 def read_folder(folder: str) -> Iterator[dict[str, Tensor]]:
@@ -255,7 +265,8 @@ class Extension:
             cast: set[str] = set()
             for piece in pieces:
                 if storage_of(piece.held) in alive:
-                    digest += digest_scattered(piece.held, piece.offset, piece.strides, name=name)
+                    offset, strides, rearranged = piece.offset, piece.strides, piece.rearranged
+                    digest += digest_scattered(piece.held, offset, strides, name=name, rearranged=rearranged)
                     count += piece.held.numel()
                     if piece.held.dtype != written.dtype:
                         cast.add(str(piece.held.dtype))

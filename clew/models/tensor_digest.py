@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -64,18 +65,39 @@ def as_array(tensor: Tensor) -> np.ndarray:
     return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
-def digest_scattered(tensor: Tensor, offset: int, strides: tuple[int, ...], *, name: str) -> int:
+class Layout(NamedTuple):
+    """Positions of a view's elements in the tensor that it is a view of."""
+
+    offset: int
+    """Flat position of the first element."""
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    """Steps from one element to the next, by dimension."""
+
+    def places(self) -> Tensor:
+        """Return the flat position of each element, in the view's shape."""
+        places = torch.full((), self.offset, dtype=torch.int64)
+        for size, stride in zip(self.shape, self.strides, strict=True):
+            places = places.unsqueeze(-1) + torch.arange(size) * stride
+        return places
+
+
+def digest_scattered(
+    tensor: Tensor, offset: int, strides: tuple[int, ...], *, name: str, rearranged: Sequence[Layout] = ()
+) -> int:
     """Return the digest of a piece whose elements may lie apart in the whole, as a slice of columns does.
 
     Args:
         offset: Flat position of the piece's first element in the whole.
         strides: Steps in the whole from one element to the next, by dimension of the piece.
+        rearranged: Views that were copied into contiguous tensors, one after another. The first is a view of the whole,
+            and the piece belongs to the copy of the last.
     """
-    if strides == torch.empty(tensor.shape, device="meta").stride():
+    if not rearranged and strides == torch.empty(tensor.shape, device="meta").stride():
         return digest_tensor(tensor, name=name, start=offset)
-    places_ = torch.full((), offset, dtype=torch.int64)
-    for size, stride in zip(tensor.shape, strides, strict=True):
-        places_ = places_.unsqueeze(-1) + torch.arange(size) * stride
+    places_ = Layout(offset, tuple(tensor.shape), strides).places()
+    for layout in reversed(rearranged):
+        places_ = layout.places().view(-1)[places_]
     size, mask = tensor.element_size(), (1 << 8 * tensor.element_size()) - 1
     flat, places = tensor.contiguous().view(-1).view(_BITS[size]), places_.view(-1).to(tensor.device)
     within = _within_block(tensor.device)

@@ -27,6 +27,7 @@ from clew.inference.protocol import Completion, EngineUnreachable, FaultyAnswer,
 from clew.inference.resubmit import TRIES, generate_through_aborts
 from clew.inference.sglang import SGLangEngine
 from clew.inference.vllm import VLLMEngine
+from clew.loop.server_control import ServerControl
 from clew.record.run import RunDirectory, Server
 from clew.record.weights import WeightRef
 from clew.rollout.server_pool import ServerPool
@@ -103,6 +104,18 @@ def longer(answer: Any) -> Any:
     return answer
 
 
+def with_fields(**fields: Any) -> Callable[[Any], Any]:
+    """Return a change of what an answer tells about itself."""
+
+    def change(answer: Any) -> Any:
+        answer["meta_info"] |= fields
+        return answer
+
+    return change
+
+
+OVERLAPPING = [{"version": "0", "start": 0, "end": 20}, {"version": "1", "start": 0, "end": TOKENS - 20}]
+
 FAULTS: dict[str, tuple[Callable[[bytes], web.Response], str]] = {
     "html": (
         lambda _: web.Response(text="<html>Welcome to nginx!", content_type="text/html"),
@@ -124,6 +137,17 @@ FAULTS: dict[str, tuple[Callable[[bytes], web.Response], str]] = {
     "negative": (spoilt(first_pair(token=-1)), "it returned the token ID -1"),
     "finish reason": (spoilt(unknown_end), "finish_reason 'error'"),
     "counts": (spoilt(without_last_logprob), f"{TOKENS} tokens and {TOKENS - 1} logprobs"),
+    "another request": (spoilt(with_fields(id="g000099.e9.i0")), "and answered request g000099.e9.i0. Does a proxy"),
+    "few masks": (spoilt(with_fields(clew={"sampling_mask": [[7]]})), f"{TOKENS} tokens and 1 sampling masks"),
+    "other masks": (spoilt(with_fields(clew={"sampling_mask": [[VOCAB]] * TOKENS})), "the sampling mask of the token"),
+    "experts": (spoilt(with_fields(clew={"routed_experts": "UEsDBA=="})), "cannot be read"),
+    "sampled by": (spoilt(with_fields(clew={"sampled_by": "x"})), "cannot be read"),
+    "spans": (spoilt(with_fields(weight_versions=OVERLAPPING)), "its weight_versions do not follow one another"),
+    "version": (spoilt(with_fields(weight_version=str(2**31), weight_versions=None)), f"weight_version {2**31}"),
+    "not compressed": (
+        lambda content: web.Response(body=content, headers={"Content-Encoding": "gzip"}),
+        "is not compressed as its header says",
+    ),
     "too many": (spoilt(longer), f"it returned {2 * TOKENS} tokens, and was asked for at most {TOKENS}"),
 }
 AWAY = {
@@ -350,6 +374,52 @@ def test_a_probe_without_numbers_is_no_traceback(logprob: Any) -> None:
         asyncio.run(probe(address))
 
 
+def test_a_server_that_cuts_tokens_off_unless_it_is_told_not_to_is_probed_for_its_logprobs() -> None:
+    """vLLM fills in what a request leaves out from the model's generation_config.json, such as Qwen2.5's top_p of 0.8.
+
+    It then reports -9999 for the tokens that are cut off, at every temperature.
+    """
+
+    async def answer(http: web.Request) -> web.Response:
+        asked = await http.json()
+        plain = {"top_p": 1, "min_p": 0, "top_k": -1, "repetition_penalty": 1, "presence_penalty": 0}
+        cut = any(asked.get(name) != value for name, value in plain.items())
+        logprobs = {"a": -0.1 / asked["temperature"], "b": -9999.0 if cut else -2.4 / asked["temperature"]}
+        return web.json_response({"choices": [{"logprobs": {"top_logprobs": [logprobs]}}]})
+
+    async def probe(address: str) -> str:
+        client = VLLMEngine(address, "model", 256)
+        try:
+            await client.probe()
+        finally:
+            await client.close()
+        return client.logprobs_mode
+
+    with serving(answer) as address:
+        assert asyncio.run(probe(address)) == "processed"
+
+
+@pytest.mark.parametrize("kind", [SGLangEngine, lambda address: VLLMEngine(address, "model", 256)])
+def test_no_request_is_sampled_with_penalties_that_the_server_would_add(kind: Callable[[str], Any]) -> None:
+    asked: dict[str, Any] = {}
+
+    async def answer(http: web.Request) -> web.Response:
+        asked.update(await http.json())
+        return web.Response(status=400)
+
+    async def ask(address: str) -> None:
+        client = kind(address)
+        try:
+            await client.generate(request(0))
+        finally:
+            await client.close()
+
+    with serving(answer) as address, pytest.raises(EngineError):
+        asyncio.run(ask(address))
+    sampling = asked.get("sampling_params", asked)
+    assert [sampling[f"{name}_penalty"] for name in ("repetition", "presence", "frequency")] == [1, 0, 0]
+
+
 def test_metrics_that_are_no_text_do_not_say_which_process_answers() -> None:
     async def answer(_: web.Request) -> web.Response:
         return web.Response(body=b"\xff\xfe")
@@ -379,6 +449,29 @@ def test_an_answer_to_the_trainer_that_is_no_object_is_said_to_be_faulty(content
 
     with serving(answer) as address, pytest.raises(FaultyAnswer, match=f"{address}.*it is no JSON object"):
         asyncio.run(load(address))
+
+
+@pytest.mark.parametrize("timings", [None, [1], {"load": "fast"}])
+def test_timings_that_cannot_be_read_take_one_server_out_and_not_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, timings: Any
+) -> None:
+    run = RunDirectory(tmp_path / "run")
+    updated = {"success": True, "weight_version": "5"}
+
+    async def update(_: web.Request) -> web.Response:
+        return web.json_response({**updated, "clew": {"load": 0.5}})
+
+    async def update_badly(_: web.Request) -> web.Response:
+        return web.json_response({**updated, "clew": timings})
+
+    with serving(update) as good_address, serving(update_badly) as bad_address:
+        for name, address in (("good", good_address), ("bad", bad_address)):
+            run.register_server(Server(name=name, address=address, pid=0, ready=True))
+        control = ServerControl(run)
+        assert control.load(WeightRef(version=5, path="/nowhere", digest="")) == {"load": 0.5}
+        control.close()
+    assert [server.name for server in run.servers() if server.ready] == ["good"]
+    assert f"inference server {bad_address}: its answer to /update_weights_from_disk cannot be read" in caplog.text
 
 
 @pytest.fixture

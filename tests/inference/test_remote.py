@@ -289,6 +289,21 @@ def test_an_address_that_is_no_inference_server_is_refused_with_what_to_do(
     assert address in said and ("Give the host:port" in said or "it has no /" in said or "does not offer /" in said)
 
 
+@pytest.mark.parametrize("kind", [VLLMEngine, SGLangEngine])
+def test_a_server_that_wants_its_key_is_told_from_one_of_another_kind(kind: Any) -> None:
+    async def prepare(address: str) -> None:
+        client = kind.client(config(args={}), address)
+        try:
+            await client.prepare()
+        finally:
+            await client.close()
+
+    with answering(401, {"error": "Unauthorized"}) as address, pytest.raises(EngineError) as raised:
+        asyncio.run(prepare(address))
+    said = str(raised.value)
+    assert f"{address} refused /openapi.json (401)" in said and "give that key in CLEW_LLM_SERVER_TOKEN" in said
+
+
 def test_an_sglang_that_takes_part_in_no_broadcast_is_refused_before_the_first(tmp_path: Path) -> None:
     named = config(args={})
     named = named.model_copy(update={"weights": named.weights.model_copy(update={"via": "collective"})})

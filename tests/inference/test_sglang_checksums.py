@@ -99,3 +99,19 @@ def test_the_command_line() -> None:
     for wrong in ({"contxt-length": 64}, {"port": 2}, {"api-key": "x"}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             server_arguments({"port": 1}, {}, wrong, known)
+
+
+def test_files_that_are_not_in_the_index_are_not_the_models(tmp_path: Path) -> None:
+    """The hub's folders of Mistral hold the weights twice."""
+    save_file({"norm.weight": torch.ones(2)}, tmp_path / "model-00001-of-00001.safetensors")
+    save_file({"layers.0.wq": torch.ones(2)}, tmp_path / "consolidated.safetensors")
+    assert read_folder(str(tmp_path)).keys() == {"norm.weight", "layers.0.wq"}
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"norm.weight": "model-00001-of-00001.safetensors"}}')
+    assert read_folder(str(tmp_path)).keys() == {"norm.weight"}
+    (tmp_path / "model-00001-of-00001.safetensors").unlink()
+    with pytest.raises(EngineError, match=r"Cannot read the weights in .*model-00001-of-00001"):
+        read_folder(str(tmp_path))
+    index.write_text("[]")
+    with pytest.raises(EngineError, match=r"Cannot read the list of weights in .*index\.json"):
+        read_folder(str(tmp_path))

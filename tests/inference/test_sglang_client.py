@@ -18,6 +18,7 @@ from clew.errors import EngineError, ImageError
 from clew.inference import sglang
 from clew.inference.protocol import Completion, FaultyAnswer, GenerateRequest, SamplingParams
 from clew.inference.sglang import NEEDED, SESSION, SGLangEngine
+from clew.inference.sglang_checksums import read_folder
 from clew.models.tensor_digest import hex_digests
 from clew.record.broadcast import Broadcast
 from clew.record.weights import DIGESTS_KEY, WeightRef
@@ -210,6 +211,38 @@ def test_a_tensor_that_did_not_change_with_the_trainers_stops_the_update(tmp_pat
         await update(engine, stand_in, both, {QKV: "A", NORM: "B"}, {QKV: "C", NORM: "B"})
         engine._digests = {}
         await update(engine, stand_in, written(tmp_path, 4, q=9), *stand_in.ranks)  # digests of version 3 are not known
+
+    use(stand_in, body)
+
+
+def test_buffers_that_nobody_reads_do_not_stop_an_update(tmp_path: Path) -> None:
+    """Llama 2's files have rotary_emb.inv_freq, for example."""
+    stand_in = StandIn()
+    stand_in.ranks = [{QKV: "a", NORM: "b"}]
+    ref = written(tmp_path, 1)
+
+    async def body(engine: SGLangEngine) -> None:
+        file = read_folder(ref.path)
+        engine._tensors = {**file, "model.layers.0.self_attn.rotary_emb.inv_freq": file[NORM]}
+        await update(engine, stand_in, ref, *stand_in.ranks)
+        engine._tensors = {name: each for name, each in file.items() if name != K} | {f"{K}_": file[K]}
+        with pytest.raises(EngineError, match=f"has other tensors than its model: {K}"):
+            await update(engine, stand_in, ref, *stand_in.ranks)
+
+    use(stand_in, body)
+
+
+def test_a_rank_that_did_not_load_the_update_stops_it(tmp_path: Path) -> None:
+    """The probe of a small step would not show it."""
+    stand_in = StandIn()
+    stand_in.ranks = [{QKV: "a", NORM: "b"}, {QKV: "c", NORM: "b"}]
+
+    async def body(engine: SGLangEngine) -> None:
+        await update(engine, stand_in, written(tmp_path, 1), *stand_in.ranks)
+        new = written(tmp_path, 2, q=1, k=1, norm=1)
+        with pytest.raises(EngineError, match="1 of its 2 ranks still hold the weights from before the update: 1"):
+            await update(engine, stand_in, new, {QKV: "A", NORM: "B"}, {QKV: "c", NORM: "b"})
+        await update(engine, stand_in, new, {QKV: "A", NORM: "B"}, {QKV: "C", NORM: "B"})
 
     use(stand_in, body)
 

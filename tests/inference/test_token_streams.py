@@ -112,6 +112,26 @@ def test_sglangs_stream_with_all_tokens_so_far_or_with_the_new_ones(new: int | N
     assert (completion.versions, completion.finish_reason, completion.matched) == ([7, 7, 7], "stop", 3)
 
 
+@pytest.mark.parametrize("vllm", [False, True])
+def test_events_that_a_proxy_writes_in_another_form(vllm: bool) -> None:
+    """The space after "data:" is optional, and a stream may have comments and other fields."""
+    events = [chunk([1]), chunk([2], "length")] if vllm else [cumulative([1]), cumulative([1, 2], {"type": "length"})]
+
+    async def answer(_: web.Request) -> web.Response:
+        lines = "".join(f"event: message\r\ndata:{json.dumps(event)}\r\n\r\n" for event in events)
+        return web.Response(text=f": ping\r\n\r\n{lines}data:[DONE]\r\n\r\n", content_type="text/event-stream")
+
+    async def ask() -> list[int]:
+        async with served(answer) as address:
+            engine = VLLMEngine(address, "m", 256) if vllm else HTTPEngine(address)
+            try:
+                return (await engine.generate(GenerateRequest(PROMPT, PARAMS, on_token=lambda *_: None))).output_ids
+            finally:
+                await engine.close()
+
+    assert asyncio.run(ask()) == [1, 2]
+
+
 def test_the_last_event_of_a_stream_decides_which_weights_made_its_tokens() -> None:
     last = cumulative([1, 2, 3], end={"type": "length"})
     last["meta_info"]["weight_versions"] = [

@@ -76,6 +76,32 @@ def test_fused_split_and_replicated_tensors_are_found(published: tuple[Path, dic
     assert sum(answer["norm"][1] for answer in answers) == 8 * size, "every rank holds the norm"
 
 
+class Sorted(Fused):
+    """Rows of k and q that lie in another order than in the file, as in BLOOM; o is copied before it is split."""
+
+    def load_weights(self, weights: Any) -> None:
+        rows = {"q": (4, 2), "k": (2, 2)}
+        for name, tensor in weights:
+            by_head = tensor.view(*rows[name], 8).transpose(0, 1).reshape(tensor.shape) if name in rows else tensor
+            by_head = tensor.t().contiguous().t() if name == "o" else by_head
+            super().load_weights([(name, by_head)])
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_rows_that_the_loader_sorts_are_found(published: tuple[Path, dict[str, str]], size: int) -> None:
+    folder, digests = published
+    assert differences(digests, [loaded(Sorted(rank, size), folder) for rank in range(size)]) == []
+
+
+def test_rows_that_the_engine_holds_in_another_order_are_named(published: tuple[Path, dict[str, str]]) -> None:
+    folder, digests = published
+    worker: Any = Extension()
+    worker.model_runner = Runner(model := Sorted())
+    worker.clew_load(str(folder))
+    model.qkv.data[[0, 1]] = model.qkv.data[[1, 0]]
+    assert differences(digests, [worker.clew_held()]) == ["q: holds other values"]
+
+
 def test_a_tensor_that_the_loader_forgot_is_named(published: tuple[Path, dict[str, str]]) -> None:
     folder, digests = published
     assert differences(digests, [loaded(Fused(forget="k"), folder)]) == [
