@@ -24,11 +24,10 @@ from clew.config import Config, server_token
 from clew.errors import EngineError, ModelError, described
 from clew.inference.backend import Backend, Launch, leaves
 from clew.inference.client import FROZEN_S, HEALTH_S
+from clew.inference.detect_server import BACKENDS
 from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, Timings, UpdateTimer
 from clew.inference.request_checks import PROBE_TOLERANCE, ServedModel, matched_stop
 from clew.inference.server_process import AttachedServer, ServerProcess
-from clew.inference.sglang import SGLangEngine
-from clew.inference.vllm import VLLMEngine
 from clew.models.loading import load_tokenizer
 from clew.models.model_folder import config_of
 from clew.models.vision import load_vision
@@ -41,8 +40,6 @@ from clew.record.weights import WeightRef
 from clew.waits import Reporter, waiting
 
 log = logging.getLogger("clew.inference")
-
-BACKENDS: dict[str, type[Backend]] = {"vllm": VLLMEngine, "sglang": SGLangEngine}
 
 POLL_S = 0.2
 """Seconds between two checks of a server that is starting."""

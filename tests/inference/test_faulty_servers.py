@@ -398,7 +398,7 @@ import asyncio, sys
 from clew.inference.detect_server import find_engine
 async def find():
     found = await find_engine(sys.argv[1], "secret")
-    print(found.kind, await found.engine.version())
+    print(found.engine.kind or "clew serve", await found.engine.version())
     await found.engine.close()
 asyncio.run(find())
 """
@@ -420,12 +420,12 @@ def test_an_engine_behind_tls_is_asked_over_tls(tls: ssl.SSLContext, tmp_path: P
 
 def test_sglang_behind_the_gateway_is_known_as_sglang() -> None:
     async def answer(_: web.Request) -> web.Response:
-        info = {"tokenizer_path": "m", "has_image_understanding": True, "max_req_input_len": 100}
+        info = {"tokenizer_path": "m", "has_image_understanding": True, "max_req_input_len": 100, "data": []}
         return web.json_response(info)
 
     with serving(answer) as address:
         found = asyncio.run(find_engine(f"http://{address}/v1"))
-    assert found is not None and found.takes_images and found.engine.context == 100
+    assert found is not None and found.engine.context == 100
     assert isinstance(found.engine, SGLangEngine) and found.engine.takes_images
     assert "min_new_tokens" in found.engine.wrong_logprobs(SamplingParams(min_new_tokens=1))
 
