@@ -70,7 +70,7 @@ LINES = {
     "diagnose": 2865,  # 2750 before the search of clew diff had a file of its own; what pruned steps have left
     "gateway": 4875,  # stop strings twice in a token, retries of one of equal requests, forced calls after <think>
     "hang": 7930,  # memory, pipes, programs; RAS, Ray; engines; locks; queues never filled, buffers never flushed
-    "inference": 6240,  # 3700 before vLLM and SGLang in training: clients, checks, masks, broadcasts; run_server.py
+    "inference": 6290,  # 3700 before vLLM and SGLang in training: clients, checks, masks, broadcasts; silent servers
     "launch": 660,  # no_progress.py, also without clew train; several servers, and their devices
     "loop": 2705,  # weight_sender.py: servers that froze or refused are taken out; models that a resume refuses
     "models": 710,  # a hub name that no hub knows; prompts with placeholders of images, for engines that expand them

@@ -5,6 +5,7 @@ It imports no torch.
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,9 @@ from clew.inference.vllm import VLLMEngine
 
 BACKENDS: dict[str, type[Backend]] = {"vllm": VLLMEngine, "sglang": SGLangEngine}
 """Clients of servers that others maintain, by their names in `clew.config_fields.ENGINES`."""
+
+FIND_S = 120.0
+"""Seconds within which a server must show what it is, its first token included."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +51,7 @@ async def find_engine(base_url: str, api_key: str = "") -> FoundEngine | None:
             return await response.json() if response.status == 200 else None
 
     try:
-        async with aiohttp.ClientSession(headers=headers) as client:
+        async with asyncio.timeout(FIND_S), aiohttp.ClientSession(headers=headers) as client:
             info = await get("/model_info")
             if info is not None and "max_context_length" in info:
                 engine = HTTPEngine(address, api_key)
@@ -69,7 +73,8 @@ async def find_engine(base_url: str, api_key: str = "") -> FoundEngine | None:
                     return FoundEngine(engine=engine, model=model)
             return None
     except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError, AttributeError) as error:
+        reason = str(error) or f"no answer within {FIND_S:g} s"
         raise EngineError(
             f"Cannot find a model: nothing that serves a model answers at {base_url} ({type(error).__name__}: "
-            f"{error}). Start `clew serve CONFIG` in another terminal, and use the base URL that it prints."
+            f"{reason}). Start `clew serve CONFIG` in another terminal, and use the base URL that it prints."
         ) from None

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import os
+import socket
 import ssl
 import subprocess
 import sys
@@ -20,7 +21,7 @@ import pytest
 from aiohttp import web
 
 from clew.errors import EngineError
-from clew.inference import resubmit
+from clew.inference import detect_server, resubmit
 from clew.inference.client import HTTPEngine
 from clew.inference.detect_server import find_engine
 from clew.inference.protocol import Completion, EngineUnreachable, FaultyAnswer, GenerateRequest, SamplingParams
@@ -428,6 +429,14 @@ def test_sglang_behind_the_gateway_is_known_as_sglang() -> None:
     assert found is not None and found.engine.context == 100
     assert isinstance(found.engine, SGLangEngine) and found.engine.takes_images
     assert "min_new_tokens" in found.engine.wrong_logprobs(SamplingParams(min_new_tokens=1))
+
+
+def test_a_base_url_that_takes_connections_and_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detect_server, "FIND_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/v1"
+        with pytest.raises(EngineError, match=f"answers at {url} .*no answer within 0.5 s"):
+            asyncio.run(asyncio.wait_for(find_engine(url), 30))
 
 
 @pytest.mark.parametrize("listed", [[], {"data": None}, {"data": [7]}, {"data": 7}])
