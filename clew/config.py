@@ -17,6 +17,8 @@ from pydantic.fields import FieldInfo
 
 from clew.algorithms import ADVANTAGES, PRESETS, WITH_CRITIC, WITHIN_GROUP, preset_options
 from clew.config_fields import (
+    ENGINES,
+    SHARED_BY,
     Algorithm,
     Checkpoint,
     Data,
@@ -43,9 +45,6 @@ from clew.reading import check_yaml, read_text
 
 DPO_BETA = 0.1
 """Default of algorithm.kl_coef for training.objective=dpo: the paper's beta."""
-
-SHARED_BY = {"vllm": "tensor-parallel-size", "sglang": "tp-size"}
-"""Name of each server's option for the number of devices that share the model (tensor parallelism)."""
 
 MORE_WORKERS = ("pipeline-parallel-size", "data-parallel-size", "pp-size", "dp-size")
 """Servers' options that add workers in other ways."""
@@ -113,8 +112,8 @@ class Config(Section):
         implied: dict[str, Any] = {}
         if devices.inference is not None:
             implied["inference.backend"] = devices.inference.name
-            if devices.inference.t > 1 and (option := SHARED_BY.get(devices.inference.name)):
-                args = {option: devices.inference.t} | _section(_section(values, "inference"), "args")
+            if devices.inference.t > 1:
+                args = {SHARED_BY[-1]: devices.inference.t} | _section(_section(values, "inference"), "args")
                 values = _with(values, "inference.args", args)
         if devices.training is not None:
             implied |= {"launch.ranks": devices.training.size, "training.tp": devices.training.t}
@@ -139,11 +138,10 @@ class Config(Section):
                 f"launch.devices={self.launch.devices}: the embedded engine computes on one device. Use t1, or vllm or "
                 f"sglang"
             )
-        option = SHARED_BY.get(engine.name) if engine is not None else None
-        if engine is not None and option in self.inference.options and self.inference.options[option] != engine.t:
+        if engine is not None and (given := self.inference.shares) != engine.t:
             raise ValueError(
-                f"launch.devices={self.launch.devices} says {option}={engine.t}, and inference.args has "
-                f"{self.inference.options[option]}. Unset one of them"
+                f"launch.devices={self.launch.devices} says {SHARED_BY[-1]}={engine.t}, and inference.args has "
+                f"{given}. Unset one of them"
             )
         return self
 
@@ -256,20 +254,20 @@ class Config(Section):
     @model_validator(mode="after")
     def _engine_agrees_with_sampling(self) -> Config:
         """Refuse sampling options with which the engine reports logprobs of the cut distribution, not the policy's."""
-        cut = {"vllm": {"top_p", "top_k", "min_p", "min_new_tokens"}, "sglang": {"min_new_tokens"}}
-        if self.inference.backend == "vllm" and "return-sampling-mask" in self.inference.options:
-            cut["vllm"] = {"min_new_tokens"}
+        backend = self.inference.backend
+        cuts, masks_by = set(ENGINES[backend].cuts), ENGINES[backend].masks_by
+        if self.inference.options.get(masks_by):
+            cuts &= {"min_new_tokens"}
             if self.sampling.top_k == 0 or self.sampling.temperature == 0:
                 raise ValueError(
-                    "inference.args.return-sampling-mask needs sampling.top_k and sampling.temperature above 0: vLLM "
-                    "refuses other requests then. Set both"
+                    f"inference.args.{masks_by} needs sampling.top_k and sampling.temperature above 0: {backend} "
+                    f"refuses other requests then. Set both"
                 )
-        wrong = self.sampling.model_dump(include=cut.get(self.inference.backend, set()), exclude_defaults=True)
-        if wrong:
+        if wrong := self.sampling.model_dump(include=cuts, exclude_defaults=True):
+            masks = f", or inference.args.{masks_by}=true (on GPUs)" if masks_by else ""
             raise ValueError(
-                f"sampling.{next(iter(wrong))} cuts the distribution, and inference.backend={self.inference.backend} "
-                f"reports the logprobs after the cut: nothing could be trained on. Unset it, or set "
-                f"inference.backend=embedded (for vLLM also inference.args.return-sampling-mask=true, on GPUs)"
+                f"sampling.{next(iter(wrong))} cuts the distribution, and inference.backend={backend} reports logprobs "
+                f"after the cut: nothing could be trained on. Unset it, or set inference.backend=embedded{masks}"
             )
         return self
 
@@ -287,9 +285,9 @@ class Config(Section):
     @property
     def sends_adapters(self) -> bool:
         """True if only adapters are sent to inference servers. Otherwise all weights are, with adapters merged in."""
-        args = self.inference.options
-        adapts = args.get("enable-lora") is not False and args.get(SHARED_BY["vllm"], 1) == 1
-        return self.training.lora_rank is not None and self.inference.backend == "vllm" and adapts
+        option = ENGINES[self.inference.backend].adapters_by
+        adapts = option != "" and self.inference.options.get(option) is not False and self.inference.shares == 1
+        return self.training.lora_rank is not None and adapts
 
     @property
     def devices(self) -> Devices:

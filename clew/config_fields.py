@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -133,6 +134,35 @@ class Sampling(Section):
         return self
 
 
+@dataclass(frozen=True, kw_only=True)
+class EngineFacts:
+    """Facts about an engine that the configuration depends on; all others are in the engine's file."""
+
+    cuts: frozenset[str] = frozenset()
+    """Sampling options with which it reports logprobs of the cut distribution, not the policy's."""
+    masks_by: str = ""
+    """Option with which it also says which tokens top_p, top_k and min_p left, and refuses requests without top_k."""
+    adapters_by: str = ""
+    """Option with which it adds adapters itself, on one device, unless it is false; "": it cannot."""
+    takes_checksums: bool = False
+    """True if the trainer computes an engine's own checksums of what it broadcasts."""
+
+
+# They are not in the engines' files, which need an HTTP client: an installation that only reads records has none.
+ENGINES = {
+    "embedded": EngineFacts(),
+    "vllm": EngineFacts(
+        cuts=frozenset({"top_p", "top_k", "min_p", "min_new_tokens"}),
+        masks_by="return-sampling-mask",
+        adapters_by="enable-lora",
+    ),
+    "sglang": EngineFacts(cuts=frozenset({"min_new_tokens"}), takes_checksums=True),
+}
+
+SHARED_BY = ("tp-size", "tensor-parallel-size")
+"""Servers' options for the number of devices that share the model. All take the last; SGLang also has the other."""
+
+
 class Inference(Section):
     """The inference engine and its server."""
 
@@ -159,6 +189,11 @@ class Inference(Section):
     def options(self) -> dict[str, Any]:
         """Return `args` as the server's command line spells them: max-num-seqs for --max_num_seqs."""
         return {name.lstrip("-").replace("_", "-"): value for name, value in self.args.items()}
+
+    @property
+    def shares(self) -> Any:
+        """Return how many devices, and so workers, of each server share the model, as `args` gives it."""
+        return next((self.options[name] for name in SHARED_BY if name in self.options), 1)
 
 
 class Weights(Section):

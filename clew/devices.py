@@ -15,8 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-INFERENCE = ("embedded", "vllm", "sglang")
-"""Engine names that may precede the sizes."""
+from clew.config_fields import ENGINES
 
 TRAINING = "fsdp"
 """Name that may stand before the sizes of training."""
@@ -59,7 +58,7 @@ def parse_devices(text: str) -> Devices:
             message says which.
     """
     parts = [_part(text, part) for part in text.split("+")]
-    inference = [part for part in parts if part.name in INFERENCE]
+    inference = [part for part in parts if part.name != TRAINING]
     training = [part for part in parts if part.name == TRAINING]
     if len(inference) > 1 or len(training) > 1:
         raise ValueError(f"launch.devices is {text!r}: it has two parts of one kind. {_EXAMPLES}")
@@ -74,9 +73,9 @@ def _part(text: str, part: str) -> Part:
     if found is None:
         raise ValueError(f"Cannot read {part!r} in launch.devices={text!r}. {_EXAMPLES}")
     name = found["name"] or TRAINING
-    if name not in (*INFERENCE, TRAINING):
+    if name not in (*ENGINES, TRAINING):
         raise ValueError(
-            f"launch.devices names {name!r} in {text!r}. Clew generates with {', '.join(INFERENCE)} and trains with "
+            f"launch.devices names {name!r} in {text!r}. Clew generates with {', '.join(ENGINES)} and trains with "
             f"{TRAINING}"
         )
     sizes = re.findall(r"([a-z])([0-9]+)", found["sizes"])

@@ -64,7 +64,7 @@ MAY_IMPORT = {
     },
 }
 LINES = {
-    "top": 3150,  # servers without httptools; weights.via; launch.devices; asyncio; names; user's errors
+    "top": 3180,  # weights.via; launch.devices; asyncio; names; user's errors; facts about each engine
     "algorithms": 770,  # rejection.py: the corrections that other systems have for lag and mismatch
     "cli": 1040,  # clew hang, on several nodes; clew sft and clew learn watch themselves; refused options
     "diagnose": 2865,  # 2750 before the search of clew diff had a file of its own; what pruned steps have left

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -12,9 +13,11 @@ from hypothesis import strategies as st
 
 from clew import config
 from clew.algorithms import PRESETS, preset_options
+from clew.config_fields import ENGINES, Inference
 from clew.devices import assigned_gpus, gpus, parse_devices
 from clew.dotted import only_trusted
 from clew.errors import ConfigError
+from clew.inference.detect_server import BACKENDS
 from clew.reading import flat
 
 GOOD = """\
@@ -104,6 +107,16 @@ def test_a_section_that_may_be_null_is_set_and_unset_like_a_field(good: Path) ->
             "inference.args.data-parallel-size adds others. Use weights.via=disk",
         ),
         ("", ["inference.backend=vllm", "sampling.top_k=3"], "sampling.top_k cuts the distribution"),
+        (
+            "",
+            ["inference.backend=vllm", "sampling.top_k=3", "inference.args={return-sampling-mask: false}"],
+            "sampling.top_k cuts the distribution",
+        ),
+        (
+            "",
+            ["inference.backend=vllm", "inference.args={return_sampling_mask: true}"],
+            "inference.args.return-sampling-mask needs sampling.top_k and sampling.temperature above 0",
+        ),
         ("", ["sampling.min_new_tokens=300"], "sampling.min_new_tokens (300) is above sampling.max_new_tokens (256)"),
         ("", ["algorithm.preset=gpro"], "your own module, such as my_project.gpro. Did you mean 'grpo'?"),
         (
@@ -361,7 +374,7 @@ def test_devices_in_areals_notation_set_engine_ranks_and_tensor_parallelism(good
         return loaded.inference.backend, loaded.launch.ranks, loaded.training.tp, loaded.inference.args
 
     assert resolved("sglang.d4p1t1") == ("sglang", 1, 1, {})
-    assert resolved("sglang:d4t2") == ("sglang", 1, 1, {"tp-size": 2})
+    assert resolved("sglang:d4t2") == ("sglang", 1, 1, {"tensor-parallel-size": 2})
     assert resolved("d4p1t1") == ("embedded", 4, 1, {})
     assert resolved("vllm.d4p1t1+fsdp:d2p1t2") == ("vllm", 4, 2, {})
 
@@ -400,3 +413,8 @@ def test_the_readmes_configuration_is_one(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(block)
     loaded = config.load(tmp_path / "mine.yaml")
     assert (loaded.experiment, loaded.rollout.reward) == ("mine", "my_rewards.exact_match")
+
+
+def test_each_engine_has_facts_and_each_server_a_client() -> None:
+    names = get_args(Inference.model_fields["backend"].annotation)
+    assert tuple(ENGINES) == names == ("embedded", *BACKENDS)

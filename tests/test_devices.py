@@ -57,6 +57,13 @@ def test_devices_and_an_option_of_the_server_that_contradict_each_other(tmp_path
     for name in ("tensor_parallel_size", "--tensor-parallel-size"):
         with pytest.raises(ValueError, match=r"says tensor-parallel-size=2, and inference\.args has 4"):
             config(tmp_path, "vllm.d1t2", args={name: 4})
+    with pytest.raises(ValueError, match=r"says tensor-parallel-size=2, and inference\.args has 4"):
+        config(tmp_path, "sglang.d1t2", args={"tp-size": 4})
+
+
+def test_both_names_of_an_option_count_the_workers_that_receive_weights(tmp_path: Path) -> None:
+    for name in ("tp-size", "tensor-parallel-size"):
+        assert config(tmp_path, None, backend="sglang", args={name: 2}).inference.shares == 2
 
 
 @pytest.mark.parametrize("variable", ["CLEW_LLM_SERVER_ADDRS", "AREAL_LLM_SERVER_ADDRS"])

@@ -77,7 +77,7 @@ async def run_agent(
         prompt_column="prompt",
         reward=None,
         context=context_of(found.model),
-        vision=load_vision(found.model) if found.takes_images else None,
+        vision=load_vision(found.model) if found.engine.takes_images else None,
     )
     gateway = GatewayThread(Limits(), found.engine.close)
     workflow = AgentWorkflow(agent, gateway)

@@ -143,11 +143,12 @@ async def _serve_engine(config: Config, url: str, server: FoundEngine, record: P
     loopback = is_loopback(config.inference.listen)
     token = server_token() or secrets.token_urlsafe(32)
     key = key or ("" if loopback else secrets.token_urlsafe(16))
-    vision = load_vision(server.model) if server.takes_images else None
+    vision = load_vision(server.model) if server.engine.takes_images else None
     tokenizer = load_tokenizer(server.model)
     gateway = make_gateway(config, server.engine, tokenizer, server.model, record, key, vision=vision)
     listener, address = _listen(config.inference.listen)
-    print(f"Gateway in front of {server.kind} at {url}, using the tokenizer of {server.model}", flush=True)
+    kind = server.engine.kind or "clew serve"
+    print(f"Gateway in front of {kind} at {url}, using the tokenizer of {server.model}", flush=True)
     if advice := wrong or server.engine.advice:
         print(f"warning: {advice}.", flush=True)
     gateway.launched(address)

@@ -30,8 +30,6 @@ class Backend(HTTPEngine):
 
     needs_version = False  # `clew.inference.remote` keeps track of the version
     idle_s = 2.0  # both servers close an idle connection after 5 s
-    takes_images = False
-    """True if it takes images beside token IDs; known after `prepare`, as `context` is."""
     labels = True
     """True if its answers name the version of the weights; known after `prepare`."""
 
@@ -56,6 +54,14 @@ class Backend(HTTPEngine):
 
         Raises:
             ConfigError: inference.args has an option that the engine does not know, or one that Clew sets itself.
+        """
+        raise NotImplementedError
+
+    async def find(self, info: dict[str, Any] | None, models: list[dict[str, Any]]) -> str | None:
+        """Find out what generating needs, given what answers at /model_info and /v1/models. `prepare` finds more.
+
+        Returns:
+            The folder or hub name of its model; None if another kind of server answers.
         """
         raise NotImplementedError
 

@@ -69,6 +69,8 @@ class HTTPEngine:
     """Name of the engine, for messages and for the record; "" for a `clew serve`."""
     needs_version = True
     """True if an answer that does not say which version made its tokens is refused."""
+    takes_images = False
+    """True if it takes images beside token IDs, as far as it has been asked."""
     idle_s = 600.0
     """Seconds for which an idle connection is kept. It must be less than the server's own limit: the server may
     otherwise close the connection just as the next request is sent."""

@@ -24,11 +24,10 @@ from clew.config import Config, server_token
 from clew.errors import EngineError, ModelError, described
 from clew.inference.backend import Backend, Launch, leaves
 from clew.inference.client import FROZEN_S, HEALTH_S
+from clew.inference.detect_server import BACKENDS
 from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, Timings, UpdateTimer
 from clew.inference.request_checks import PROBE_TOLERANCE, ServedModel, matched_stop
 from clew.inference.server_process import AttachedServer, ServerProcess
-from clew.inference.sglang import SGLangEngine
-from clew.inference.vllm import VLLMEngine
 from clew.models.loading import load_tokenizer
 from clew.models.model_folder import config_of
 from clew.models.vision import load_vision
@@ -42,14 +41,14 @@ from clew.waits import Reporter, waiting
 
 log = logging.getLogger("clew.inference")
 
-BACKENDS: dict[str, type[Backend]] = {"vllm": VLLMEngine, "sglang": SGLangEngine}
-
 POLL_S = 0.2
 """Seconds between two checks of a server that is starting."""
 
+NO_ANSWER = "no answer in 2 s"
+
 UPDATE_S = 600.0
-"""Seconds within which a server must do each part of its first update, such as loading the weights or answering the
-probe. After that it is given up, even if it still answers: its workers may be frozen."""
+"""Seconds within which a server must show what it can do, and do each part of its first update, such as loading the
+weights or answering the probe. After that it is given up, even if it still answers: its workers may be frozen."""
 
 SLOWER = 20.0
 """Factor by which a part of an update may take longer than it ever took before, if that is more than `frozen_s`."""
@@ -451,7 +450,7 @@ class RemoteEngine:
         reporter.set(engine=kind, engine_command=[] if self._launch is None else self._launch.command)
         loop = asyncio.get_running_loop()
         began = loop.time()
-        silence, warned, resumed = "", False, False
+        silence, warned, resumed, spoke = "", False, False, began
         with waiting(
             f"{kind} at {backend.address} to start",
             unblocks=kind,
@@ -460,6 +459,10 @@ class RemoteEngine:
             while silence := await self._silence(refuse=self.attached):
                 if ended := self.process.ended():
                     raise EngineError(f"{kind} did not start: it {ended}")
+                if silence != NO_ANSWER:  # a port that is closed may be opened yet
+                    spoke = loop.time()
+                elif loop.time() - spoke > UPDATE_S:
+                    raise self._silent("say that it is ready", UPDATE_S)
                 if self.attached and not resumed and await self._answers():
                     resumed = True
                     log.warning("%s at %s answers but generates nothing: resuming it", kind, backend.address)
@@ -477,15 +480,18 @@ class RemoteEngine:
         with waiting(f"{kind} at {backend.address} to generate its first tokens", unblocks=kind):
             if self.attached:
                 await self._resumed()
-            lacks = await backend.prepare()
+            async with self._answered_within(UPDATE_S, "show what it can do, a generation included,"):
+                lacks = await backend.prepare()
         for lack in lacks:
             log.warning("%s at %s: %s", kind, backend.address, lack)
         if self.attached:
             self._was_away = False
             self._identity = ""
-            with suppress(EngineError):  # a vLLM without metrics
-                self._identity = await backend.identity()
-        await self._record_options(reporter)
+            async with self._answered_within(self._frozen_s, "say which process it is"):
+                with suppress(EngineError):  # a vLLM without metrics
+                    self._identity = await backend.identity()
+        async with self._answered_within(self._frozen_s, "say which options it runs with"):
+            await self._record_options(reporter)
         if backend.context is not None:
             self.core.context = min(self.core.context, backend.context)
         log.info("%s started in %.1f s at %s", kind, loop.time() - began, backend.address)
@@ -522,7 +528,7 @@ class RemoteEngine:
             async with asyncio.timeout(2.0):  # before Python 3.12, wait_for may swallow a cancellation
                 await self._backend.ready()
         except TimeoutError:
-            return "no answer in 2 s"
+            return NO_ANSWER
         except EngineUnreachable as error:
             return error.reason
         except EngineError as error:
@@ -536,9 +542,27 @@ class RemoteEngine:
 
     async def _resumed(self) -> None:
         """Resume a server that ran already, in case an unfinished update has left it paused."""
-        with suppress(EngineError):  # `prepare` says what it lacks
-            await self._backend.resume()
-            self._has_paused = False
+        async with self._answered_within(self._frozen_s, "resume"):
+            with suppress(EngineError):  # `prepare` says what it lacks
+                await self._backend.resume()
+                self._has_paused = False
+
+    @asynccontextmanager
+    async def _answered_within(self, limit_s: float, doing: str) -> AsyncIterator[None]:
+        """Raise EngineError if the block, in which the server is asked to do something, takes longer than `limit_s`."""
+        try:
+            async with asyncio.timeout(limit_s) as limit:
+                yield
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise self._silent(doing, limit_s) from None
+
+    def _silent(self, doing: str, limit_s: float) -> EngineError:
+        return EngineError(
+            f"Cannot use {self._backend.kind} at {self._backend.address}: it takes connections, but it did not {doing} "
+            f"within {limit_s:g} s. Look into its log ({self.process.log}), and restart it if you started it yourself."
+        )
 
     async def _answers(self) -> bool:
         """Return whether the engine answers, also while it is paused. SGLang's /health would not."""

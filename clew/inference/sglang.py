@@ -164,6 +164,15 @@ class SGLangEngine(Backend):
             environment["HF_HUB_OFFLINE"] = "1"  # SGLang asks the hub for the folder, too, as if it were a hub name
         return Launch(command=[python, "-m", "sglang.launch_server", *arguments], environment=environment)
 
+    async def find(self, info: dict[str, Any] | None, models: list[dict[str, Any]]) -> str | None:
+        if info is None:
+            return None
+        server = await self._request("GET", "/server_info", None)
+        self.context = int(server["max_req_input_len"])
+        self.takes_images = bool(info.get("has_image_understanding"))
+        await self.find_masks(server)
+        return str(info["tokenizer_path"])
+
     async def alive(self) -> None:
         """Ask for the scheduler's state. /health takes a second, and fails in a pause, because it generates a token."""
         await self._request("GET", "/server_info", None)

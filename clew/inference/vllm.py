@@ -97,17 +97,19 @@ class VLLMEngine(Backend):
 
     kind = "vLLM"
 
-    def __init__(self, address: str, model: str, context: int, api_key: str = "", vision: Vision | None = None) -> None:
+    def __init__(
+        self, address: str, model: str = "", context: int = 2**40, token: str = "", vision: Vision | None = None
+    ) -> None:
         """Create the client.
 
         Args:
             address: host:port.
-            model: Name under which the server serves the model.
+            model: Name under which the server serves the model. `prepare` and `find` ask for it and the context.
             context: The server's max_model_len.
-            api_key: The server's --api-key.
+            token: The server's --api-key.
             vision: The model's image input; None if it takes no images.
         """
-        super().__init__(address, api_key, context)
+        super().__init__(address, token, context)
         self._vision = vision
         self._model_path = ""
         """Folder of the model that the server must serve; "": any."""
@@ -128,9 +130,9 @@ class VLLMEngine(Backend):
 
     @classmethod
     def client(cls, config: Config, address: str, vision: Vision | None = None, token: str = "") -> VLLMEngine:
-        engine = cls(address, config.model.path, 2**40, token, vision)  # `prepare` asks for name and context
+        engine = cls(address, config.model.path, token=token, vision=vision)
         engine._model_path = config.model.path
-        engine._masks = bool({"return-sampling-mask", "return_sampling_mask"} & config.inference.args.keys())
+        engine._masks = bool(config.inference.options.get("return-sampling-mask"))
         engine._adapts = config.sends_adapters
         return engine
 
@@ -176,6 +178,14 @@ class VLLMEngine(Backend):
                 "VLLM_CPU_KVCACHE_SPACE": str(max(1, round(inference.cache_gib))),
             },
         )
+
+    async def find(self, info: dict[str, Any] | None, models: list[dict[str, Any]]) -> str | None:
+        served = next((model for model in models if model.get("owned_by") == "vllm"), None)
+        if served is None:
+            return None
+        self.model, self.context = served["id"], served["max_model_len"]
+        await self.probe()
+        return served.get("root") or served["id"]
 
     async def alive(self) -> None:
         """Ask for something that vLLM's engine process must answer; /health is answered even while that is stopped."""

@@ -18,7 +18,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from clew.config import SHARED_BY, Config
+from clew.config import Config
+from clew.config_fields import ENGINES
 from clew.errors import EngineError
 from clew.inference import weight_group
 from clew.inference.sglang_checksums import RunningChecksums
@@ -46,14 +47,13 @@ class WeightSender:
     def __init__(self, config: Config, control: ServerControl) -> None:
         """Prepare to send to the servers that `control` asks."""
         self.control = control
-        args = config.inference.options
-        self._workers = int(args.get(SHARED_BY.get(config.inference.backend, ""), 1))
+        self._workers = int(config.inference.shares)
         self._public = config.inference.backend != "embedded"
         self._renamed: dict[str, bool] = {}
         """True for tensors that are sent under other names than their own."""
         self._sent: int | None = None
         """Version that was sent last."""
-        self._makes_checksums = config.inference.backend == "sglang"
+        self._makes_checksums = ENGINES[config.inference.backend].takes_checksums
 
     def __call__(self, engine: TrainEngine) -> tuple[BroadcastDigests, list[Server]]:
         """Send the engine's weights to every server that is ready, and again to each that the broadcast does not reach.

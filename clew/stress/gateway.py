@@ -150,7 +150,7 @@ def answerer(
         served = asyncio.run(find_engine(base_url, api_key))
         if served is None:
             return ProviderGateway(base_url, api_key)
-        vision = load_vision(served.model) if served.takes_images else None
+        vision = load_vision(served.model) if served.engine.takes_images else None
         return EngineGateway(served.engine, load_tokenizer(served.model), vision, served.engine.close)
     tokenizer = load_tokenizer(model) if model is not None else byte_tokenizer()
     vision = load_vision(model) if model is not None else NamedImages()

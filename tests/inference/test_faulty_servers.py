@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import os
+import socket
 import ssl
 import subprocess
 import sys
@@ -20,7 +21,7 @@ import pytest
 from aiohttp import web
 
 from clew.errors import EngineError
-from clew.inference import resubmit
+from clew.inference import detect_server, resubmit
 from clew.inference.client import HTTPEngine
 from clew.inference.detect_server import find_engine
 from clew.inference.protocol import Completion, EngineUnreachable, FaultyAnswer, GenerateRequest, SamplingParams
@@ -491,7 +492,7 @@ import asyncio, sys
 from clew.inference.detect_server import find_engine
 async def find():
     found = await find_engine(sys.argv[1], "secret")
-    print(found.kind, await found.engine.version())
+    print(found.engine.kind or "clew serve", await found.engine.version())
     await found.engine.close()
 asyncio.run(find())
 """
@@ -513,14 +514,22 @@ def test_an_engine_behind_tls_is_asked_over_tls(tls: ssl.SSLContext, tmp_path: P
 
 def test_sglang_behind_the_gateway_is_known_as_sglang() -> None:
     async def answer(_: web.Request) -> web.Response:
-        info = {"tokenizer_path": "m", "has_image_understanding": True, "max_req_input_len": 100}
+        info = {"tokenizer_path": "m", "has_image_understanding": True, "max_req_input_len": 100, "data": []}
         return web.json_response(info)
 
     with serving(answer) as address:
         found = asyncio.run(find_engine(f"http://{address}/v1"))
-    assert found is not None and found.takes_images and found.engine.context == 100
+    assert found is not None and found.engine.context == 100
     assert isinstance(found.engine, SGLangEngine) and found.engine.takes_images
     assert "min_new_tokens" in found.engine.wrong_logprobs(SamplingParams(min_new_tokens=1))
+
+
+def test_a_base_url_that_takes_connections_and_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detect_server, "FIND_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/v1"
+        with pytest.raises(EngineError, match=f"answers at {url} .*no answer within 0.5 s"):
+            asyncio.run(asyncio.wait_for(find_engine(url), 30))
 
 
 @pytest.mark.parametrize("listed", [[], {"data": None}, {"data": [7]}, {"data": 7}])

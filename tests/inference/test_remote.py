@@ -695,6 +695,51 @@ def test_an_attached_server_that_hangs_as_it_is_resumed_is_waited_for_by_name(tm
 
 
 @pytest.mark.usefixtures("version")
+@pytest.mark.parametrize(
+    ("silent", "words"),
+    [
+        (None, ""),
+        ("/health", "it did not say that it is ready within 3 s"),
+        ("/resume", "it did not resume within 1 s"),
+        ("/openapi.json", "it did not show what it can do, a generation included, within 3 s"),
+        ("/v1/completions", "it did not show what it can do, a generation included, within 3 s"),
+        ("/metrics", "it did not say which process it is within 1 s"),
+        ("/server_info", "it did not say which options it runs with within 1 s"),
+    ],
+)
+def test_a_server_that_takes_a_connection_and_never_answers_is_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent: str | None, words: str
+) -> None:
+    monkeypatch.setattr(remote, "UPDATE_S", 3.0)
+    named, _ = served_model(tmp_path)
+    run = RunDirectory(tmp_path / "run")
+    likeliest = {"top_logprobs": [{"token_id:7": -0.5, "token_id:8": -1.5}]}
+    listed = {"paths": {path: {} for path in vllm.NEEDED}, "data": [{"id": "m", "max_model_len": 64}]}
+
+    async def answer(request: web.Request) -> web.Response:
+        if request.path == silent:
+            await asyncio.sleep(600)
+        return web.json_response({**listed, "choices": [{"logprobs": likeliest}], "vllm_config": {}})
+
+    async def start(address: str) -> None:
+        engine = RemoteEngine(named, RemoteCore(named), VLLMEngine.client(named, address), frozen_s=1.0)
+        try:
+            with run.report("server") as reporter:
+                await engine.start(reporter)
+        finally:
+            await engine.close()
+
+    with serving(answer) as address:
+        if silent is None:
+            asyncio.run(start(address))
+            return
+        with pytest.raises(EngineError) as raised:
+            asyncio.run(asyncio.wait_for(start(address), 60))
+    assert f"vLLM at {address}: it takes connections, but {words}" in str(raised.value)
+    assert "restart it" in str(raised.value)
+
+
+@pytest.mark.usefixtures("version")
 @pytest.mark.parametrize("options", ["VllmConfig(model=...)", None])
 def test_a_server_that_tells_its_options_in_another_form_starts_all_the_same(
     tmp_path: Path, options: Any, caplog: pytest.LogCaptureFixture
