@@ -111,7 +111,6 @@ class SetReward(Fields):
 def application(sessions: Sessions) -> FastAPI:
     """Return the ASGI application. All routes run on one event loop, the gateway's."""
     app = FastAPI(title="Clew gateway", docs_url=None, redoc_url=None)
-    definitions: dict[str, Any] = {}
 
     def serve(path: str, dialect: Dialect, body: type[Fields], handle: Callable[..., Awaitable[Response]]) -> None:
         async def route(http: HTTPRequest) -> Response:
@@ -125,9 +124,9 @@ def application(sessions: Sessions) -> FastAPI:
                 log.exception("a defect of the gateway, at %s", path)
                 return json_response(dialect.refuse(Refusal(500, f"{type(error).__name__}: {error}")), 500)
 
-        schema = body.model_json_schema(ref_template=f"#/components/schemas/{path[1:].replace('/', '_')}_{{model}}")
-        for name, definition in schema.pop("$defs", {}).items():
-            definitions[f"{path[1:].replace('/', '_')}_{name}"] = definition
+        # A body's definitions stay within its schema, because several bodies have models of the same name.
+        place = f"#/paths/{path.replace('/', '~1')}/post/requestBody/content/application~1json/schema/$defs"
+        schema = body.model_json_schema(ref_template=f"{place}/{{model}}")
         app.add_api_route(
             path,
             route,
@@ -167,14 +166,6 @@ def application(sessions: Sessions) -> FastAPI:
         what = Refusal(error.status_code, f"{http.method} {http.url.path}: {error.detail}")
         return json_response(dialect_of(http.url.path).refuse(what), error.status_code)
 
-    document = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        whole = document()
-        whole.setdefault("components", {}).setdefault("schemas", {}).update(definitions)
-        return whole
-
-    app.openapi = openapi
     return app
 
 

@@ -144,9 +144,10 @@ class Application:
         return {"error": {"message": str(error), "type": type(error).__name__, "code": code}}
 
     async def _one(self, call: Call, request: GenerateRequest) -> dict[str, Any]:
-        return self._answer(call, request, await self.engine.generate(request))
+        return self.part_of_response(call, request, await self.engine.generate(request))
 
-    def _answer(self, call: Call, request: GenerateRequest, completion: Completion) -> dict[str, Any]:
+    def part_of_response(self, call: Call, request: GenerateRequest, completion: Completion) -> dict[str, Any]:
+        """Return one sequence's part of the response."""
         if call.return_logprob and completion.wrong_logprobs:  # nobody may train on them unknowingly
             raise EngineError(completion.wrong_logprobs)
         text = ""
@@ -191,44 +192,6 @@ class Application:
         The last event always has the whole output.
         """
         events: asyncio.Queue[bytes | None] = asyncio.Queue()
-
-        async def one(index: int, request: GenerateRequest) -> None:
-            output: list[int] = []
-            logprobs: list[float] = []
-            version = passed_on = 0
-            ends = request.params.stop_ids(self.engine.core.default_stop_ids)
-
-            def put(completion: Completion, ended: bool) -> None:
-                shown = self._answer(call, request, completion)
-                if not ended:
-                    shown["meta_info"] |= {"finish_reason": None, "completion_tokens": passed_on}
-                if not call.single:
-                    shown["index"] = index
-                events.put_nowait(b"data: " + orjson.dumps(shown) + b"\n\n")
-
-            def on_token(token: int, logprob: float) -> None:
-                nonlocal version, passed_on
-                if not output:  # not earlier: the request may have waited for an update to end
-                    version = self.engine.core.version
-                output.append(token)
-                logprobs.append(logprob)
-                # The token that ends the completion is sent only in the last event. If it came earlier and the last
-                # event were lost, a client would submit the request again, and continue after its end. A token is
-                # known not to complete a stop string only when the next token comes.
-                ready = len(output) - bool(request.params.stop)
-                if token in ends or not ready:
-                    return
-                shown = slice(passed_on if call.deltas else 0, ready)
-                passed_on = ready
-                versions = [version] * len(output[shown])
-                part = Completion(
-                    output_ids=output[shown], logprobs=logprobs[shown], versions=versions, finish_reason="length"
-                )
-                put(part, ended=False)
-
-            completion = await self.engine.generate(replace(request, on_token=on_token))
-            put(completion, ended=True)
-
         for request in requests:
             self.engine.core.check(request)  # refusals come before the first event
         await send(
@@ -238,7 +201,8 @@ class Application:
                 "headers": [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")],
             }
         )
-        answers = [asyncio.ensure_future(one(index, request)) for index, request in enumerate(requests)]
+        streams = [_SequenceStream(self, call, request, index, events) for index, request in enumerate(requests)]
+        answers = [asyncio.ensure_future(stream.run()) for stream in streams]
         work = asyncio.gather(*answers)
         work.add_done_callback(lambda _: events.put_nowait(None))
         gone = asyncio.ensure_future(_disconnected(receive, work))
@@ -252,6 +216,55 @@ class Application:
         finally:
             for task in (gone, *answers):
                 task.cancel()
+
+
+class _SequenceStream:
+    """One sequence of a call, which is sent as events while its tokens come."""
+
+    def __init__(
+        self,
+        application: Application,
+        call: Call,
+        request: GenerateRequest,
+        index: int,
+        events: asyncio.Queue[bytes | None],
+    ) -> None:
+        self._application, self._call, self._request = application, call, request
+        self._index, self._events = index, events
+        self._ends = request.params.stop_ids(application.engine.core.default_stop_ids)
+        self._output: list[int] = []
+        self._logprobs: list[float] = []
+        self._version = self._passed_on = 0
+
+    async def run(self) -> None:
+        completion = await self._application.engine.generate(replace(self._request, on_token=self._on_token))
+        self._put(self._application.part_of_response(self._call, self._request, completion))
+
+    def _on_token(self, token: int, logprob: float) -> None:
+        if not self._output:  # not earlier: the request may have waited for an update to end
+            self._version = self._application.engine.core.version
+        self._output.append(token)
+        self._logprobs.append(logprob)
+        # The token that ends the completion is sent only in the last event. If it came earlier and the last event were
+        # lost, a client would submit the request again, and continue after its end. A token is known not to complete a
+        # stop string only when the next token comes.
+        ready = len(self._output) - bool(self._request.params.stop)
+        if token in self._ends or not ready:
+            return
+        shown = slice(self._passed_on if self._call.deltas else 0, ready)
+        self._passed_on = ready
+        ids, logprobs = self._output[shown], self._logprobs[shown]
+        part = Completion(
+            output_ids=ids, logprobs=logprobs, versions=[self._version] * len(ids), finish_reason="length"
+        )
+        event = self._application.part_of_response(self._call, self._request, part)
+        event["meta_info"] |= {"finish_reason": None, "completion_tokens": ready}
+        self._put(event)
+
+    def _put(self, event: dict[str, Any]) -> None:
+        if not self._call.single:
+            event["index"] = self._index
+        self._events.put_nowait(b"data: " + orjson.dumps(event) + b"\n\n")
 
 
 async def _disconnected(receive: Receive, work: asyncio.Future[Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from typing import Any, Protocol
 
 from clew.config import Config
@@ -40,20 +41,28 @@ async def run_rows(
         name: Returns the group ID of a row by its place. The seeds of its episodes derive from it.
         done: Called after each episode.
     """
-    gateway = agent = reward = None
-    engine: OwnEngine | None = None
-    try:
-        if config.rollout.agent is not None:  # a workflow needs no gateway and no web server: do not import them
+    async with AsyncExitStack() as stack:
+        gateway = None
+        if config.rollout.agent is None:
+            workflow = load_workflow(config)
+        else:  # a workflow needs no gateway and no web server, so they are imported only here
             from clew.rollout.agents import agent_workflow
             from clew.rollout.process import gateway_for
 
             gateway = gateway_for(config)
             assert gateway is not None
-            agent = agent_workflow(config, gateway)
-        workflow = agent or load_workflow(config)
+            stack.callback(gateway.stop)
+            workflow = agent_workflow(config, gateway)
+            stack.push_async_callback(workflow.close)
         reward = load_reward(config)
+        if isinstance(reward, RewardPool):
+            stack.callback(reward.close)
         tokenizer, vision = load_tokenizer(config.model.path), load_vision(config.model.path)
         engine = load()
+        if gateway is None:
+            stack.push_async_callback(engine.close)
+        else:  # close it on the loop that its requests came from
+            stack.push_async_callback(lambda: gateway.call(engine.close()))
         shared = resources(config, engine, tokenizer, reward, vision=vision).at_temperature(temperature)
         # With more episodes at a time, their time limits would count the wait for the engine.
         admitted_at, slots = time.time(), asyncio.Semaphore(config.inference.max_running)
@@ -78,12 +87,3 @@ async def run_rows(
             run(place, number) for place in range(len(rows)) for number in range(n_samples)
         )
         return [episodes[first : first + n_samples] for first in range(0, len(episodes), n_samples)]
-    finally:
-        if agent is not None:
-            await agent.close()
-        if isinstance(reward, RewardPool):
-            reward.close()
-        if engine is not None:  # close it on the loop that its requests came from
-            await (engine.close() if gateway is None else gateway.call(engine.close()))
-        if gateway is not None:
-            gateway.stop()

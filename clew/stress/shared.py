@@ -337,21 +337,24 @@ def _overlapping(made: Sequence[ObjectChange]) -> tuple[ObjectChange, ObjectChan
 
 def _suspicion(made: Sequence[ObjectChange], several_rows: bool, matters: bool) -> str:
     """Return why the changes of one object may be intended; empty if they may not."""
-    numbers = [change.number for change in made if change.number is not None]
-    steps = [b - a for a, b in itertools.pairwise(numbers)]
-    if len(numbers) == len(made) and (
-        made[0].kind == "changed"
-        or isinstance(numbers[0], float)
-        or all(abs(step) == 1 for step in steps)
-        or (not matters and all(step > 0 for step in steps))
-    ):
+    kinds = {change.kind for change in made}
+    if _counts(made, matters):
         return "perhaps a counter or a statistic"
-    if all(change.kind in ("added", "removed") for change in made):
+    if kinds <= {"added", "removed"}:
         return "perhaps a cache"
     if made[0].key and several_rows and all(change.episode.data == made[0].episode.data for change in made):
         return "perhaps a cache that was filled twice"
     if all(change.kind == "changed" and change.reused for change in made[len(made) // 4 :]):
         return "perhaps a pool"
-    if all(change.kind == "changed" for change in made) and not matters:
-        return "perhaps a log"
-    return ""
+    return "perhaps a log" if kinds == {"changed"} and not matters else ""
+
+
+def _counts(made: Sequence[ObjectChange], matters: bool) -> bool:
+    """Return whether the changes may be those of a counter or a statistic, which are numbers."""
+    numbers = [change.number for change in made if change.number is not None]
+    if len(numbers) < len(made):
+        return False
+    if made[0].kind == "changed" or isinstance(numbers[0], float):
+        return True
+    steps = [b - a for a, b in itertools.pairwise(numbers)]
+    return all(abs(step) == 1 for step in steps) or (not matters and all(step > 0 for step in steps))

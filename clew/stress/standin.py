@@ -91,7 +91,6 @@ class StandIn:
         tokenizer: PreTrainedTokenizerBase,
         *,
         latency_s: float = 1.0,
-        token_s: float = 0.0,
         tokens: int = 64,
         texts: Sequence[str] = (),
     ) -> None:
@@ -99,14 +98,12 @@ class StandIn:
 
         Args:
             latency_s: Minimum seconds before the first token; SPREAD sets how much longer it may take.
-            token_s: Seconds per token of a streamed answer.
             tokens: Maximum number of tokens of most synthetic answers, not counting reasoning and calls. The minimum is
                 half of it; a few answers are longer (see LONG).
             texts: Recorded answers to choose from; if empty, answers are synthetic.
         """
         self._tokenizer = tokenizer
-        self._latency_s, self._token_s = latency_s, token_s
-        self._tokens = tokens
+        self._latency_s, self._tokens = latency_s, tokens
         self._texts = [list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]  # type: ignore
         self._breaks = list(filter(None, map(self._encoded, BREAKS)))
         reasons = THINK_CLOSES in str(tokenizer.chat_template)
@@ -126,7 +123,7 @@ class StandIn:
         await asyncio.sleep(self._latency_s * (1 + SPREAD * random.Random(f"{SEED}/{request.id}").random()))
         if on_token is not None:
             for token, logprob in zip(output, logprobs, strict=True):
-                await asyncio.sleep(self._token_s)
+                await asyncio.sleep(0)
                 on_token(token, logprob)
         return Completion(
             output_ids=output,

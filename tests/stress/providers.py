@@ -69,7 +69,7 @@ class Providers:
 
     def __init__(self, latency_s: float) -> None:
         tokenizer = byte_tokenizer()
-        chance, steady = (kind(tokenizer, latency_s=latency_s, token_s=1e-4) for kind in (StandIn, Steady))
+        chance, steady = (kind(tokenizer, latency_s=latency_s) for kind in (StandIn, Steady))
         self._apps = {"chance": application(Strangers(chance, tokenizer))}
         self._apps |= dict.fromkeys(("steady", "few"), application(Strangers(steady, tokenizer)))
         self._busy = self._refused = 0
