@@ -83,7 +83,7 @@ def load(path: str, field: str) -> Any:
 
 
 def load_module(module_name: str, field: str, path: str | None = None) -> Any:
-    """Return a module, under the rules of `load`. `path` is the value of the field; None if it is `module_name`."""
+    """Import a module, under the rules of `load`. `path` is the value of the field; None: it is `module_name`."""
     path = module_name if path is None else path
     if not module_name or not all(part.isidentifier() for part in path.split(".")):
         example = path if path.isidentifier() else "name"
@@ -120,7 +120,7 @@ def _find(module: str) -> Path | None:
 
 
 def check_defined(path: str, field: str) -> None:
-    """Raise ConfigError if `path` (module.name) does not exist. A module whose source is found is read, not run."""
+    """Raise ConfigError if `path` (module.name) does not exist. A module is not run if its source file can be read."""
     module, _, name = path.rpartition(".")
     tree = _parse(path, field)
     if tree is None:
@@ -134,10 +134,10 @@ def check_defined(path: str, field: str) -> None:
 
 
 def required_parameters(path: str, field: str) -> int | None:
-    """Return how many arguments the function that `path` names needs; None if its source alone does not say.
+    """Return how many arguments the function that `path` names needs; None if its source alone does not tell.
 
-    Nothing is run; `*args` counts as one argument. Decorators, imports and a second definition may change what a name
-    stands for, so they give None.
+    The module is not run. `*args` counts as one argument. If the name is decorated, imported or bound more than once,
+    the source does not tell what it stands for, so the result is None. It is also None for an async function.
 
     Raises:
         ConfigError: The module is not valid Python.
@@ -179,10 +179,15 @@ def _bound(node: ast.AST) -> Iterator[str]:
 
 
 def create(cls: type, arguments: Mapping[str, Any], path: str, field: str) -> Any:
-    """Return an instance of the class that `path` names, made with rollout.workflow_kwargs.
+    """Return an instance of a class, created with rollout.workflow_kwargs.
+
+    Args:
+        cls: The class, which `path` names.
+        arguments: Value of rollout.workflow_kwargs.
 
     Raises:
-        ConfigError: The class does not take an argument, or needs another one, or its constructor raises an error.
+        ConfigError: The class takes no argument of that name, or lacks one that it needs, or its constructor raises an
+            error.
     """
     parameters = inspect.signature(cls).parameters.values()
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -227,11 +232,11 @@ def _import(module_name: str, path: str, field: str) -> Any:
 
 
 def _raised(error: BaseException, path: str, field: str, created: type | None = None) -> ConfigError:
-    """Return the error of a module that was imported, or of the constructor of a class that was created."""
+    """Return the ConfigError for an error that an import raised, or that the constructor of a class raised."""
     if isinstance(error, SyntaxError):
         return ConfigError(f"{field}={path}: {error.filename}:{error.lineno} is not valid Python: {error.msg}.")
     frames = traceback.extract_tb(error.__traceback__)
     doing, inside = ("importing it", frames[-1:]) if created is None else (f"{created.__name__}()", frames[1:])
-    # The code of a dataclass is made from a text, and is in no file.
+    # The constructor of a dataclass is generated, so its frame names no file.
     where = next((f" at {each.filename}:{each.lineno}" for each in inside if not each.filename.startswith("<")), "")
     return ConfigError(f"{field}={path}: {doing} raised {type(error).__name__}{where}: {error}")

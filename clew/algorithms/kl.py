@@ -16,7 +16,7 @@ LOG_RATIO_LIMIT = 20.0
 def k1(logprobs_N: Tensor, other_N: Tensor) -> Tensor:
     """Return log(p/q) of each token.
 
-    Its own gradient is 0 on average, so it has no effect in a loss; it belongs in the reward.
+    Its gradient is 0 on average over samples of p, so in a loss it would only add noise. It belongs in the reward.
 
     Args:
         logprobs_N: log p.
@@ -26,15 +26,15 @@ def k1(logprobs_N: Tensor, other_N: Tensor) -> Tensor:
 
 
 def k2(logprobs_N: Tensor, other_N: Tensor) -> Tensor:
-    """Return log(p/q)^2 / 2 of each token. Biased, but its gradient on samples of p is not."""
+    """Return log(p/q)^2 / 2 of each token. It is biased, but its gradient on samples of p is unbiased."""
     return 0.5 * (logprobs_N - other_N) ** 2
 
 
 def k3(logprobs_N: Tensor, other_N: Tensor) -> Tensor:
     """Return q/p - log(q/p) - 1 of each token: unbiased, never negative, zero where p = q.
 
-    expm1 keeps what exp(x) - 1 would round away. Without it, in float32, the result would be noise of either sign for p
-    and q that differ by less than 1e-4. log(q/p) is limited to LOG_RATIO_LIMIT.
+    expm1 keeps what exp(x) - 1 would round away. Without it, in float32, the result would be noise of either sign if
+    log p and log q differ by less than 1e-4. log(q/p) is limited to LOG_RATIO_LIMIT.
     """
     log_ratio_N = (other_N - logprobs_N).clamp(max=LOG_RATIO_LIMIT)
     return log_ratio_N.expm1() - log_ratio_N

@@ -21,7 +21,7 @@ OPTIONS = {
     "advantages": "gae",
     "gamma": 1.0,  # InstructGPT does not discount
     "gae_lambda": 0.95,
-    "clip_low": 0.2,  # section 6.1: the best of three
+    "clip_low": 0.2,  # the best of three values in section 6.1
     "clip_high": 0.2,
     "value_clip": 0.2,  # PPO's code, arXiv 2005.12729
     "loss_mean": "token",

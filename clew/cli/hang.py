@@ -18,7 +18,7 @@ def hang(
         Path | None,
         typer.Argument(
             metavar="[RUN]",
-            help="Run directory of a Clew run; without any argument, the jobs of this machine are listed.",
+            help="Directory of a Clew run. Without any argument, the jobs of this machine are listed.",
         ),
     ] = None,
     pid: Annotated[
@@ -75,7 +75,7 @@ def hang(
     if stacks and (json_file or html_file):
         raise ConfigError("Cannot write a report with --stacks, which only prints: leave out --stacks, or the files.")
     if native and dumps:
-        raise ConfigError("Cannot read C frames with --from, which reads reports: give --native where those are made.")
+        raise ConfigError("Cannot read C frames with --from, which only reads reports. Give --native to make them.")
     if ssh:
         seen = _on_hosts(ssh, run, job, native)
     elif dumps is not None:
@@ -105,7 +105,7 @@ def hang(
 
 
 def _here(run: Path | None, pids: list[int] | None, job: str | None, *, once: bool) -> Snapshot:
-    """Examine a job on this machine: that of RUN, the processes or --job. If none is named, take the only one."""
+    """Examine one job of this machine: that of RUN, of these processes or of --job; by default, the only torch job."""
     from clew.errors import ConfigError
     from clew.hang import jobs
     from clew.hang.examine import examine, processes_of_run, run_of
@@ -153,4 +153,4 @@ def _write_text(path: Path, text: str) -> None:
     try:
         path.write_text(text)
     except OSError as error:
-        raise RecordError(f"Cannot write {path}: {error.strerror}. Name a file in a folder that exists.") from error
+        raise RecordError(f"Cannot write {path}: {error.strerror}. Name a file that can be written.") from error

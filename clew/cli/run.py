@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def train(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Train with reinforcement learning: starts and supervises server, rollout and trainer; resumes a killed run.
+    """Train with reinforcement learning: start and supervise server, rollout and trainer; resume a killed run.
 
     Example: clew train examples/addition/grpo.yaml training.steps=5 trial=try
     """
@@ -33,7 +33,7 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
 def _train(config: Config, run: RunDirectory, arguments: Sequence[str]) -> None:
     """Train and print a summary.
 
-    This is all of `clew train` or, with debug.replay_rollout_data, one rank of train or learn.
+    This is the body of `clew train`. With debug.replay_rollout_data, each rank of `clew train` or `clew learn` runs it.
     """
     from clew.api import train_as_configured
 
@@ -57,7 +57,7 @@ def _learn(config: Config, run: RunDirectory) -> None:
 
 
 def _say_trained(config: Config, run: RunDirectory) -> None:
-    """Print what a complete run has made, and what it rejected."""
+    """Print how many steps a complete run has trained, what it rejected, and where its weights and its curve are."""
     from clew.record.rejected import count_rejected
 
     done, wanted = run.steps.count(), config.training.steps
@@ -71,7 +71,7 @@ def _say_trained(config: Config, run: RunDirectory) -> None:
 
 
 def sft(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Train on demonstrations, or on preferences (training.objective); resumes where it was killed.
+    """Train on demonstrations, or on preferences (training.objective); resume a killed run.
 
     Example: clew sft examples/addition/sft.yaml training.steps=5 trial=sft-try
     """
@@ -132,7 +132,7 @@ def serve(
         ),
     ] = "",
 ) -> None:
-    """Serve a model, for the run that CONFIG names and for agents: SGLang's, OpenAI's and Anthropic's interfaces.
+    """Serve a model to the run that CONFIG names and to agents, through SGLang's, OpenAI's and Anthropic's APIs.
 
     Example: clew serve examples/addition/grpo.yaml trial=try
     """
@@ -154,7 +154,7 @@ def rollout(
     config: ConfigFile,
     overrides: Overrides = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Without a trainer: make this many batches, into --out.")
+        int | None, typer.Option(min=1, help="Make this many batches without a trainer, and write them to --out.")
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Run directory to write these batches to.")] = None,
 ) -> None:
@@ -229,7 +229,7 @@ def evaluate(
     if not names:
         raise typer.BadParameter("name a model, a checkpoint or a run before the fields to override")
     if to is not None and not os.access(to.absolute().parent, os.W_OK):
-        raise ConfigError(f"Cannot write {to}: {to.absolute().parent} is no folder that can be written to.")
+        raise ConfigError(f"Cannot write {to}: {to.absolute().parent} is not a writable folder.")
     console = EscapingConsole(wide=200)
     overrides = [each for each in models if each not in names]
     evaluations = evaluate_models(names, data=data, reward=reward, overrides=overrides)
@@ -242,7 +242,7 @@ def evaluate(
         f"{wanted.temperature:g}. An episode passes if its reward is above {wanted.pass_above:g} (eval.pass_above)."
     )
     if wanted.n_samples > 1 and wanted.temperature == 0:
-        console.print("At temperature 0 the samples of a prompt are alike. Set eval.temperature=1.", style="yellow")
+        console.print("At temperature 0 all samples of a prompt are alike. Set eval.temperature=1.", style="yellow")
     for each in evaluations:
         show_failed(console, each.name, each.episodes)
     show_missed(console, best.name, best.episodes, best.config.data.prompt)

@@ -1,6 +1,6 @@
 """`clew replay RUN --step 137 key=value`: train on recorded batches again, with other settings.
 
-debug.first_step makes the training start from a given step.
+The new run starts at the first of these steps (debug.first_step).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def counterfactual(run: RunDirectory, steps: range, overrides: list[str], *, fro
     more about the batch.
 
     Args:
-        from_bundle: False for a run directory; the new one goes beside it. True for an unpacked bundle: the new one
-            goes to the default `root`, because a stranger wrote the configuration.
+        from_bundle: False if `run` is a run directory: the new one is placed beside it. True if it is an unpacked
+            bundle: the new one is placed below the default `root`, because a stranger wrote the configuration.
 
     Raises:
         ClewError: The steps cannot be trained, or the new run directory is already in use.
@@ -66,7 +66,7 @@ def counterfactual(run: RunDirectory, steps: range, overrides: list[str], *, fro
             shutil.rmtree(new.path)
         if isinstance(error, Interrupted | KeyboardInterrupt):
             going_on_with = f"interrupted. The same command with trial={config.trial} goes on with {new.path}."
-            nothing = "interrupted before its first step: nothing is left of it. Start the same command again."
+            nothing = "interrupted before the first step: its directory was removed. Start the same command again."
             raise Interrupted(going_on_with if left else nothing) from None
         raise
     recorded = {step: run.steps.read(step)["metrics"] for step in steps if step < run.steps.count()}
@@ -77,9 +77,7 @@ def counterfactual(run: RunDirectory, steps: range, overrides: list[str], *, fro
         if len(weights) == 1:
             print(f"no metric differs: {' '.join(overrides)} has no effect on these steps on the same data.")
         else:  # a step's metrics are taken before its update, so the next step's show it first
-            print(
-                f"no metric of these steps differs, but the weights after step {last} do. Replay a further step, too."
-            )
+            print(f"no metric of these steps differs, but the weights after step {last} do. Replay the next step, too.")
         return
     EscapingConsole(wide=200).print(table_of_changes("step", changed, rows, title="recorded → here"))
     print(f"→ clew show {shlex.quote(str(new.path))} {last}")

@@ -34,7 +34,7 @@ def diff(a: Path, b: Path, *, ignore: list[str], plot: Path | None) -> bool:
     """Print how two runs, or bundles of them, compare. The help of `clew diff` describes the arguments.
 
     Returns:
-        True if every step that both runs have is the same and the record of both is intact.
+        True if all steps that both runs have agree, no other difference was found, and both records are intact.
 
     Raises:
         RecordError: A run cannot be read, or the two have no step in common.
@@ -101,7 +101,7 @@ def _common_steps(runs: Pair, *bundles: dict[str, Any] | None) -> range:
 
 
 def _how_compared(comparison: Comparison, steps: range) -> str:
-    """Return how strictly the steps were compared, and why, in words."""
+    """Return words that say how strictly the steps were compared, and why."""
     if not comparison.reasons:
         return str(comparison.tolerance)
     before = f"{EXACT} up to step {comparison.apart - 1}, then " if comparison.apart > steps[0] else ""
@@ -109,9 +109,10 @@ def _how_compared(comparison: Comparison, steps: range) -> str:
 
 
 def _without_data(runs: Pair, steps: range, names: tuple[str, str], *, exact: bool) -> list[str]:
-    """Return lines that name the steps whose sequences one or both runs lack, so that no stage of them was compared.
+    """Return lines that name the steps whose stages were not compared, because a run lacks their sequences.
 
-    `exact` is True if the runs are compared bit for bit.
+    Args:
+        exact: True if the runs are compared bit for bit.
     """
     what = "digests and metrics are" if exact else f"only the groups, {', '.join(METRICS[:-1])} and {METRICS[-1]} are"
     having = [tuple(run.steps.has_data(step) for run in runs) for step in steps]
@@ -180,9 +181,12 @@ CHOOSING = ("data.", "rollout.batch_groups", "rollout.n_samples", "rollout.drop_
 
 
 def _differ_by_chance(runs: Pair, difference: Difference, changed: Collection[str]) -> bool:
-    """Return whether asynchronous runs differ by chance alone: timing decides which groups finish first and are taken.
+    """Return whether asynchronous runs may have taken different groups only because of timing.
 
-    `changed` are the fields of the configuration that differ.
+    Timing decides which groups finish first, and so which of them make a batch.
+
+    Args:
+        changed: Fields of the configuration that differ.
     """
     if any(field.startswith(CHOOSING) for field in changed):
         return False
@@ -194,7 +198,7 @@ def _differ_by_chance(runs: Pair, difference: Difference, changed: Collection[st
 def _print_effect_of_configuration(
     runs: Pair, difference: Difference, steps: range, names: tuple[str, str], changed: Collection[str]
 ) -> None:
-    """Print the first metric that differs because of the configuration, then that the runs took other groups.
+    """Print the first metric that differs because of the configuration, then that the runs took different groups.
 
     When the batches differ, only a metric named like a changed field, such as `lr`, is certain to follow from it.
     """
@@ -217,7 +221,9 @@ def _print_effect_of_configuration(
 
 
 def _still_different(runs: Pair, steps: range) -> list[str]:
-    """Return what differs although all stages agree: plans of micro-batches, evaluations, entries of checkpoint.json.
+    """Return a line for each thing that differs although all stages agree.
+
+    These are plans of micro-batches, entries of checkpoint.json, and evaluations.
 
     A checkpoint's own files are not read here, only the digests that checkpoint.json names.
     """

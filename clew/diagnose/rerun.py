@@ -61,11 +61,12 @@ class Options:
 
     @property
     def describes_other_trainer(self) -> bool:
-        """True if both are given. The overrides then describe how another trainer computed the stages."""
+        """True if `stages` and `overrides` are set, and no other mode. The overrides then describe how another trainer
+        computed the stages."""
         return self.modes == ["--stage", "key=value"]
 
     def check(self) -> None:
-        """Raise ConfigError if a value is unknown, or options do not go together in any run."""
+        """Raise ConfigError if a value is unknown, or if options can never be combined, whatever the run."""
         if self.stop is not None and self.stop not in BREAKS:
             raise ConfigError(f"--break {self.stop}: expected one of {', '.join(BREAKS)}.")
         if self.device not in (None, "cpu", "cuda"):
@@ -80,7 +81,7 @@ class Options:
             )
         if self.ranks > 1 and self.modes:
             raise ConfigError(
-                f"--ranks {self.ranks} trains with several processes, {self.modes[0]} with one. Leave one out."
+                f"--ranks {self.ranks} trains with several processes, but {self.modes[0]} uses one. Leave one out."
             )
 
     def check_against(self, run: RunDirectory, first: int) -> None:
@@ -94,8 +95,8 @@ class Options:
             )
         if (self.stages is not None or self.reward) and run.supervised and self.stages != "data":
             raise RecordError(
-                f"{run.path} is a run of `clew sft`: it has no rewards and no advantages. Without --stage and --reward "
-                f"its steps are trained again and compared."
+                f"{run.path} is a run of `clew sft`: it has no rewards and no advantages. Leave out --stage and "
+                f"--reward to train its steps again and compare them."
             )
         if self.stop not in (None, "update") and run.supervised:
             raise RecordError(f"{run.path} is a run of `clew sft`, where only --break update works.")
@@ -151,7 +152,7 @@ def _chosen_steps(run: RunDirectory, options: Options, bundle: dict[str, Any] | 
     if text == str(count) and run.steps.has_data(count):
         return range(count, count + 1)  # it failed, or was interrupted
     if not count:
-        begun = f" `--step {count}` trains on the batch of the one that was begun."
+        begun = f" `--step {count}` trains on the batch of the step that was begun."
         raise RecordError(f"{run.path} has no committed step to replay.{begun if run.steps.has_data(count) else ''}")
     if text is not None:
         steps = parse_steps(text, count)
@@ -166,7 +167,7 @@ def _chosen_steps(run: RunDirectory, options: Options, bundle: dict[str, Any] | 
         if first and options.stages is None and not options.reward:  # training begins at a checkpoint
             first = next((version for version in run.checkpointed() if first <= version < count), first)
         if first:
-            print(f"from step {first} on: the record no longer has everything that earlier steps need")
+            print(f"replaying from step {first} on: the record no longer has everything that earlier steps need")
         steps = range(first, count)
     return steps if options.only is None else _step_of(run, options.only, steps)
 
@@ -190,14 +191,15 @@ NOT_RECOMPUTED = (
 """Message that lists what `--stage` does not check."""
 
 LIMIT = "sampling.max_new_tokens"
-"""Field that algorithm.loss_constant and overlong_penalty are derived from if they are not set themselves."""
+"""Field from which the defaults of algorithm.loss_constant and algorithm.overlong_penalty are derived."""
 
 
 def _algorithm_of_another(overrides: Sequence[str], stages: Sequence[str]) -> Algorithm:
-    """Return the algorithm, as the overrides describe it, with which another trainer computed advantages and loss.
+    """Return the algorithm that the overrides describe: the one with which another trainer made the record.
 
     Raises:
-        ConfigError: An override is neither a field of algorithm nor `LIMIT`, or something that is needed is missing.
+        ConfigError: An override is neither a field of algorithm nor `LIMIT`, or a setting that a stage needs is not
+            known.
     """
     names = [override.partition("=")[0] for override in overrides]
     for name, override in zip(names, overrides, strict=True):
@@ -215,8 +217,8 @@ def _algorithm_of_another(overrides: Sequence[str], stages: Sequence[str]) -> Al
     if algorithm.minibatches > 1 and algorithm.loss_mean != "token" and "loss" in stages:
         raise ConfigError(
             f"algorithm.minibatches={algorithm.minibatches} with algorithm.loss_mean={algorithm.loss_mean}: the "
-            f"loss depends on which sequences shared a mini-batch, and that is not on record. Use --stage advantages, "
-            f"which can be computed again."
+            f"loss depends on which sequences shared a mini-batch, and that is not on record. Use --stage advantages "
+            f"instead."
         )
     return algorithm
 
@@ -228,7 +230,13 @@ def _recompute_stages(
     only: str | None = None,
     algorithm: Algorithm | None = None,
 ) -> bool:
-    """Compute stages again until a step differs from its record. The arguments are those of `check_stages`."""
+    """Compute stages of these steps again, and stop at the first step that differs from its record.
+
+    The other arguments are those of `check_stages`.
+
+    Returns:
+        True if nothing differs, and the chain of commits is intact.
+    """
     found: list[Difference] = []
     unbroken = chain_holds(run, steps)
     for step in tracked(steps, "comparing", total=len(steps), unit="steps"):
@@ -248,7 +256,7 @@ def _recompute_stages(
 
 
 def _train_again(run: RunDirectory, steps: range, options: Options, *, named: Path) -> bool:
-    """Train the steps again, from the checkpoint before them on, and print how each compares with its record."""
+    """Train the steps again from the nearest earlier checkpoint, and print how each compares with its record."""
     from clew.diagnose.debugger import stop_at
     from clew.loop.replay import engine_at, replay
     from clew.training.ranks import Ranks
@@ -284,16 +292,20 @@ def _train_again(run: RunDirectory, steps: range, options: Options, *, named: Pa
             _print_differences(run, [altered.difference])
             return False
         except BdbQuit:
-            raise Interrupted("left the debugger; nothing was compared from there on, and nothing written.") from None
+            raise Interrupted("left the debugger: nothing after that was compared, and nothing was written.") from None
         result = "every stage agrees with the record" if options.verify else "nothing was compared"
         print(f"{steps_in_words(steps)}: {result}.")
         return unbroken
 
 
 def _first_differing(replayed: Iterable[Replayed], steps: range, *, shown: bool) -> Replayed | None:
-    """Train the steps before those that were asked for; return the first that differs from the record, if one does.
+    """Train the steps that lead up to those that were asked for, by reading `replayed`.
 
-    `shown` is True to show the progress.
+    Args:
+        shown: True to show the progress.
+
+    Returns:
+        The first of these steps that differs from the record; None if they all agree.
     """
     if shown and steps:
         replayed = tracked(replayed, f"training again up to step {steps[-1]}", total=len(steps), unit="steps")
@@ -301,10 +313,10 @@ def _first_differing(replayed: Iterable[Replayed], steps: range, *, shown: bool)
 
 
 def _train_uncommitted(run: RunDirectory, engine: TrainEngine, step: int) -> None:
-    """Train the batch of a step that failed or was interrupted, which has no record to compare with."""
+    """Train on the batch of a step that failed or was interrupted. There is no record to compare the result with."""
     from clew.loop.replay import configure_as
 
-    print(f"step {step} was not committed: it is trained, and there is nothing to compare it with", flush=True)
+    print(f"step {step} was not committed: it is trained here, but there is no record to compare it with", flush=True)
     configure_as(run, engine, None)
     metrics = engine.train_step(run.steps.read_data(step)).metrics
     print(f"step {step}: {_loss_and_gradient(metrics)}")

@@ -55,7 +55,7 @@ def compare_rewards(run: RunDirectory, steps: range, only: str | None) -> bool:
     Returns:
         True if all rewards are as recorded.
     """
-    config = configuration.load(run.config_path, ["launch.mode=local"])
+    config = configuration.load(run.config_path, ["launch.mode=local"])  # inline rewards have no time limit
     found = asyncio.run(recompute_rewards(run, config, steps, only))
     for each in found[:SHOWN]:
         print(each)
@@ -75,7 +75,7 @@ def compare_rewards(run: RunDirectory, steps: range, only: str | None) -> bool:
 
 
 def _changed_code(run: RunDirectory, config: Config, steps: Iterable[int]) -> bool:
-    """Return whether the file of the workflow or of the reward function has changed since one of the steps was made."""
+    """Return whether the file of the workflow or of the reward function has changed since any of these steps."""
     named = {"rollout.reward": config.rollout.reward, "rollout.workflow": config.rollout.workflow}
     files = {field: dotted.file_of(path) for field, path in named.items() if path}
     now = {field: digest_of_file(str(file)) for field, file in files.items() if file}
@@ -89,7 +89,7 @@ def _named(rewards: dict[str, float]) -> str:
 async def recompute_rewards(
     run: RunDirectory, config: Config, steps: Iterable[int], only: str | None
 ) -> list[Disagreement]:
-    """Return the episodes of these steps whose workflow and reward function now give another reward than recorded.
+    """Return the episodes of these steps whose reward, computed again, differs from the recorded one.
 
     `only` is the ID of a group, an episode or a sequence to check alone.
 
@@ -102,7 +102,7 @@ async def recompute_rewards(
             f"`clew agent replay {run.path} --episode ID` runs it again on the recorded answers."
         )
     workflow, reward = load_workflow(config), load_reward(config)
-    engine: Any = None  # a RecordedModel that is not live never asks it
+    engine: Any = None  # never used: a RecordedModel that is not live answers from the record
     shared = resources_of(run, config, engine, reward)
     found: list[Disagreement] = []
     try:

@@ -1,4 +1,4 @@
-"""Dialect of POST /v1/messages and /v1/messages/count_tokens. https://docs.anthropic.com/en/api/messages"""
+"""Dialect of POST /v1/messages and /v1/messages/count_tokens: see https://docs.anthropic.com/en/api/messages"""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class _Text(Fields):
 
 
 class _Source(Fields):
-    type: Literal["base64"]  # the gateway fetches nothing
+    type: Literal["base64"]  # no "url": the gateway fetches nothing
     media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
     data: Base64
 
@@ -66,7 +66,7 @@ class _Image(Fields):
 
 
 class _ToolReference(Fields):
-    """Reference to a tool that a search tool has found. The model reads the tool's definition instead, as JSON."""
+    """Reference to a tool that a search has found. In its place, the model reads the tool's definition as JSON."""
 
     type: Literal["tool_reference"]
     tool_name: str
@@ -116,7 +116,7 @@ class _Tool(Function):
     type: Literal["custom"] = "custom"
     parameters: dict[str, Any] | None = Field(alias="input_schema")
     defer_loading: bool = False
-    """True leaves the tool out of the prompt. The model sees it only where a tool_reference names it."""
+    """True leaves the tool out of the prompt. The model sees its definition only if a tool_reference names it."""
     allowed_callers: list[Literal["direct"]] = Field(default=[])
 
 
@@ -158,7 +158,7 @@ class _Edit(IgnoresUnknown):
 
 class _ContextManagement(Fields):
     edits: list[_Edit] = Field(default=[])
-    """Edits of the context. The gateway makes no edits; a warning names those that would have changed something."""
+    """Edits of the context. The gateway makes no edits; a warning names those that could have changed something."""
 
 
 class CountRequest(Body):
@@ -206,7 +206,7 @@ def _model_request(request: CountRequest, notes: list[str], **more: Any) -> Mode
     if follows is None:  # otherwise the tools are the thread's: `clew.gateway.app` adds them, and checks the choice
         refuse_choice(tool_choice, [tool.name for tool in request.tools])
     elif request.tools or request.system:
-        message = "Cannot continue the thread: it has its tools and system already. Send neither."
+        message = "Cannot continue the thread: it already has its tools and system prompt. Send neither of them."
         raise Refusal(400, message, param="thread")
     if request.messages[-1].role == "assistant":
         message = "Cannot continue messages that end with the assistant's: prefilling is not supported. Add a user's."
@@ -287,7 +287,7 @@ def _of_user(
 
 
 def _definition(reference: _ToolReference, tools: dict[str, dict[str, Any]]) -> str:
-    """Return the text that tells the model of a tool that was found."""
+    """Return the text that describes to the model a tool that was found."""
     if reference.tool_name not in tools:
         message = f"Cannot read messages: tool_reference names {reference.tool_name!r}, which is not among the tools."
         raise Refusal(400, message, param="messages")
@@ -339,12 +339,12 @@ def _ending(reply: Reply) -> dict[str, Any]:
 
 
 def _edited(request: ModelRequest) -> dict[str, Any]:
-    """Return the edits made to the context (there are never any), for a client that asks for edits."""
+    """Return the list of edits made to the context, if the client asked for edits. It is always empty."""
     return {"context_management": {"applied_edits": []}} if request.extras["edits"] else {}
 
 
 def _usage(input_tokens: int, reply: Reply | None = None) -> dict[str, Any]:
-    """Return the token counts. `reply` is None before there is one."""
+    """Return the token counts. `reply` is None until the model has answered."""
     return {
         "input_tokens": input_tokens,
         "cache_creation_input_tokens": 0,
@@ -404,7 +404,7 @@ async def events(request: ModelRequest, stream: Stream) -> AsyncIterator[bytes]:
         if part.call is None:
             yield _delta(index, {"type": f"{kind}_delta", kind: words})
             continue
-        for text in ["", *pieces(_json_of(json.loads(part.call.arguments)))]:  # the provider begins with an empty piece
+        for text in ["", *pieces(_json_of(json.loads(part.call.arguments)))]:  # the provider sends an empty one first
             yield _delta(index, {"type": "input_json_delta", "partial_json": text})
     [reply] = await stream.replies()
     if not started:
@@ -446,9 +446,9 @@ def _json_of(input: dict[str, Any]) -> str:
 def refuse(refusal: Refusal) -> dict[str, Any]:
     kind = ERRORS.get(refusal.status, "api_error" if refusal.status >= 500 else "invalid_request_error")
     error: dict[str, Any] = {"type": kind, "message": str(refusal)}
-    if refusal.code == "context_length_exceeded":  # agents recognise the provider's wording, and shorten their context
+    if refusal.code == "context_length_exceeded":  # agents look for these words, then shorten their context
         error["message"] = f"prompt is too long: {refusal}"
-    if refusal.code == "previous_response_not_found":  # its clients then send the whole conversation
+    if refusal.code == "previous_response_not_found":  # clients then send the whole conversation
         error["details"] = {"error_code": "thread_not_found"}
     return {"type": "error", "error": error}
 

@@ -1,4 +1,4 @@
-"""Constraints on a reply: what the engine and the chat template can honour of a request, and what is refused."""
+"""Constraints that a request puts on the reply: which ones can be honoured, and which are refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from clew.gateway.turns import Turns
 
 
 def constrain(request: ModelRequest, engine: EpisodeEngine, turns: Turns) -> tuple[ModelRequest, str]:
-    """Return the request as the engine can honour it, and the text that the reply begins with to force a tool call.
+    """Return the request as the engine can honour it, and the first words of the reply.
+
+    The reply must begin with these words if the request forces a tool call. Otherwise they are empty.
 
     Raises:
         Refusal: The engine or the chat template cannot meet a demand.
@@ -20,7 +22,7 @@ def constrain(request: ModelRequest, engine: EpisodeEngine, turns: Turns) -> tup
     if request.logprobs:
         field = "top_logprobs" if request.text is None else "logprobs"
         message = (
-            f"Cannot honour {field}={request.logprobs}: the engine gives the logprob of the sampled token alone. "
+            f"Cannot honour {field}={request.logprobs}: the engine returns the logprob of the sampled token only. "
             f"Set {field}=0."
         )
         raise Refusal(400, message, param=field)
@@ -43,7 +45,7 @@ def constrain(request: ModelRequest, engine: EpisodeEngine, turns: Turns) -> tup
             f"forced. Leave it out."
         )
         raise Refusal(400, message, param=param)
-    if not request.parallel_tool_calls:
+    if not request.parallel_tool_calls:  # stop after the first call
         stops = request.sampling.get("stop", engine.resources.sampling.stop)
         request = replace(request, sampling={**request.sampling, "stop": (*stops, CALL_CLOSES)})
     if request.tool_choice == "required":
@@ -52,13 +54,13 @@ def constrain(request: ModelRequest, engine: EpisodeEngine, turns: Turns) -> tup
 
 
 def _with_known_variables(request: ModelRequest, engine: EpisodeEngine, turns: Turns) -> ModelRequest:
-    """Return the request without variables that the chat template does not know, if that does no harm.
+    """Return the request without the variables that the chat template does not use, if leaving them out does no harm.
 
     A variable that is False, such as enable_thinking, is dropped silently: there is nothing to turn off. Thinking
     or an effort is dropped with a warning, because frameworks ask for it by default for some model names.
 
     Raises:
-        Refusal: The template does not know any other variable.
+        Refusal: The request sets another variable that the template does not use.
     """
     unknown = [name for name in request.template if name not in turns.variables]  # parses the template
     for name in unknown:
@@ -70,6 +72,6 @@ def _with_known_variables(request: ModelRequest, engine: EpisodeEngine, turns: T
         elif name == "enable_thinking":
             engine.warn("the client asks for thinking, a setting that the model does not have")
         else:
-            message = f"Cannot honour {name}: the model's chat template knows no such variable. Leave it out."
+            message = f"Cannot honour {name}: the model's chat template has no such variable. Leave it out."
             raise Refusal(400, message, param=name)
     return replace(request, template={name: value for name, value in request.template.items() if name not in unknown})

@@ -51,9 +51,9 @@ class Resources:
     media: Media | None = None
     """Folder that keeps images for the record; None: nothing is recorded."""
     individual: bool = False
-    """True makes each interaction a sequence of its own, instead of joining those that extend one another."""
+    """True makes each interaction a sequence of its own. False joins interactions that extend one another."""
     restart: bool = False
-    """True begins a generation again from its prompt when new weights interrupt it, instead of continuing it."""
+    """True starts a generation again from its prompt when new weights interrupt it. False continues it."""
     on_warning: Callable[[str, str, str], None] | None = None
     """Function that gets each new warning: the episode's ID, the warning and its kind."""
 
@@ -99,7 +99,7 @@ class EpisodeEngine:
         return self.resources.prompt_column
 
     def warn(self, warning: str, kind: str | None = None) -> None:
-        """Warn the owner of the workflow or agent. Drop repetitions, and those of one kind beyond MAX_WARNINGS.
+        """Warn the owner of the workflow or agent. Drop repetitions, and more than MAX_WARNINGS warnings of one kind.
 
         By default, warnings that differ only in numbers and IDs are of one kind.
         """
@@ -201,7 +201,7 @@ class EpisodeEngine:
         """
         if self.resources.reward is None:
             raise ConfigError(
-                "the workflow asks for a reward, and rollout.reward is not set. Name a function "
+                "the workflow asks for a reward, but rollout.reward is not set. Name a function "
                 "(completion, data) -> number by its dotted path: rollout.reward=my_module.my_reward."
             )
         return await self.resources.reward(completion, data)
@@ -225,7 +225,7 @@ def plain_text(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
 
 
 def sampling_params(sampling: Sampling) -> SamplingParams:
-    """Return the configuration's sampling section as the engine takes it."""
+    """Return the `sampling` section of the configuration as parameters for the engine."""
     values = sampling.model_dump()
     ids = values.pop("stop_token_ids")
     stop = tuple(values.pop("stop"))

@@ -1,4 +1,4 @@
-"""Contribution of each sequence to a step's gradient, and the place where NaN or infinity first appears."""
+"""Computation of each sequence's contribution to a step's gradient, and search for the first NaN or infinity."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Contribution:
     gradient_norm: float
     """Norm of this sequence's contribution to the gradient."""
     share: float
-    """Component of this contribution along the whole gradient, divided by the whole gradient's norm. The shares of an
-    update add up to 1."""
+    """Component of this contribution along the whole gradient, divided by the whole gradient's norm; may be negative.
+    The shares of an update add up to 1."""
     where_N: np.ndarray
     """Position of each trained token in the step's arrays; aligned with the three arrays below."""
     logprobs_N: np.ndarray
@@ -41,21 +41,21 @@ class Contribution:
     weights_N: np.ndarray
     """Size of the gradient at each token's own logit after temperature: |d loss / d logprob| x (1 - probability)."""
     rejected_N: np.ndarray | None
-    """Reason for which each token was rejected, see `clew.algorithms.rejection`; None without rejection."""
+    """Reason why each token was rejected, see `clew.algorithms.rejection`; None without rejection."""
     first_not_finite: str | None
-    """Place where NaN or infinity first appears when the sequence is computed alone; None if it appears nowhere."""
+    """Place where NaN or infinity first appears when the sequence is computed alone; None if all is finite."""
 
 
 def contributions(engine: TrainEngine, step: Prepared) -> Iterator[Contribution]:
     """Yield the contribution of each sequence to each update of a step.
 
-    Each update is also applied or skipped, as in a real step. Afterwards the engine has the weights of the next
-    version, or those at which training.on_bad_gradient=stop ended the step.
+    Each update is then applied or skipped, as in a real step. After the last one the engine has the weights of the
+    next version, or those it had when training.on_bad_gradient=stop ended the step.
     """
     for number, minibatch in enumerate(step.plan):
         trained = sum(step.tokens.trained_in(rows) for rows in minibatch)
-        # The whole gradient is computed in the micro-batches of a real step: the sum of the sequences' own gradients,
-        # which follow, would be rounded differently.
+        # The whole gradient is computed with the micro-batches of a real step. The sum of the sequences' own gradients,
+        # which are computed below, would be rounded differently.
         for rows in filter(None, minibatch):
             _backward(engine, step, rows, trained)
         whole = {name: grad.clone() for name, grad in engine.optimizer.gradients().items()}
@@ -115,7 +115,7 @@ def _backward(
     trained: int,
     before: Callable[[MicroBatch, Tensor, Tensor], None] | None = None,
 ) -> tuple[MicroBatch, Tensor, PolicyLoss]:
-    """Add the gradient of these rows to the optimizer's.
+    """Add the gradient of these rows to the one that the optimizer holds.
 
     Args:
         trained: Number of trained tokens that the loss is divided by.
@@ -220,7 +220,7 @@ class _FirstNotFinite:
             self.place = f"{what} at {bad[0].tolist()} of {list(tensor.shape)} ({len(bad)} entries){when}"
 
     def look_at_tokens(self, what: str, values_N: Tensor, where_N: Sequence[int], sequence: str) -> None:
-        """Look at one value for each token; `where_N` are the tokens' places in the sequence."""
+        """Look at one value for each token. `where_N` are the positions of the tokens in the sequence."""
         bad = (~values_N.isfinite()).nonzero()[:, 0].tolist()
         if bad and self.place is None:
             self.place = f"{what} of token {where_N[bad[0]]} of {sequence} ({len(bad)} tokens)"

@@ -1,4 +1,4 @@
-"""The tokens of a batch, laid end to end, and the micro-batches that are cut from them."""
+"""Tokens of a batch, laid end to end, and the micro-batches that are cut from them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Tokens:
     ids: list[str]
     """IDs of the rows."""
     starts: np.ndarray
-    """Bounds of the rows, [rows + 1] int64: row r has the tokens starts[r] to starts[r + 1]."""
+    """Bounds of the rows, [rows + 1] int64: row r has the tokens starts[r] to starts[r + 1] - 1."""
     input_ids_S: np.ndarray
     """Token IDs, int32."""
     loss_mask_S: np.ndarray
@@ -76,7 +76,7 @@ class Tokens:
             return None
         counts_N = self.mask_counts_S[where_N].astype(np.int64)
         begins_N = (np.cumsum(self.mask_counts_S, dtype=np.int64) - self.mask_counts_S)[where_N]
-        # ids_M are mask_ids[begin : begin + count] of one token after the other.
+        # ids_M joins the slices mask_ids[begin : begin + count] of these tokens. Their indices are computed at once.
         offsets = np.arange(counts_N.sum()) - np.repeat(np.cumsum(counts_N) - counts_N, counts_N)
         ids_M = self.mask_ids[np.repeat(begins_N, counts_N) + offsets].astype(np.int64)
         return Masks(counts_N=torch.from_numpy(counts_N).to(device), ids_M=torch.from_numpy(ids_M).to(device))
@@ -97,7 +97,7 @@ class MicroBatch:
     input_ids_BT: Tensor
     """Token IDs, int64; padding is 0."""
     packed: Packed | None
-    """Positions of the rows in input_ids_BT [1, P]; None: padded rows, one below the other."""
+    """Positions of the rows in input_ids_BT, which is then [1, P]; None: input_ids_BT has one padded row for each."""
     rows_N: Tensor
     """Row of each trained token within the micro-batch, int64."""
     columns_N: Tensor
@@ -111,7 +111,7 @@ class MicroBatch:
     image_inputs: Mapping[str, Tensor] = field(default_factory=dict)
     """Further inputs of the model for rows that show images: see `clew.models.vision.Vision.inputs`."""
     idle: bool = False
-    """True if this rank has nothing to train on, and computes only because all ranks gather parameters together."""
+    """True if this rank has nothing to train on, and computes only because all ranks must gather parameters at once."""
 
     @classmethod
     def of(cls, tokens: Tokens, rows: list[int], device: torch.device, *, pack: bool = False) -> MicroBatch:

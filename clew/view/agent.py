@@ -74,7 +74,7 @@ def _show_failed(console: Console, sequence: Sequence) -> None:
 
 
 class Replayed(Protocol):
-    """Fields of a replay that are shown."""
+    """Result of `clew agent replay`, with the fields that are shown."""
 
     answered: int
     recorded: int

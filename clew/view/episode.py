@@ -25,7 +25,7 @@ def show_episode(console: Console, run: RunDirectory, found: Found, name: Name, 
     parts = {sequence.id: [sequence.id, *(str(i.get("id")) for i in sequence.interactions)] for sequence in sequences}
     shown = [sequence for sequence in sequences if name.part is None or name.part in parts[sequence.id]]
     if not shown:
-        raise RecordError(f"{run.path} has no {name.part}; there is {', '.join(itertools.chain(*parts.values()))}.")
+        raise RecordError(f"{run.path} has no {name.part}; it has {', '.join(itertools.chain(*parts.values()))}.")
     interactions = [
         each for sequence in shown for each in sequence.interactions if name.part in (None, sequence.id, each.get("id"))
     ]
@@ -67,9 +67,9 @@ def _show_tokens(console: Console, run: RunDirectory, found: Found, sequences: l
 
 
 def read_stages(console: Console, run: RunDirectory, step: int | None) -> dict[str, dict[str, np.ndarray]]:
-    """Return the recorded stages of a step by name and sequence ID, [T] each; empty if there are none on record.
+    """Return the recorded stages of a step by name and sequence ID, [T] each; empty if the step has no stages.
 
-    Prints why if they cannot be read, because the rest is still worth showing.
+    If they cannot be read, print the reason and return an empty dictionary: the rest is still worth showing.
     """
     if step is None or not run.steps.stage_path(step, 0).exists():
         return {}
@@ -145,7 +145,8 @@ def _after(seconds: float | None, since: float | None) -> str:
 def lag(sequences: list[Sequence], step: int | None) -> str:
     """Return mean and maximum lag of the trained tokens, as text: how many versions older than the step they are.
 
-    The lag is unknown ("-") if a token is newer than the step: another trainer may not count versions as steps.
+    The lag is unknown ("-") if a token is newer than the step, because another trainer may count versions differently,
+    or if no policy generated it (version -1).
     """
     if step is None or not sequences:
         return MISSING
@@ -156,9 +157,10 @@ def lag(sequences: list[Sequence], step: int | None) -> str:
 
 
 def rejected_of(sequences: Iterable[Sequence], rejected: dict[str, np.ndarray]) -> str:
-    """Return how many trained tokens of these sequences were rejected and why, as text.
+    """Return, as text, how many trained tokens of these sequences were rejected, and why.
 
-    `rejected` has the reason for each token, by sequence ID, see `clew.algorithms.rejection`.
+    Args:
+        rejected: Reason for each token [T], by sequence ID; see `clew.algorithms.rejection`.
     """
     recorded = [(each, rejected[each.id]) for each in sequences if each.id in rejected]
     known = [why_T[each.loss_mask] for each, why_T in recorded if len(why_T) == len(each.loss_mask)]  # else altered
@@ -187,7 +189,7 @@ def _reported(sequence: Sequence) -> list[tuple[str, str]]:
 
 
 def sampled_by(sequence: Sequence) -> str:
-    """Return as text which servers generated the tokens, and for which tokens their version differs from the record."""
+    """Return, as text, the servers that generated the tokens, and spans whose version differs from the recorded one."""
     spans = sequence.sampled_by or []
     tokens = Counter[str]()
     for span in spans:
@@ -203,7 +205,10 @@ def sampled_by(sequence: Sequence) -> str:
 
 
 def mask_in_words(counts: np.ndarray) -> str:
-    """Return as text from how many candidates the tokens were drawn, given `Sequence.sampling_mask_counts`."""
+    """Return, as text, the number of candidates that each token was drawn from.
+
+    `counts` is `Sequence.sampling_mask_counts`.
+    """
     cut = counts[counts > 0]
     if not len(cut):
         return MISSING

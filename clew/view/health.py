@@ -1,6 +1,6 @@
-"""The health of a run: what deserves a look, why, and the command to type next.
+"""Health check of a run: what deserves a look, why, and the command to type next.
 
-Each concern has a pure function of the steps' recorded numbers, which returns None if all is well.
+Each concern is found by a pure function of the steps' recorded numbers, which returns None if all is well.
 If other trainers warn about the same thing, the thresholds are theirs.
 """
 
@@ -25,9 +25,9 @@ from clew.record.run_warnings import RunWarning, warnings_in_words
 HABIT_SHARE = 0.1
 """Minimum share of all steps in which something must be seen to count as a habit. Most concerns need a habit."""
 NEWEST_STEPS, NEWEST_SHARE = 10, 0.5
-"""Number of newest steps, and the share of them that also makes a habit, whatever the older steps show."""
+"""Number of newest steps, and the share of them that is enough for a habit, whatever the older steps show."""
 EQUAL_GROUPS = 0.5
-"""Share of groups with equal rewards above which most of a step's rollout teaches nothing."""
+"""Share of groups with equal rewards above which a step counts as having taught little."""
 TRUNCATED = 0.1
 """Share of a step's episodes cut off at a limit, above which the step counts as truncated."""
 LAG = 8
@@ -87,7 +87,8 @@ WATCHED = {
     "advantage_reward_correlation": "",
     "critic/loss": "",
 }
-"""Metrics that are kept of each step. The value names the check that needs the metric ("": no check)."""
+"""Metrics that are kept of each step. The value names the check that is reported as not made if no step has the
+metric; "": nothing is reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +132,8 @@ class Collector:
         self._seconds: dict[str, float] = {}
 
     def __call__(self, step: int, content: Mapping[str, Any]) -> None:
-        """Keep the metrics of a step's JSON, which is not checked yet. Be fast: there may be ten thousand steps."""
+        """Keep the metrics of a step's JSON, whose values may be of any type. This must be fast: there may be ten
+        thousand steps."""
         if is_unknown(content):
             return
         metrics, timings = content.get("metrics"), content.get("timings")
@@ -253,7 +255,7 @@ def gradients(history: History, factor: float | None, *, supervised: bool = Fals
 
     Args:
         factor: Value of training.spike_factor; None: `SPIKE`.
-        supervised: True for a run of `clew sft`, which `clew blame` does not take.
+        supervised: True for a run of `clew sft`, which `clew blame` does not accept.
     """
     spikes = find_spikes(history, factor or SPIKE)
     skipped = np.nan_to_num(history.metrics["updates_skipped"])
@@ -362,14 +364,14 @@ def reward(history: History, changes: Sequence[tuple[int, str]] = ()) -> Concern
 
 
 def _fall_of_means(rewards: np.ndarray, steps: np.ndarray, window: int) -> tuple[str, int] | None:
-    """Return as text how far the newest mean over a window fell below the best, and the step of the fall, or None.
+    """Return, as text, how far the newest window's mean is below the best, and the step of the fall; or None.
 
     The noise is estimated from differences between successive steps, so a steady rise adds little to it.
     """
     if len(rewards) < 2 * window:
         return None
     sums = np.concatenate([[0.0], np.cumsum(rewards)])
-    means = (sums[window:] - sums[:-window]) / window  # entry i: of the window that begins at i
+    means = (sums[window:] - sums[:-window]) / window  # means[i] is that of the window that begins at i
     best, newest = int(np.argmax(means)), len(means) - 1
     # The difference of two rewards has twice the variance of one, hence the 2; a mean over a window has 1/window of it.
     noise = float(np.diff(rewards).std()) / math.sqrt(2 * window)
@@ -384,10 +386,10 @@ def _fall_of_means(rewards: np.ndarray, steps: np.ndarray, window: int) -> tuple
 
 
 def _fall_at_once(rewards: np.ndarray, steps: np.ndarray, errors: np.ndarray) -> tuple[str, int] | None:
-    """Return as text the largest fall at a single step from the mean of the steps before it, and that step, or None.
+    """Return, as text, the largest fall from the mean of the steps before to a single step, and that step; or None.
 
-    The noise of a step is estimated from the steps before it. If there are few, it is estimated from the spread of the
-    rewards within each of them.
+    The noise of a step is estimated from the steps before it or, if they are few, from the spread of the rewards
+    within each of them.
 
     Args:
         errors: Standard errors of the steps' rewards [N]; NaN where unknown.
@@ -404,7 +406,8 @@ def _fall_at_once(rewards: np.ndarray, steps: np.ndarray, errors: np.ndarray) ->
         if len(recent) >= ENOUGH_NORMS:
             noise = float(np.diff(recent).std()) / math.sqrt(2)
         else:
-            # 1 / place: of the mean of the steps before; 1: of this step alone, unless the later steps confirm the fall
+            # Variances add up: 1 / place for the mean of the steps before, and 1 for this step, unless later steps
+            # confirm the fall.
             noise = float(errors[:place].max()) * math.sqrt(1 / place + (not lasts))
         if fall > (LASTING if lasts else BY_CHANCE) * noise:  # False if the noise is unknown
             falls[place] = fall, level
@@ -438,7 +441,8 @@ def _split(values: np.ndarray) -> int:
     after = len(values) - before
     sums = np.cumsum(values)
     apart = sums[:-1] / before - (sums[-1] - sums[:-1]) / after
-    # The more of the squared distances lies between the two means, the less is left within the parts.
+    # The squared distances from the mean of all values add up to a fixed sum: what lies between the two parts' means,
+    # plus what is left within the parts. The split that maximises the first minimises the second.
     return int(np.argmax(apart**2 * before * after)) + 1
 
 
@@ -474,7 +478,7 @@ def _margin(name: str, evaluation: Mapping[str, Any]) -> float:
 
 
 def _reward_between(history: History, *versions: int) -> tuple[str, int | None]:
-    """Return as text how the training reward changed between two versions, and the step near which it fell, or None.
+    """Return, as text, how the training reward changed between two versions, and the step near which it fell, or None.
 
     The means of the steps before each version are compared; for a version near the start, those of the first steps.
     """

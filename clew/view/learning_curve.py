@@ -30,7 +30,7 @@ PARTS = {
     "record": "record",
     "evaluation": "evaluation",
 }
-"""Timings of a step that are drawn one by one, with their names in the picture. The rest is drawn above as "other"."""
+"""Timings of a step that are drawn as areas of their own, with their labels. The rest is drawn above as "other"."""
 
 
 def draw_learning_curve(run: RunDirectory) -> None:
@@ -60,7 +60,7 @@ def draw_curves(run: RunDirectory, path: Path) -> None:
             metrics = [(step["step"], step.get("metrics", {})) for step in steps]
             points = [(step, of_step[name]) for step, of_step in metrics if name in of_step]
             if any(math.isfinite(value) for _, value in points):
-                # dots, because a line shows neither a single step nor one between two steps with NaN
+                # Dots, because a line alone shows neither a single step nor a step between two with NaN.
                 axis.plot(*zip(*points, strict=True), ".-", linewidth=1.3, markersize=3)
             else:
                 axis.text(0.5, 0.5, "not on record", ha="center", transform=axis.transAxes)
@@ -72,7 +72,7 @@ def draw_curves(run: RunDirectory, path: Path) -> None:
     path_of_run = run.path.absolute()
     experiment = settings_of(run).get("experiment", path_of_run.parent.name)  # a bundle is in a folder of any name
     figure.suptitle(f"{experiment} / {path_of_run.name}", parse_math=False)
-    beside = path.with_name(f".{path.name}")  # so that nobody opens half a picture
+    beside = path.with_name(f".{path.name}")  # renamed when it is whole, so that nobody opens half a picture
     figure.savefig(beside, dpi=110, format="png")
     beside.replace(path)
 
