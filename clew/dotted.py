@@ -70,7 +70,7 @@ def load(path: str, field: str) -> Any:
     module = load_module(module_name, field, path)
     if name not in vars(module):
         public = [defined for defined in vars(module) if not defined.startswith("_")]
-        file = module.__file__ or module_name
+        file = getattr(module, "__file__", None) or module_name  # a module in C, such as time, has no file
         raise ConfigError(f"{field}={path}: {file} has no {name!r}.{did_you_mean(name, public)}")
     value = vars(module)[name]
     home = getattr(value, "__module__", None)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from clew.dotted import check_defined, required_parameters
+from clew.dotted import check_defined, load, required_parameters
 from clew.errors import ConfigError
 
 SOURCE = """
@@ -75,3 +75,8 @@ def test_a_module_that_is_not_python_or_not_there(here: Path) -> None:
         check_defined("nowhere_at_all.f", "rollout.reward")
     with pytest.raises(ConfigError, match=r"expected a dotted path such as my_module\.f"):
         check_defined("f", "rollout.reward")
+
+
+def test_a_name_that_a_module_in_c_lacks_is_refused() -> None:
+    with pytest.raises(ConfigError, match="time has no 'sleeps'"):
+        load("time.sleeps", "rollout.reward")

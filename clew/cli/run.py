@@ -61,7 +61,7 @@ def _say_trained(config: Config, run: RunDirectory) -> None:
     from clew.record.rejected import count_rejected
 
     done, wanted = run.steps.count(), config.training.steps
-    outcome = f"trained {done} steps."
+    outcome = f"trained {counted(done, 'step')}."
     if done > wanted:
         outcome = f"{done} steps were trained before, and training.steps is {wanted}: there is nothing to do."
     for line in count_rejected(run).lines():

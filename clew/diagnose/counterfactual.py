@@ -71,7 +71,7 @@ def counterfactual(run: RunDirectory, steps: range, overrides: list[str], *, fro
         raise
     recorded = {step: run.steps.read(step)["metrics"] for step in steps if step < run.steps.count()}
     rows = [(step, recorded.get(step, {}), new.steps.read(step)["metrics"]) for step in steps]  # {}: a failed step
-    changed = [name for name in COMPARED if any(then.get(name) != now.get(name) for _, then, now in rows)]
+    changed = [name for name in COMPARED if any(_differs(then.get(name), now.get(name)) for _, then, now in rows)]
     if not changed:
         weights = {each.steps.read(last)["digests"].get("weights") for each in (run, new)}
         if len(weights) == 1:
@@ -138,3 +138,8 @@ def _free_trial(experiment: Path, trial: str) -> str:
     while (experiment / f"{trial}-replay-{number}").exists():
         number += 1
     return f"{trial}-replay-{number}"
+
+
+def _differs(recorded: float | None, now: float | None) -> bool:
+    """Return whether a metric differs. Two NaNs agree."""
+    return recorded != now and (recorded == recorded or now == now)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from traceback import format_exception
 from typing import Any
-
-import numpy as np
 
 from clew import config as configuration
 from clew import dotted
@@ -131,4 +130,4 @@ async def recompute_rewards(
 
 
 def _same(recorded: dict[str, float], now: dict[str, float]) -> bool:
-    return recorded.keys() == now.keys() and all(np.isclose(recorded[name], now[name], rtol=1e-9) for name in now)
+    return recorded.keys() == now.keys() and all(math.isclose(recorded[name], now[name], rel_tol=1e-9) for name in now)

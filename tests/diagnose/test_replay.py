@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import math
 import os
 import platform
 import shutil
@@ -23,6 +24,7 @@ from safetensors.torch import load_file, save_file
 
 from clew import config as configuration
 from clew.algorithms.kl import ESTIMATORS
+from clew.diagnose import counterfactual, rewards
 from clew.diagnose.blame import blame
 from clew.diagnose.diff import diff
 from clew.diagnose.rerun import Options, rerun
@@ -951,3 +953,13 @@ def test_a_named_pipe_in_the_place_of_a_checkpoints_tensors_is_told(run: RunDire
             again(run, "0:3")
         path.unlink()
         (run.path / "aside").rename(path)
+
+
+@pytest.mark.parametrize(("now", "same"), [(1e-9, True), (5e-9, False), (0.0, False)])
+def test_small_rewards_are_compared_too(now: float, same: bool) -> None:
+    assert rewards._same({"reward": 1e-9}, {"reward": now}) == same
+
+
+def test_two_metrics_that_are_not_numbers_agree() -> None:
+    assert not counterfactual._differs(math.nan, math.nan)
+    assert counterfactual._differs(math.nan, 1.0) and counterfactual._differs(None, 1.0)

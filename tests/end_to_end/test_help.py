@@ -142,7 +142,7 @@ def test_each_example_of_agents_works_when_pasted(checkout: Path) -> None:
     untrained = "model.path=runs/calculator/material/base"
     small = ["rollout.batch_groups=2", "rollout.n_samples=2", "training.steps=1", "eval.path=null"]
     trained = run(*command_of(f"clew train examples/agents/grpo.yaml {untrained}", *small), cwd=checkout)
-    assert "trained 1 steps" in trained.stdout, trained.stdout + trained.stderr
+    assert "trained 1 step." in trained.stdout, trained.stdout + trained.stderr
     assert "recorded responses were asked for again" in paste(checkout, "agent replay")
 
     crowd = paste(checkout, "agent stress", "--batch", "4", "--dp", "1")
