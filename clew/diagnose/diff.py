@@ -152,7 +152,7 @@ def _print_difference(
     if len(counted) < len(changed):
         print(f"left out: {', '.join(name for name in changed if name not in counted)}")
     if counted and _differ_by_chance(runs, difference, counted):
-        _print_effect_of_configuration(runs, difference, steps, names, counted)
+        _print_effect_of_configuration(runs, difference, steps, names, counted, named)
     else:
         print(f"FIRST DIFFERENCE  {difference.in_words(*names)}")
     for line in suggestions(difference, {f"{name}: ": run for name, run in zip(names, runs, strict=True)}):
@@ -196,7 +196,7 @@ def _differ_by_chance(runs: Pair, difference: Difference, changed: Collection[st
 
 
 def _print_effect_of_configuration(
-    runs: Pair, difference: Difference, steps: range, names: tuple[str, str], changed: Collection[str]
+    runs: Pair, difference: Difference, steps: range, names: tuple[str, str], changed: Collection[str], named: Path
 ) -> None:
     """Print the first metric that differs because of the configuration, then that the runs took different groups.
 
@@ -214,7 +214,7 @@ def _print_effect_of_configuration(
     values = {field: causes.values_at(runs[1], difference.step).get(field) for field in changed}
     changes = [f"{field}={value}" for field, value in values.items() if field.startswith(("training.", "algorithm."))]
     if changes:
-        print(f"to see the effect of these settings alone: `clew replay {runs[0].path} {' '.join(changes)} trial=NAME`")
+        print(f"to see the effect of these settings alone: `clew replay {named} {' '.join(changes)} trial=NAME`")
 
 
 # Beside the steps -----------------------------------------------------------------------------------------------------
