@@ -139,8 +139,6 @@ class Activity:
     periodic: bool = False
     """True in a `while` that pauses in each round, see `source.periodic`."""
 
-    callers: tuple[tuple[str, int], ...] = ()
-    """Files and lines of the user's own frames around the innermost one, inwards out."""
     woken: bool = False
     """True for a task whose event loop has only to run it, see `observed.Thread.woken`."""
 
@@ -245,7 +243,6 @@ def activity_of(process: Process, thread: Thread, sources: Mapping[str, str], wo
         text=line_of(text, user.line),
         branch=next((b for f in frames if (b := source.branch_of_rank(sources.get(f.file, ""), f.line))), ""),
         cleanup=_cleanup(frames, sources),
-        callers=tuple((f.file, f.line) for f in frames if f.of_user)[1:],
         in_loop=(runs and (asyncio or uvloop)) or (any(runner) and not runner[0] and not asyncio),
         idle_loop=(asyncio and frames[0].file.endswith("selectors.py")) or (runner[0] and not thread.active),
         counters=counters_of(frames),

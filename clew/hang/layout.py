@@ -123,6 +123,7 @@ def tasks() -> dict:
         task = asyncio.create_task(wait())
         await asyncio.sleep(0)
         found["coroutine"] = find(id(task), 400, id(task.get_coro()), "coroutine")
+        found["loop"] = find(id(task), 400, id(asyncio.get_running_loop()), "loop")
         found["waiter"] = find(id(task), 400, id(waited), "waiter")
         found["task_name"] = find(id(task), 400, id(task.get_name()), "name")
         failed, error = asyncio.get_running_loop().create_future(), ValueError("probe")

@@ -355,34 +355,10 @@ def _threads_poll(sink: Sink) -> Verdict | None:
     polling = [each for each in polling if each is sink.act or not each.heartbeat]
     if sink.act not in polling or len({each.site for each in polling}) < 2 or sink.one.rank is not None:
         return None
-
-    def asks_for(a: Activity, b: Activity) -> bool:
-        return a.site != b.site and bool(_attributes_asked(a, sources) & _attributes_set_after(b, sources))
-
-    # One that asks for what another sets is not at fault, unless the other asks for what it sets in turn.
-    free = [a for a in polling if not any(asks_for(a, b) and not asks_for(b, a) for b in polling)]
-    polling = free or polling
     told = ", ".join(f"{each.thread} at {each.site}" for each in polling[:4])
     why = f"Threads of {sink.one.process.label} ask again and again, each for what another thread should bring: {told}."
     found = sink.blame("rollout blocked", [sink.one], why, cause="sleep", confidence="medium")
     return replace(found, sites=tuple(sorted({each.site for each in polling})))
-
-
-def _attributes_asked(one: Activity, sources: Mapping[str, str]) -> set[str]:
-    """Return the names of attributes in the condition of the `while` around a line."""
-    loop = source.loop_at(sources.get(one.file, ""), one.line)
-    if not isinstance(loop, ast.While):
-        return set()
-    return {n.attr for n in ast.walk(loop.test) if isinstance(n, ast.Attribute)}
-
-
-def _attributes_set_after(one: Activity, sources: Mapping[str, str]) -> set[str]:
-    """Return the names of attributes that the function around a line sets after this line."""
-    around = source.enclosing_function(sources.get(one.file, ""), one.line)
-    later = (
-        (node for node in ast.walk(around) if isinstance(node, ast.Assign) and node.lineno > one.line) if around else ()
-    )
-    return {target.attr for node in later for target in node.targets if isinstance(target, ast.Attribute)}
 
 
 def _both_poll(sink: Sink) -> Verdict | None:

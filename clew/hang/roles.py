@@ -291,13 +291,4 @@ def effective(every: Sequence[Activity], sources: Mapping[str, str]) -> Activity
             return running[0]
         jobs = (each for each in blocked if each.kind == main.kind and each.is_job)
         return blocked[0] if blocked[0].in_loop and not blocked[0].idle_loop else next(jobs, main)
-    if blocked[0].kind == main.kind and not blocked[0].task and not accepts:
-        return next((each for each in blocked if _owes(each, main, sources)), main)
-    return blocked[0]
-
-
-def _owes(one: Activity, main: Activity, sources: Mapping[str, str]) -> bool:
-    """Return whether a thread is held up in the middle of a job whose result the main thread waits for."""
-    held_up = one.kind in ("barrier", "condition", "lock", "signal") and one.kind != main.kind and main.target
-    wait = {(main.kind, main.target)}
-    return bool(held_up) and any(ends_one_of(sources.get(file, ""), line, wait) for file, line in one.callers)
+    return main if blocked[0].kind == main.kind and not blocked[0].task and not accepts else blocked[0]

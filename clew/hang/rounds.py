@@ -23,6 +23,7 @@ from clew.hang.source import (
     leaves_one,
     loops_at,
     parse,
+    tells_ranks,
 )
 from clew.hang.verdict import Actor
 
@@ -73,7 +74,10 @@ def is_rounds_ahead(ahead: Actor, still: Actor, sources: Mapping[str, str]) -> b
         if (a.file, a.function) != (b.file, b.function):
             return False
         text = sources.get(a.file, "")
-        for variables, numbers in _rounds_between(text, *sorted((a.line, b.line))):
+        both = [loop for loop in loops_at(text, a.line) if loop in loops_at(text, b.line)]
+        # Other counters need not count rounds: of tokens, for example, or of rows from the rank's own first one on.
+        for loop in (each for each in both if isinstance(each, ast.For) and not tells_ranks(text, each.iter)):
+            variables, numbers = _rounds(loop, a.line, b.line)
             values = [(a.locals.get(name, ""), b.locals.get(name, "")) for name in variables if numbers]
             known = [(int(here), int(there)) for here, there in values if here.isdigit() and there.isdigit()]
             if any(here != there for here, there in known):

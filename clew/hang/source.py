@@ -190,6 +190,17 @@ def tells_ranks(text: str, test: ast.expr) -> bool:
     return bool(words & rank_names(text)) or any(RANK_WORDS.search(word) for word in words)
 
 
+def _of_one(text: str, test: ast.expr) -> bool:
+    """Return whether a condition is plainly on one rank: `rank != 0` or `not is_main`, but not `i % world != rank`."""
+    match test:
+        case ast.UnaryOp(op=ast.Not(), operand=ast.Name() | ast.Attribute() | ast.Call() as one):
+            name = dotted(one.func if isinstance(one, ast.Call) else one).rpartition(".")[2]
+            return name in rank_names(text) or bool(re.search("main|master|zero|chief|primary", name))
+        case ast.Compare(left=ast.Name() | ast.Attribute() | ast.Call(), comparators=[ast.Constant(value=0)]):
+            return True
+    return isinstance(test, ast.Name | ast.Attribute)
+
+
 def leaves_one(text: str, node: ast.If) -> bool:
     """Return whether all ranks but one leave at a statement, such as `if not is_main: return`."""
     leaves = isinstance(node.body[-1], (ast.Return, ast.Continue, ast.Break))
@@ -204,7 +215,7 @@ def branch_of_rank(text: str, line: int) -> str:
         for guard in (each for each in block[: block.index(inner)] if isinstance(each, ast.If)) if block else ():
             # The others may make the same call before they leave.
             calls = any(isinstance(each, ast.Call) for line in guard.body for each in ast.walk(line))
-            if leaves_one(text, guard) and not calls:
+            if leaves_one(text, guard) and _of_one(text, guard.test) and not calls:
                 return "alone"
         if not isinstance(outer, ast.If):
             continue

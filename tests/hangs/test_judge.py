@@ -1824,6 +1824,9 @@ def test_a_line_knows_its_branch_and_cleanup() -> None:
     for leaves, branch in {"return": "alone", "return log()": "", "print(1)": ""}.items():
         guard = f"def save():\n    if not is_main:\n        {leaves}\n    dist.barrier()\n"
         assert source.branch_of_rank(guard, 4) == branch, leaves
+    for guard, branch in {"rank != 0": "alone", "i % world != rank": "", "not self.rerank": "", "rank > 1": ""}.items():
+        text = f"for i in rows:\n    if {guard}: continue\n    dist.barrier()\n"
+        assert source.branch_of_rank(text, 3) == branch, guard
     for others in ("rank != 0", "not is_main", "self.rank", "local_rank", "0 < rank", "rank >= 1"):
         text = f"if {others}:\n    train()\nelse:\n    save()\n"
         assert (source.branch_of_rank(text, 2), source.branch_of_rank(text, 4)) == ("", "side"), others
@@ -2163,19 +2166,20 @@ def stays(process: Process, *frames: Frame) -> Process:
 
 
 @pytest.mark.parametrize(
-    ("rounds", "group", "pattern", "ranks"),
+    ("rounds", "group", "over", "pattern", "ranks"),
     [
-        ("011", "[0, 2]", "collective mismatch", (2,)),
-        ("111", "[0, 2]", "pipeline micro-batch mismatch", (0, 1)),
-        ("101", "[0, 2]", "pipeline micro-batch mismatch", (0, 1)),
-        ("011", "[0, 1, 2]", "pipeline micro-batch mismatch", (0, 1)),
+        ("011", "[0, 2]", "range(9)", "collective mismatch", (2,)),
+        ("111", "[0, 2]", "range(9)", "pipeline micro-batch mismatch", (0, 1)),
+        ("101", "[0, 2]", "range(9)", "pipeline micro-batch mismatch", (0, 1)),
+        ("011", "[0, 1, 2]", "range(9)", "pipeline micro-batch mismatch", (0, 1)),
+        ("011", "[0, 2]", "range(rank, 9, world)", "pipeline micro-batch mismatch", (0, 1)),
     ],
 )
 def test_ranks_a_round_ahead_have_left_a_collective_out(
-    rounds: str, group: str, pattern: str, ranks: tuple[int, ...]
+    rounds: str, group: str, over: str, pattern: str, ranks: tuple[int, ...]
 ) -> None:
     text = (
-        f"tied = dist.new_group({group})\nfor step in range(9):\n    if stage:\n        dist.recv(x, src=stage - 1)\n"
+        f"tied = dist.new_group({group})\nfor step in {over}:\n    if stage:\n        dist.recv(x, src=stage - 1)\n"
         "    if x.grad is not None:\n        dist.all_reduce(x.grad, group=tied)\n"
     )
     every = []
@@ -2198,38 +2202,3 @@ def test_a_task_that_could_go_on_while_its_loop_sleeps_is_named(woken: bool, wak
     verdict = watched(text, *([main_in(*LOOP), works, task] for _ in range(6)), kernel="do_epoll_wait", wakes=wakes)
     assert verdict.sites == (f"train.py:{line}",)
     assert ("call_soon_threadsafe" in verdict.explanation) == (line == 6)
-
-
-@pytest.mark.parametrize(("sets", "lines"), [("self.updating = False", (6,)), ("self.done = True", (2, 6))])
-def test_a_loop_that_asks_for_what_another_sets_after_its_own_is_not_at_fault(
-    sets: str, lines: tuple[int, ...]
-) -> None:
-    text = (
-        "def admit(self):\n    while self.updating: time.sleep(0.1)\ndef update(engine):\n    engine.updating = True\n"
-        "    while engine.inflight:\n        time.sleep(0.1)\n"
-        f"    {sets.replace('self', 'engine')}\n"
-    )
-    threads = [
-        Thread(name=name, os_id=n, frames=(at(*frame),))
-        for n, (name, frame) in enumerate({"admits": (2, "admit"), "updates": (6, "update")}.items(), 101)
-    ]
-    main = main_in(within("Thread.join", "threading.py"), at(99, "<module>"))
-    verdict = watched(text, *([main, *threads] for _ in range(6)), kernel="hrtimer_nanosleep")
-    assert verdict.sites == tuple(f"train.py:{line}" for line in lines)
-
-
-@pytest.mark.parametrize(("ends", "line"), [("self.results.put(self.episode())", 5), ("self.episode()", 7)])
-def test_a_thread_at_a_barrier_in_the_middle_of_its_job_explains_the_main_threads_wait(ends: str, line: int) -> None:
-    text = (
-        f"def run(self):\n    job = self.jobs.get()\n    {ends}\ndef episode(self):\n    self.turn.wait()\n"
-        "def collect(self):\n    return self.results.get()\n"
-    )
-    gets = (within("Condition.wait", "threading.py"), within("Queue.get", "queue.py"))
-    values = {"self.turn._parties": "2", "self.turn._count": "1"}
-    waits = (within("Barrier._wait", "threading.py"), at(5, "episode", **values), at(3, "run"))
-    threads = (
-        Thread(name="env-0", os_id=101, frames=waits),
-        Thread(name="env-1", os_id=102, frames=(*gets, at(2, "run"))),
-    )
-    verdict = watched(text, *([main_in(*gets, at(7, "collect")), *threads] for _ in range(6)))
-    assert verdict.sites == (f"train.py:{line}",)
