@@ -65,7 +65,7 @@ def failed(ended: Ended, *words: str) -> str:
 
 def completed(ended: Ended, steps: int = 3) -> None:
     assert ended.code == 0, ended.output
-    assert f"trained {steps} steps" in ended.said
+    assert f"trained {steps} step" in ended.said
 
 
 # The model ------------------------------------------------------------------------------------------------------------
