@@ -606,7 +606,7 @@ def test_no_such_episode(run: RunDirectory) -> None:
     with pytest.raises(RecordError, match=r"being made, admitted at version 3; it has no episode yet"):
         shown(run, "g000011.e0")
     for part in ("s1", "i1"):
-        with pytest.raises(RecordError, match=rf"no g000002\.e0\.{part}; there is g000002\.e0\.s0, g000002\.e0\.i0"):
+        with pytest.raises(RecordError, match=rf"no g000002\.e0\.{part}; it has g000002\.e0\.s0, g000002\.e0\.i0"):
             shown(run, f"g000002.e0.{part}")
 
 
