@@ -90,8 +90,8 @@ def tasks(memory: Memory) -> Iterator[Thread]:
             kind = memory.type_name(waiter) if waiter else ""
             woken = kind in ("Future", "Task") and memory.int32(waiter + place["state"]) != 0
             if woken:  # a loop that runs no more leaves its tasks behind
-                loop = memory.attributes(memory.word(task + place["loop"]))
-                woken = memory.show(loop.get("_thread_id", 0)) not in ("", "None")
+                thread = memory.attributes(memory.word(task + place["loop"])).get("_thread_id")  # uvloop has another
+                woken = thread is not None and memory.show(thread) != "None"
             ended = "" if state == 0 else memory.type_name(error) if error else "done"
             # Skip tasks that ended without an error, and one that runs now: its frames are those of the thread.
             if ended in ("", "done") and (state or not frames):

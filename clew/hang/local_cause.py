@@ -75,13 +75,16 @@ def _own_coroutine(one: Actor, sources: Mapping[str, str]) -> str:
 
 def _not_woken(sink: Sink) -> Verdict | None:
     """Find an event loop that sleeps although a task could go on: whoever set what it awaits did not wake the loop."""
-    for one in (a for a in sink.culprits if not a.moving and any(thread.idle_loop for thread in a.threads)):
+    for one in (a for a in sink.culprits if not a.moving):
+        loops = [thread for thread in one.threads if not thread.task and (thread.idle_loop or thread.in_loop)]
+        if [(loop.thread, loop.idle_loop) for loop in loops] != [("MainThread", True)]:  # only its switches are counted
+            continue
         slept = one.process.looks[-1].switches == one.process.looks[0].switches
         if task := next((thread for thread in one.threads if slept and thread.woken and thread.of_user), None):
             why = (
-                f"{task.thread} of {one.process.label} can go on at {task.place}, as what it awaits is done. But its "
-                f"event loop sleeps: another thread has set it without waking the loop. "
-                f"Use loop.call_soon_threadsafe there."
+                f"{task.thread} of {one.process.label} could go on at {task.place}, because what it awaits is done. "
+                f"But its event loop sleeps: another thread set the result without waking the loop. Use "
+                f"loop.call_soon_threadsafe in that thread."
             )
             found = sink.blame("rollout blocked", [one], why, cause="condition")
             return replace(found, sites=(task.site,))

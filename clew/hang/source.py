@@ -195,10 +195,11 @@ def _of_one(text: str, test: ast.expr) -> bool:
     match test:
         case ast.UnaryOp(op=ast.Not(), operand=ast.Name() | ast.Attribute() | ast.Call() as one):
             name = dotted(one.func if isinstance(one, ast.Call) else one).rpartition(".")[2]
-            return name in rank_names(text) or bool(re.search("main|master|zero|chief|primary", name))
-        case ast.Compare(left=ast.Name() | ast.Attribute() | ast.Call(), comparators=[ast.Constant(value=0)]):
-            return True
-    return isinstance(test, ast.Name | ast.Attribute)
+            return name in rank_names(text) or bool(re.search("(^|_)(main|master|zero|chief|primary)(_|$)", name))
+        case ast.Compare(left=ast.Name() | ast.Attribute() | ast.Call() as left, comparators=[ast.Constant(value=0)]):
+            test = left.func if isinstance(left, ast.Call) else left
+    name = dotted(test).rpartition(".")[2]
+    return name in rank_names(text) or bool(re.fullmatch(r"(\w+_)?rank", name.removeprefix("get_"), re.I))
 
 
 def leaves_one(text: str, node: ast.If) -> bool:

@@ -47,6 +47,9 @@ LONGEST_PAGE = 200
 AWAY = (429, 502, 503, 504)
 """Statuses of a server that is busy, starting or draining, and of a proxy whose server is away."""
 
+MOST_TOKENS = 2**24
+"""Number of tokens above which an answer's span of a version is taken for a mistake."""
+
 LARGEST_VERSION = 2**31 - 1
 """Largest version that the record holds."""
 
@@ -157,8 +160,8 @@ class HTTPEngine:
         if request.id and answered is not None and answered != request.id:
             raise FaultyAnswer(
                 address,
-                f"it was asked for request {request.id}, and answered request {answered}. Does a proxy before it store "
-                f"answers, or send them to the wrong client?",
+                f"it was asked for request {request.id}, but answered request {answered}. Does a proxy in front of it "
+                f"cache answers, or send them to the wrong client?",
             )
 
     async def _in_one_answer(self, path: str, body: dict[str, Any], request: GenerateRequest) -> Completion:
@@ -168,7 +171,7 @@ class HTTPEngine:
             self._check_request(answer, request, address)
             completion = self._new_of(answer, 0, address)
             assert completion is not None, "the answer has no completion"
-            _check_masks(completion.sampling_mask, completion.output_ids)
+            _check_masks(completion.sampling_mask, completion.output_ids, self.vocab)
             self._check(completion, len(completion.output_ids), request, address)
             return completion
 
@@ -193,7 +196,7 @@ class HTTPEngine:
             new = self._new_of(event, before, address)
             if new is not None:
                 if new.sampling_mask is not None:  # `clew serve` sends all at the end, vLLM each event's own
-                    _check_masks(masks + new.sampling_mask, so_far.output_ids + new.output_ids)
+                    _check_masks(new.sampling_mask, (so_far.output_ids + new.output_ids)[len(masks) :], self.vocab)
                 self._check(new, before + len(new.output_ids), request, address)
                 versions = final_versions(event) or versions + new.versions
             return new
@@ -396,13 +399,14 @@ class HTTPEngine:
         Raises:
             EngineError: As for `_answered`; also for an error that is sent as an event.
         """
-        line, ended, content = b"", False, b""
+        line, ended, content, seen = b"", False, b"", False
         async with self._answered("POST", path, orjson.dumps(body)) as response:
             address = response.url.authority
             async for part in response.content.iter_any():
                 content = content or part
                 *lines, line = (line + part).split(b"\n")
                 for data in (text[5:].strip() for text in lines if text.startswith(b"data:")):
+                    seen = True
                     if ended := data == b"[DONE]":
                         continue
                     with _readable(address, path, data):
@@ -411,7 +415,7 @@ class HTTPEngine:
                             self._refuse(address, path, int(error.get("code") or 400), data)
                         taken = take(event, address)
                     yield taken
-            if content and not content.startswith(b"data:"):
+            if content and not seen and not content.startswith(b"data:"):
                 with _readable(address, path, content):
                     raise ValueError("it has no events")
             if not ended:
@@ -459,8 +463,9 @@ class HTTPEngine:
         message = _message(content)
         if status in AWAY:
             raise EngineUnreachable(address, message or f"it answers with the status {status}")
-        if status in (401, 403):
-            message = f"{sentence(message)} If it was started with --api-key, give that key in {TOKEN_VARIABLE}."
+        if status in (401, 403) and self.kind:  # `clew serve` says so itself
+            message = sentence(message or "it wants a key")
+            message = f"{message} If it was started with --api-key, give that key in {TOKEN_VARIABLE}."
         if status >= 500:
             raise FaultyAnswer(address, f"it failed at {path} ({status}): {message}")
         if status < 400 or status in (404, 405) or content.lstrip()[:1] == b"<":
@@ -505,15 +510,18 @@ def wrong_numbers(completion: Completion, vocab: int | None) -> str:
     return ""
 
 
-def _check_masks(masks: list[list[int]] | None, output_ids: list[int]) -> None:
+def _check_masks(masks: list[list[int]] | None, output_ids: list[int], vocab: int | None) -> None:
     """Raise ValueError if the sampling masks cannot be those of the tokens. An empty mask stands for all tokens."""
+    limit = vocab or 2**31
     if masks is None:
         return
     if len(masks) != len(output_ids):
         raise ValueError(f"{len(output_ids)} tokens and {len(masks)} sampling masks")
     for token, mask in zip(output_ids, masks, strict=True):
-        if mask and token not in mask:
-            raise ValueError(f"the sampling mask of the token {token} does not have it")
+        if mask and mask.count(token) != 1:
+            raise ValueError(f"the sampling mask of token {token} has it {mask.count(token)} times")
+        if mask and not (set(map(type, mask)) <= {int} and min(mask) >= 0 and max(mask) < limit):
+            raise ValueError(f"the sampling mask of token {token} has entries that are no tokens")
 
 
 def sampling_fields(params: SamplingParams) -> dict[str, Any]:
@@ -560,7 +568,7 @@ def completion_of(answer: dict[str, Any], server: str, *, labelled: bool = False
     more = meta.get("clew") or {}
     spans = meta.get("weight_versions") or [{"version": meta.get("weight_version"), "start": 0, "end": len(pairs)}]
     for span, former in zip(spans, [None, *spans], strict=False):
-        if former is not None and span["start"] != former["end"]:
+        if (former is not None and span["start"] != former["end"]) or span["end"] - span["start"] > MOST_TOKENS:
             raise ValueError("its weight_versions do not follow one another")
         version = str(span["version"])
         is_version = version.isdigit() and int(version) <= LARGEST_VERSION
@@ -604,8 +612,13 @@ def experts_of(encoded: str | None) -> np.ndarray | None:
     """Return an array from the base64 of a .npy file, in which vLLM and `clew serve` send routed experts."""
     if encoded is None:
         return None
-    # np.load also takes other kinds of files, and raises errors of other kinds.
-    return np.lib.format.read_array(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
+    try:  # np.load also takes other kinds of files
+        array = np.lib.format.read_array(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
+    except (Exception, MemoryError) as error:  # of many kinds: the header is parsed as Python
+        raise ValueError(f"its routed experts cannot be read ({type(error).__name__}: {error})") from error
+    if array.ndim != 3 or array.dtype.kind not in "iu":
+        raise ValueError(f"its routed experts are {array.dtype} of shape {array.shape}; expected [T, layers, experts]")
+    return array
 
 
 def _message(content: bytes) -> str:

@@ -461,7 +461,7 @@ class RemoteEngine:
                     raise EngineError(f"{kind} did not start: it {ended}")
                 if silence != NO_ANSWER:  # a port that is closed may be opened yet
                     spoke = loop.time()
-                elif loop.time() - spoke > UPDATE_S:
+                elif loop.time() - spoke > UPDATE_S and await self._takes_connections():
                     raise self._silent("say that it is ready", UPDATE_S)
                 if self.attached and not resumed and await self._answers():
                     resumed = True
@@ -480,18 +480,17 @@ class RemoteEngine:
         with waiting(f"{kind} at {backend.address} to generate its first tokens", unblocks=kind):
             if self.attached:
                 await self._resumed()
-            async with self._answered_within(UPDATE_S, "show what it can do, a generation included,"):
+            async with self._answered_within(UPDATE_S, "show what it can do, which includes a generation"):
                 lacks = await backend.prepare()
         for lack in lacks:
             log.warning("%s at %s: %s", kind, backend.address, lack)
         if self.attached:
             self._was_away = False
             self._identity = ""
-            async with self._answered_within(self._frozen_s, "say which process it is"):
-                with suppress(EngineError):  # a vLLM without metrics
+            with suppress(EngineError, TimeoutError):  # a vLLM without metrics
+                async with asyncio.timeout(self._frozen_s):
                     self._identity = await backend.identity()
-        async with self._answered_within(self._frozen_s, "say which options it runs with"):
-            await self._record_options(reporter)
+        await self._record_options(reporter)
         if backend.context is not None:
             self.core.context = min(self.core.context, backend.context)
         log.info("%s started in %.1f s at %s", kind, loop.time() - began, backend.address)
@@ -502,9 +501,11 @@ class RemoteEngine:
         kind, address, file = self._backend.kind, self._backend.address, self._options_file
         command = [] if self._launch is None else self._launch.command
         try:
-            resolved = await self._backend.resolved()
-        except (EngineError, LookupError, TypeError) as error:  # older vLLMs send their options as one text
-            log.warning("%s does not say which options it runs with: %s", kind, error)
+            async with asyncio.timeout(self._frozen_s):  # vLLM collects facts about the machine first
+                resolved = await self._backend.resolved()
+        except (EngineError, LookupError, TypeError, TimeoutError) as error:  # older vLLMs send them as one text
+            why = str(error) or f"no answer within {self._frozen_s:g} s"
+            log.warning("%s does not say which options it runs with: %s", kind, why)
             return
         options_by_name = leaves(resolved)
         set_here = [word[2:] for word in command if word.startswith("--")]
@@ -558,10 +559,22 @@ class RemoteEngine:
                 raise
             raise self._silent(doing, limit_s) from None
 
+    async def _takes_connections(self) -> bool:
+        """Return whether the server's port is open, even if nothing answers there."""
+        host, _, port = self._backend.address.rpartition(":")
+        try:
+            async with asyncio.timeout(HEALTH_S):
+                _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+        except (OSError, TimeoutError):
+            return False
+        writer.close()
+        return True
+
     def _silent(self, doing: str, limit_s: float) -> EngineError:
         return EngineError(
-            f"Cannot use {self._backend.kind} at {self._backend.address}: it takes connections, but it did not {doing} "
-            f"within {limit_s:g} s. Look into its log ({self.process.log}), and restart it if you started it yourself."
+            f"Cannot use {self._backend.kind} at {self._backend.address}: it takes connections, but within "
+            f"{limit_s:g} s it did not {doing}. Look into its log ({self.process.log}), and restart it if you started "
+            f"it yourself."
         )
 
     async def _answers(self) -> bool:

@@ -464,8 +464,6 @@ class VLLMEngine(Backend):
         said = choice["logprobs"] if ids else {"token_logprobs": []}
         logprobs = [each["logprob"] for each in said["content"]] if "content" in said else said["token_logprobs"]
         masks = [mask or [] for mask in (choice.get("sampling_mask") or [])[: len(ids)]]
-        if masks and (len(masks) < len(ids) or any(mask and t not in mask for t, mask in zip(ids, masks, strict=True))):
-            raise FaultyAnswer(address, f"its {len(masks)} sampling masks do not fit the {len(ids)} tokens it returned")
         return Completion(
             output_ids=ids,
             logprobs=logprobs,

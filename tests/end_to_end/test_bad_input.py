@@ -13,6 +13,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from clew.printing import counted
 from clew.record import rows
 from clew.record.chain import sealed
 from clew.training.checkpoint import FORMAT as CHECKPOINT_FORMAT
@@ -65,7 +66,7 @@ def failed(ended: Ended, *words: str) -> str:
 
 def completed(ended: Ended, steps: int = 3) -> None:
     assert ended.code == 0, ended.output
-    assert f"trained {steps} step" in ended.said
+    assert f"trained {counted(steps, 'step')}." in ended.said
 
 
 # The model ------------------------------------------------------------------------------------------------------------

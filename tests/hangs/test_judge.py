@@ -1824,7 +1824,15 @@ def test_a_line_knows_its_branch_and_cleanup() -> None:
     for leaves, branch in {"return": "alone", "return log()": "", "print(1)": ""}.items():
         guard = f"def save():\n    if not is_main:\n        {leaves}\n    dist.barrier()\n"
         assert source.branch_of_rank(guard, 4) == branch, leaves
-    for guard, branch in {"rank != 0": "alone", "i % world != rank": "", "not self.rerank": "", "rank > 1": ""}.items():
+    for guard, branch in {
+        "rank != 0": "alone",
+        "i % world != rank": "",
+        "not self.rerank": "",
+        "rank > 1": "",
+        "not remaining_ranks": "",
+        "dead_ranks != 0": "",
+        "get_rank() != 0": "alone",
+    }.items():
         text = f"for i in rows:\n    if {guard}: continue\n    dist.barrier()\n"
         assert source.branch_of_rank(text, 3) == branch, guard
     for others in ("rank != 0", "not is_main", "self.rank", "local_rank", "0 < rank", "rank >= 1"):

@@ -698,17 +698,17 @@ def test_an_attached_server_that_hangs_as_it_is_resumed_is_waited_for_by_name(tm
 @pytest.mark.parametrize(
     ("silent", "words"),
     [
-        (None, ""),
-        ("/health", "it did not say that it is ready within 3 s"),
-        ("/resume", "it did not resume within 1 s"),
-        ("/openapi.json", "it did not show what it can do, a generation included, within 3 s"),
-        ("/v1/completions", "it did not show what it can do, a generation included, within 3 s"),
-        ("/metrics", "it did not say which process it is within 1 s"),
-        ("/server_info", "it did not say which options it runs with within 1 s"),
+        ("", ""),
+        ("/metrics", ""),
+        ("/server_info", ""),
+        ("/health", "within 3 s it did not say that it is ready"),
+        ("/resume", "within 1 s it did not resume"),
+        ("/openapi.json", "within 3 s it did not show what it can do, which includes a generation"),
+        ("/v1/completions", "within 3 s it did not show what it can do, which includes a generation"),
     ],
 )
 def test_a_server_that_takes_a_connection_and_never_answers_is_refused_at_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent: str | None, words: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent: str, words: str
 ) -> None:
     monkeypatch.setattr(remote, "UPDATE_S", 3.0)
     named, _ = served_model(tmp_path)
@@ -730,8 +730,8 @@ def test_a_server_that_takes_a_connection_and_never_answers_is_refused_at_the_st
             await engine.close()
 
     with serving(answer) as address:
-        if silent is None:
-            asyncio.run(start(address))
+        if not words:  # what these two tell is not needed
+            asyncio.run(asyncio.wait_for(start(address), 60))
             return
         with pytest.raises(EngineError) as raised:
             asyncio.run(asyncio.wait_for(start(address), 60))
