@@ -33,9 +33,9 @@ test: $(VENV)/dev
 
 # What takes too long for every change; CI runs it too.
 slow: $(VENV)/dev
-	@# The stress tests measure time: one on each core, and no others beside them. Of the rest, the file of the demo takes
-	@# as long as half of the others, and has few tests: in order of the folders it begins early, and does not run alone at
-	@# the end.
+	@# The stress tests measure time: one runs on each core, and no others beside them. Of the rest, the file of the demo
+	@# takes as long as half of the others, and has few tests: in order of the folders it begins early, and does not run
+	@# alone at the end.
 	$(BIN)/python -m pytest -m slow tests/stress -n 2; alone=$$?; \
 	$(BIN)/python -m pytest -m slow --ignore tests/stress -n 2 --dist loadfile --no-loadscope-reorder && exit $$alone
 

@@ -145,7 +145,7 @@ class EngineFacts:
     adapters_by: str = ""
     """Option with which it adds adapters itself, on one device, unless it is false; "": it cannot."""
     takes_checksums: bool = False
-    """True if the trainer computes an engine's own checksums of what it broadcasts."""
+    """True if the trainer computes the engine's own checksums of the weights that it broadcasts."""
 
 
 # They are not in the engines' files, which need an HTTP client: an installation that only reads records has none.
@@ -160,7 +160,7 @@ ENGINES = {
 }
 
 SHARED_BY = ("tp-size", "tensor-parallel-size")
-"""Servers' options for the number of devices that share the model. All take the last; SGLang also has the other."""
+"""Servers' options for the number of devices that share the model. vLLM has only the last, SGLang both."""
 
 
 class Inference(Section):

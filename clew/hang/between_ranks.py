@@ -377,7 +377,7 @@ def _only_messages(sink: Sink) -> Verdict | None:
 def _left_out(sink: Sink) -> Verdict | None:
     """Judge ranks that are in a later round than a member of their group that waits for them in a collective.
 
-    A sender of a collective with a root may go on while others still receive, so that one says nothing.
+    Collectives with a root are left out: their sender may go on while others still receive.
     """
     for still in (a for a in sink.culprits if a.activity.kind == "collective" and not a.activity.root):
         act = still.activity

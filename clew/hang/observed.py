@@ -64,7 +64,7 @@ class Thread:
     waiter: str = ""
     """Class of what a task awaits, such as Future, Task or _GatheringFuture."""
     woken: bool = False
-    """True for a task that awaits a Future or Task which is done, so that its event loop, which runs, could run it."""
+    """True for a task that awaits a Future or Task that is done, so that its running event loop could resume it."""
     at: int = 0
     """Address of the task."""
 

@@ -43,7 +43,7 @@ ONCE_S = 1.0
 """Seconds above which a single block is named in any case."""
 
 CHANCE_S = 0.05
-"""Seconds below which a single block is no finding: on a busy machine, even to start a thread can take as long."""
+"""Seconds below which a single block is not reported: on a busy machine, even starting a thread can take this long."""
 
 STUCK_S = 30.0
 """Seconds after which a loop that stands still without computing counts as stuck for good."""
