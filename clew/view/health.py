@@ -60,7 +60,7 @@ FILTERED_GROUPS = 0.5
 AROUND_EVALUATION = 10
 """Number of steps before an evaluation over which the training reward is averaged."""
 FALLEN = 0.1
-"""Minimum fall of the reward, or of evaluations without pass@1, that is a concern, as a share of the best value."""
+"""Minimum fall of the reward, or of evaluations without intervals, that is a concern, as a share of the best value."""
 WINDOW, OF_STEPS = 10, 0.05
 """Length of the windows that rewards are averaged in: minimum, and share of the run. Few such windows fit into a run,
 so the best of them is not far above the others by chance."""
@@ -458,7 +458,7 @@ def evaluations(history: History, evals: Sequence[Mapping[str, Any]]) -> Concern
         return None
     best, newest = max(known, key=lambda one: one[name]), known[-1]
     high, low = float(best[name]), float(newest[name])
-    if high - low <= _margin(name, best):
+    if high - low <= _margin(name, best, newest):
         return None
     versions = int(best["version"]), int(newest["version"])
     beside, look = _reward_between(history, *versions)
@@ -469,12 +469,12 @@ def evaluations(history: History, evals: Sequence[Mapping[str, Any]]) -> Concern
     )
 
 
-def _margin(name: str, evaluation: Mapping[str, Any]) -> float:
-    """Return the largest fall that may be chance: for pass@1, two standard errors of a difference."""
-    value, episodes = float(evaluation[name]), _number(evaluation.get("episodes"))
-    if name == "pass@1" and episodes > 0 and 0 <= value <= 1:
-        return 2 * math.sqrt(2 * max(value * (1 - value), 1 / episodes) / episodes)
-    return FALLEN * abs(value)
+def _margin(name: str, best: Mapping[str, Any], newest: Mapping[str, Any]) -> float:
+    """Return the largest fall that may be chance: half the 95 % interval of a difference of the two means."""
+    intervals = [(one.get("intervals") or {}).get(name) for one in (best, newest)]
+    if all(intervals):
+        return math.hypot(*((high - low) / 2 for low, high in intervals))
+    return FALLEN * abs(float(best[name]))
 
 
 def _reward_between(history: History, *versions: int) -> tuple[str, int | None]:

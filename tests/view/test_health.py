@@ -235,10 +235,13 @@ def test_warnings_on_record(tmp_path: Path) -> None:
 
 
 def test_evaluations_that_fall_while_the_training_reward_rises(tmp_path: Path) -> None:
-    def evaluated(name: str, *values: float, planted: dict[int, dict[str, float]] | None = None) -> dict[str, str]:
+    def evaluated(
+        name: str, *values: float, planted: dict[int, dict[str, float]] | None = None, half: float = 0.04
+    ) -> dict[str, str]:
         run = make_run(tmp_path / name, planted)
         for version, value in zip((0, 10, 20, 40), values, strict=True):
-            run.write_eval(version, [], {"pass@1": value, "reward": value, "episodes": 500})
+            width = {"pass@1": [value - half, value + half]}
+            run.write_eval(version, [], {"pass@1": value, "reward": value, "intervals": width if half else {}})
         return health(run)
 
     found = evaluated("falls", 0.2, 0.5, 0.6, 0.4)["evaluations"]
@@ -246,7 +249,10 @@ def test_evaluations_that_fall_while_the_training_reward_rises(tmp_path: Path) -
         "pass@1 fell from 0.600 at version 20 to 0.400 at version 40, while the training reward rose"
     )
     assert found.endswith("--steps 20:40")
-    assert "sound" in evaluated("by chance", 0.2, 0.5, 0.6, 0.57)["health"]
+    assert "sound" in evaluated("by chance", 0.2, 0.5, 0.6, 0.55)["health"]
+    assert "evaluations" in evaluated("more than chance", 0.2, 0.5, 0.6, 0.54)
+    assert "sound" in evaluated("few prompts", 0.2, 0.5, 0.6, 0.4, half=0.15)["health"]
+    assert "evaluations" in evaluated("no intervals", 0.2, 0.5, 0.6, 0.4, half=0)
     both = {step: {"reward": 0.8 - step / 80} for step in range(STEPS)}
     found = evaluated("both fall", 0.2, 0.5, 0.6, 0.4, planted=both)
     assert [*found] == ["health", "reward", "evaluations"]
