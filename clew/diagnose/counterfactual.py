@@ -17,6 +17,7 @@ from clew.console import EscapingConsole
 from clew.diagnose.causes import table_of_changes
 from clew.diagnose.stages import read_batch_with_warning
 from clew.errors import ConfigError, Interrupted, RecordError
+from clew.loop.differences import differs
 from clew.loop.trainer_process import learn_from_record
 from clew.printing import print
 from clew.record.origin import mark_foreign, why_foreign
@@ -71,7 +72,7 @@ def counterfactual(run: RunDirectory, steps: range, overrides: list[str], *, fro
         raise
     recorded = {step: run.steps.read(step)["metrics"] for step in steps if step < run.steps.count()}
     rows = [(step, recorded.get(step, {}), new.steps.read(step)["metrics"]) for step in steps]  # {}: a failed step
-    changed = [name for name in COMPARED if any(_differs(then.get(name), now.get(name)) for _, then, now in rows)]
+    changed = [name for name in COMPARED if any(differs(then.get(name), now.get(name)) for _, then, now in rows)]
     if not changed:
         weights = {each.steps.read(last)["digests"].get("weights") for each in (run, new)}
         if len(weights) == 1:
@@ -138,8 +139,3 @@ def _free_trial(experiment: Path, trial: str) -> str:
     while (experiment / f"{trial}-replay-{number}").exists():
         number += 1
     return f"{trial}-replay-{number}"
-
-
-def _differs(recorded: float | None, now: float | None) -> bool:
-    """Return whether a metric differs. Two NaNs agree."""
-    return recorded != now and (recorded == recorded or now == now)

@@ -75,6 +75,11 @@ class Options:
             raise ConfigError(
                 f"--only {self.only} needs --stage or --reward, because a step is always trained as a whole."
             )
+        if self.device is not None and self.modes not in ([], ["--break"]):
+            raise ConfigError(
+                f"--device {self.device} says where steps are trained, and {self.modes[0]} does not use it. Leave one "
+                f"out.{' Use model.device=' + self.device + ' in its place.' if self.overrides else ''}"
+            )
         if not self.verify and (self.stages is not None or self.reward or self.overrides):
             raise ConfigError(
                 f"--no-verify trains again without comparing, and {self.modes[0]} does not. Leave one out."

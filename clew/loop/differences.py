@@ -367,12 +367,17 @@ def in_batch(
     return Difference(step=step, stage="data", where=where, recorded=then, found=here, more=more)
 
 
+def differs(recorded: Any, found: Any) -> bool:
+    """Return whether two values differ. Two NaNs agree."""
+    return recorded != found and (recorded == recorded or found == found)
+
+
 def in_metrics(step: int, recorded: Mapping[str, Any], found: Mapping[str, float]) -> Difference | None:
     """Return the first metric that is not exactly as recorded. One in `LATER` may be missing on one side."""
     for name in {**found, **recorded}:
         if name in LATER and not (name in found and name in recorded):
             continue
         then, now = recorded.get(name, "absent"), found.get(name, "absent")
-        if then != now and not (then != then and now != now):  # two NaNs agree
+        if differs(then, now):
             return Difference(step=step, stage="metrics", where=name, recorded=then, found=now)
     return None

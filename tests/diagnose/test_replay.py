@@ -313,6 +313,10 @@ def test_what_matches_nothing_is_no_success(run: RunDirectory, tmp_path: Path) -
             again(small, **options)
     with pytest.raises(ConfigError, match="--device tpu: expected cpu or cuda"):
         again(run, "1", device="tpu")
+    with pytest.raises(ConfigError, match="--device cpu says where steps are trained, and --stage does not use it"):
+        again(run, "1", stages="data", device="cpu")
+    with pytest.raises(ConfigError, match="key=value does not use it.*Use model.device=cpu in its place"):
+        again(run, "1", ["training.lr=1"], device="cpu")
 
 
 def test_a_counterfactual_of_nothing_says_so(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
