@@ -568,8 +568,10 @@ def completion_of(answer: dict[str, Any], server: str, *, labelled: bool = False
     more = meta.get("clew") or {}
     spans = meta.get("weight_versions") or [{"version": meta.get("weight_version"), "start": 0, "end": len(pairs)}]
     for span, former in zip(spans, [None, *spans], strict=False):
-        if (former is not None and span["start"] != former["end"]) or span["end"] - span["start"] > MOST_TOKENS:
+        if former is not None and span["start"] != former["end"]:
             raise ValueError("its weight_versions do not follow one another")
+        if span["end"] - span["start"] > MOST_TOKENS:
+            raise ValueError(f"its weight_versions have a span of {span['end'] - span['start']} tokens")
         version = str(span["version"])
         is_version = version.isdigit() and int(version) <= LARGEST_VERSION
         if labelled and not is_version and span["end"] > span["start"]:

@@ -358,11 +358,8 @@ class SGLangEngine(Backend):
             raise FaultyAnswer(
                 address, f"it returned {count} tokens, {len(masks)} sampling masks and {len(inside)} logprobs"
             )
-        logprobs = []
-        for token, mask, plain, renormalised in zip(new.output_ids, masks, new.logprobs, inside, strict=True):
-            if mask and token not in mask:
-                raise FaultyAnswer(address, f"it returned the token {token}, which its sampling mask does not have")
-            logprobs.append(renormalised if mask else plain)
+        pairs = zip(masks, new.logprobs, inside, strict=True)
+        logprobs = [renormalised if mask else plain for mask, plain, renormalised in pairs]
         return replace(new, logprobs=logprobs, sampling_mask=[mask or [] for mask in masks])
 
     def wrong_logprobs(self, params: SamplingParams, masked: bool = False) -> str:

@@ -144,6 +144,10 @@ FAULTS: dict[str, tuple[Callable[[bytes], web.Response], str]] = {
     "experts": (spoilt(with_fields(clew={"routed_experts": "UEsDBA=="})), "cannot be read"),
     "sampled by": (spoilt(with_fields(clew={"sampled_by": "x"})), "cannot be read"),
     "spans": (spoilt(with_fields(weight_versions=OVERLAPPING)), "its weight_versions do not follow one another"),
+    "long span": (
+        spoilt(with_fields(weight_versions=[{"version": 1, "start": 0, "end": 2**30}])),
+        f"its weight_versions have a span of {2**30} tokens",
+    ),
     "version": (spoilt(with_fields(weight_version=str(2**31), weight_versions=None)), f"weight_version {2**31}"),
     "not compressed": (
         lambda content: web.Response(body=content, headers={"Content-Encoding": "gzip"}),
