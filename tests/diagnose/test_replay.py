@@ -315,7 +315,7 @@ def test_what_matches_nothing_is_no_success(run: RunDirectory, tmp_path: Path) -
         again(run, "1", device="tpu")
     with pytest.raises(ConfigError, match="--device cpu says where steps are trained, and --stage does not use it"):
         again(run, "1", stages="data", device="cpu")
-    with pytest.raises(ConfigError, match="key=value does not use it.*Use model.device=cpu in its place"):
+    with pytest.raises(ConfigError, match=r"key=value does not use it.*Use model\.device=cpu in its place"):
         again(run, "1", ["training.lr=1"], device="cpu")
 
 
