@@ -31,8 +31,8 @@ def serve() -> None:
     """The gateway's process. For a number on stdin it opens that many sessions, prints its URL and their keys, and
     at the next line what was recorded of each: the IDs of its interactions, and the number of its sequences."""
     from clew.gateway.agent_session import Limits
+    from clew.gateway.gateway_thread import GatewayThread
     from clew.gateway.sequences import assemble  # the client's process is free of all this
-    from clew.gateway.thread import GatewayThread
     from tests.gateway.chatml import chatml_tokenizer
     from tests.gateway.spoken import Spoken, session_on
 

@@ -100,7 +100,7 @@ def commit(run: RunDirectory, step: int, batch: list[Sequence], like: dict[str, 
     from clew.algorithms import grpo
     from clew.algorithms.losses import TrainedTokens
     from clew.config import Algorithm, Training
-    from clew.training.losses import loss_function
+    from clew.training.loss_function import loss_function
 
     each = grpo.advantages(batch)
     advantages = [np.where(row.loss_mask, each[i], np.float32(0)) for i, row in enumerate(batch)]

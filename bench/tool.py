@@ -10,7 +10,7 @@ from typing import Any
 
 from bench.rewards import digits
 from clew.gateway.episode_engine import EpisodeEngine
-from clew.rollout.rewards import total
+from clew.rollout.reward_function import total
 
 SHORTEST_S, LONGEST_S = 0.05, 2.0
 MEDIAN_S, SIGMA = 0.2, 1.0

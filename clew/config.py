@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -47,7 +48,7 @@ DPO_BETA = 0.1
 """Default of algorithm.kl_coef for training.objective=dpo: the paper's beta."""
 
 MORE_WORKERS = ("pipeline-parallel-size", "data-parallel-size", "pp-size", "dp-size")
-"""Servers' options that add workers in other ways."""
+"""Options of vLLM and SGLang that add workers by other means than tensor parallelism."""
 
 SERVERS_VARIABLE = "CLEW_LLM_SERVER_ADDRS"
 SERVERS_ALIAS = "AREAL_LLM_SERVER_ADDRS"
@@ -58,10 +59,10 @@ TOKEN_VARIABLE = "CLEW_LLM_SERVER_TOKEN"
 class Config(Section):
     """Settings of a run. A command ignores the sections that it does not need."""
 
-    experiment: str = Field(pattern=r"^[\w-][\w.-]*$")
-    """Experiment, as in the run directory ROOT/EXPERIMENT/TRIAL."""
-    trial: str = Field(default="0", pattern=r"^[\w-][\w.-]*$")
-    """Second part of the run directory."""
+    experiment: str = Field(pattern=r"^[\w-][\w.-]*$", coerce_numbers_to_str=True)
+    """Name of the experiment. The run directory is ROOT/EXPERIMENT/TRIAL."""
+    trial: str = Field(default="0", pattern=r"^[\w-][\w.-]*$", coerce_numbers_to_str=True)
+    """Name of this run within the experiment: the last part of the run directory."""
     root: str = "runs"
     """Folder that holds the run directories."""
     seed: int = Field(default=1, ge=0)
@@ -88,15 +89,14 @@ class Config(Section):
         """Fill in what the user left open: the preset's fields, the constant of the loss, and the KL weight of DPO."""
         algorithm = _section(values, "algorithm")
         # A run's config.yaml has all fields, so a user's preset module is not imported: it may be gone by now.
-        spells_out_all_fields = algorithm.keys() >= Algorithm.model_fields.keys()
-        if algorithm.get("preset") in PRESETS or not spells_out_all_fields:
-            for name, value in _chosen(values).items():
+        if algorithm.get("preset") in PRESETS or not _spells_out_all_fields(algorithm):
+            for name, value in _preset_values(values).items():
                 section, field = name.split(".")
                 if field not in _section(values, section):
                     values = _with(values, name, value)
         algorithm = _section(values, "algorithm")
         if algorithm.get("loss_mean") == "constant" and algorithm.get("loss_constant") is None:
-            values = _with(values, "algorithm.loss_constant", _limit(values))
+            values = _with(values, "algorithm.loss_constant", _max_new_tokens(values))
         if _section(values, "training").get("objective") == "dpo" and "kl_coef" not in algorithm:
             values = _with(values, "algorithm.kl_coef", DPO_BETA)
         return values
@@ -315,7 +315,7 @@ class Config(Section):
         return max(1, cores() // 2) if side_by_side else cores()
 
     def evaluates(self, version: int) -> bool:
-        """Return whether the weights of `version` are to be evaluated: versions 0, N, 2N, ... and the last are."""
+        """Return whether to evaluate this version: 0, N, 2N, … (N is eval.every_steps) and the last one are."""
         asked = version % self.eval.every_steps == 0 or version == self.training.steps
         return self.eval.path is not None and asked
 
@@ -411,7 +411,7 @@ def _section(values: Any, name: str) -> dict[str, Any]:
     return dict(section) if isinstance(section, Mapping) else {}
 
 
-def _limit(values: Any) -> int:
+def _max_new_tokens(values: Any) -> int:
     """Return sampling.max_new_tokens, or its default if the value is missing or invalid."""
     section, name = _section(values, "sampling"), "max_new_tokens"
     given = {name: section[name]} if name in section else {}
@@ -421,7 +421,7 @@ def _limit(values: Any) -> int:
         return Sampling().max_new_tokens
 
 
-def _chosen(values: Any) -> dict[str, Any]:
+def _preset_values(values: Any) -> dict[str, Any]:
     """Return the options that the chosen preset sets, by their dotted names; empty without a preset.
 
     Raises:
@@ -430,7 +430,7 @@ def _chosen(values: Any) -> dict[str, Any]:
     preset = _section(values, "algorithm").get("preset")
     if not isinstance(preset, str) or (preset not in PRESETS and "." not in preset):
         return {}
-    options = preset_options(preset, max_new_tokens=_limit(values))
+    options = preset_options(preset, max_new_tokens=_max_new_tokens(values))
     names = [name for name in field_names() if name.count(".") == 1]  # a preset sets algorithm.reject as a whole
     if unknown := [name for name in options if name not in names]:
         raise ConfigError(
@@ -440,13 +440,23 @@ def _chosen(values: Any) -> dict[str, Any]:
     return options
 
 
+def _spells_out_all_fields(algorithm: Mapping[str, Any]) -> bool:
+    """Return whether a section `algorithm` has all fields, as in a run's config.yaml."""
+    return algorithm.keys() >= Algorithm.model_fields.keys()
+
+
 def _forget_preset(values: Any) -> None:
     """Remove the fields that presets set, where the file only repeats the default or its own preset's value.
 
     Without this, another preset on the command line would have no effect on a file that spells out all fields, such as
     a run's config.yaml.
     """
-    chosen = _chosen(values)
+    try:
+        chosen = _preset_values(values)
+    except ConfigError:
+        if _spells_out_all_fields(_section(values, "algorithm")):
+            raise  # nobody knows which of them the preset set
+        chosen = {}  # a user's module that is gone: another preset is the way out
     for name in {*chosen, *(field for preset in PRESETS for field in preset_options(preset))}:
         section, field = name.split(".")
         kind: Any = Config.model_fields[section].annotation
@@ -457,7 +467,7 @@ def _forget_preset(values: Any) -> None:
 
 def preset_in_words(config: Config) -> str:
     """Return the options that the preset sets, as one line of text for people; empty without a preset."""
-    chosen = _chosen(config.model_dump())
+    chosen = _preset_values(config.model_dump())
     return ", ".join(
         f"{name}={value if isinstance(value, str) else str(value).lower()}" for name, value in chosen.items()
     )
@@ -526,13 +536,14 @@ def nested_section(field: FieldInfo) -> type[BaseModel] | None:
 
 def _explain(problem: Any, path: Path, text: str, overrides: Sequence[str]) -> str:
     name = ".".join(str(part) for part in problem["loc"])
-    where = _where(name, path, text, overrides)
+    message = problem["msg"].removeprefix("Value error, ")
+    # A check across sections has no place: its message begins with the field.
+    where = _where(name or re.split("[ =]", message, maxsplit=1)[0], path, text, overrides)
     if problem["type"] == "extra_forbidden":
         sections = [section for section in Config.model_fields if section not in field_names()]
         return f"{where}: there is no field {name!r}; did you mean {nearest(name, field_names() + sections)!r}?"
     if problem["type"] == "missing":
         return f"{where}: the field {name!r} is missing; it has no default."
-    message = problem["msg"].removeprefix("Value error, ")
     if name and not message.startswith(f"{name}."):
         message = f"{name}: {message}"
     if name and not isinstance(problem["input"], (dict, BaseModel)):

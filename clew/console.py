@@ -73,7 +73,7 @@ def progress(doing: str, *, total: int, unit: str) -> Iterator[Callable[[], None
     """
     console = EscapingConsole(stderr=True)
     if not console.is_terminal:
-        steps, ended = list[None](), threading.Event()  # a list, because a number cannot be raised safely in threads
+        steps, ended = list[None](), threading.Event()  # a list: append is safe in threads, += is not
 
         def report() -> None:
             patience = SILENT_S

@@ -29,6 +29,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from clew.printing import sentence
+
 EXTRAS = {
     **dict.fromkeys(("torch", "transformers", "safetensors", "datasets", "jinja2"), "train"),
     **dict.fromkeys(("aiohttp", "fastapi", "uvicorn", "PIL"), "train"),
@@ -57,7 +59,7 @@ class ModelError(ClewError):
 
 
 class RecordError(ClewError):
-    """Raised when the run directory holds something that cannot be read, or belongs to someone else."""
+    """Raised when the run directory cannot be read or written, or another process is using it."""
 
 
 class EngineError(ClewError):
@@ -110,7 +112,7 @@ def explain_missing() -> Iterator[None]:
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, ending with a full stop."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".") + "."
+    return sentence((str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:"))
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:

@@ -1,7 +1,7 @@
 """Processes that die with their parent, and locks that die with their process.
 
-Nothing here asks a dying process for its help: a parent that gets SIGKILL still takes its children along, and a lock
-whose holder is gone is free.
+Neither needs the dying process to clean up: when a parent gets SIGKILL, its children die, too, and a lock is free as
+soon as its holder is gone.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def is_lock_free(path: Path) -> bool:
 
 @contextmanager
 def kept_signals() -> Iterator[None]:
-    """Put the handlers of SIGINT, SIGTERM, SIGHUP and SIGALRM back after the block, for the code that called it."""
+    """Restore the handlers of SIGINT, SIGTERM, SIGHUP and SIGALRM after the block, so that callers keep their own."""
     handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)}
     try:
         yield

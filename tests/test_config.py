@@ -215,6 +215,16 @@ def test_a_field_that_cannot_be_meant_stops_at_once(good: Path, addition: str, o
     assert not str(caught.value).endswith(("?.", ".."))
 
 
+def test_numbers_are_names_of_experiments_and_trials(good: Path) -> None:
+    loaded = config.load(good, ["experiment=2026", "trial=1"])
+    assert (loaded.experiment, loaded.trial) == ("2026", "1")
+
+
+def test_a_check_across_sections_names_the_override(good: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^override rollout\.n_samples=1: rollout\.n_samples is 1"):
+        config.load(good, ["rollout.n_samples=1"])
+
+
 def test_a_preset_sets_what_nothing_else_sets(good: Path, tmp_path: Path) -> None:
     good.write_text(GOOD + "algorithm: {preset: dapo, clip_high: 0.5}\nsampling: {max_new_tokens: 1000}\n")
     loaded = config.load(good)
@@ -283,6 +293,9 @@ def test_a_users_page_is_code_and_is_loaded_only_if_it_is_needed_and_trusted(goo
         loaded = config.load(good, preset)
     sys.modules.pop("mine.page")
     page.unlink()
+    good.write_text(GOOD + "algorithm: {preset: mine.page, clip_high: 0.4}\n")
+    other = config.load(good, ["algorithm.preset=cispo"]).algorithm
+    assert (other.preset, other.clip_high) == ("cispo", 0.4)
     good.write_text(config.dump(loaded))
     with only_trusted("x is a bundle"):
         assert config.load(good) == loaded  # a record says all that the page said

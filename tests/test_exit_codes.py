@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ ENDS: dict[str, BaseException | None] = {
     "found": SystemExit(1),
     "badly": ConfigError("a field"),
     "unjudged": SystemExit(3),
+    "on-a-full-disk": OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
     "broken": RuntimeError("a defect"),
     "interrupted": Interrupted("before step 3"),
     "by-hand": KeyboardInterrupt(),
@@ -43,6 +45,7 @@ def run(how: str) -> None:
         ("found", 1),
         ("badly", 2),
         ("unjudged", 3),
+        ("on-a-full-disk", 2),
         ("broken", 70),
         ("interrupted", 130),
         ("by-hand", 130),

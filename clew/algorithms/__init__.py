@@ -28,7 +28,7 @@ ADVANTAGES = {
     "mean": "dr_grpo.advantages",
     "leave_one_out": "rloo.advantages",
     "leave_one_out_std": "rloo.advantages_std",
-    "none": "rewards.advantages",
+    "none": "reward_statistics.advantages",
     "gae": "ppo.advantages",
 }
 """Built-in advantages, and the page and function that define each. Anything else is the dotted path of a function."""

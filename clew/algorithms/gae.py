@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from clew.algorithms.rewards import EPSILON
+from clew.algorithms.reward_statistics import EPSILON
 
 if TYPE_CHECKING:
     from torch import Tensor

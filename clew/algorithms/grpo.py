@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from clew.algorithms.ppo import loss  # the minimum in equation 3 is PPO's; `losses.decoupled` adds D_KL
-from clew.algorithms.rewards import EPSILON, Rewards, centred, deviation, within_groups
+from clew.algorithms.reward_statistics import EPSILON, Rewards, centred, deviation, within_groups
 
 if TYPE_CHECKING:
     from clew.record.rows import Sequence

@@ -54,7 +54,7 @@ def advantages(
         values: The critic's value of the state before each of these tokens, when the step begins.
             The critic's loss is `clew.algorithms.gae.value_loss`.
     """
-    found = [gae(*each, gamma=options.gamma, lam=options.gae_lambda) for each in zip(rewards, values, strict=True)]
-    ends = np.cumsum([len(advantages_N) for advantages_N, _ in found])[:-1]
-    advantages_S = whitened(np.concatenate([advantages_N for advantages_N, _ in found]))
-    return np.split(advantages_S, ends), [returns_N for _, returns_N in found]
+    results = [gae(*pair, gamma=options.gamma, lam=options.gae_lambda) for pair in zip(rewards, values, strict=True)]
+    ends = np.cumsum([len(advantages_N) for advantages_N, _ in results])[:-1]
+    whitened_N = whitened(np.concatenate([advantages_N for advantages_N, _ in results]))
+    return np.split(whitened_N, ends), [returns_N for _, returns_N in results]

@@ -15,7 +15,7 @@ import numpy as np
 
 from clew.algorithms.grpo import normalised
 from clew.algorithms.ppo import loss
-from clew.algorithms.rewards import within_groups
+from clew.algorithms.reward_statistics import within_groups
 
 if TYPE_CHECKING:
     from clew.record.rows import Sequence

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from clew.algorithms.ppo import loss
-from clew.algorithms.rewards import EPSILON, Rewards, deviation, within_groups
+from clew.algorithms.reward_statistics import EPSILON, Rewards, deviation, within_groups
 
 if TYPE_CHECKING:
     from clew.record.rows import Sequence

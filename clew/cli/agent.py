@@ -180,7 +180,7 @@ def agent_replay(
     from clew.diagnose.agent_run import base_url_of
     from clew.record.bundle import opened
     from clew.view.agent import show_replay
-    from clew.view.find import Name, episode_of, find_group
+    from clew.view.find_episode import Name, episode_of, find_group
 
     name, url = Name.parse(episode), base_url_of(base_url) if continue_live else None
     named = [agent.rpartition(".")[0]] if agent else []  # naming an agent here means trusting its module

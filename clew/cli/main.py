@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import io
 import logging
@@ -23,7 +24,7 @@ from clew.printing import VisibleRecord, break_silence, print
 app = typer.Typer(
     name="clew",
     help="Reinforcement learning for LLM agents in which every training step leaves a thread back to its cause.",
-    epilog="The examples in --help need the output of `make demo` and of the examples of the commands listed before. "
+    epilog="The examples in --help use what `make demo` and the examples of the commands above them have written. "
     "Exit codes: 0 sound; 1 something was found (a difference, an unfit agent); 2 could not run (bad input, or a run "
     "that ended before its last step); 3 not judged; 70 a defect of Clew; 130 interrupted.",
     no_args_is_help=True,
@@ -127,7 +128,8 @@ def _main() -> None:
         report_failure(error)
         print(traceback.format_exc(), end="", file=sys.stderr)
         print(
-            "clew: this is a defect of Clew, not of your configuration. The run directory is intact.", file=sys.stderr
+            "clew: this is a defect of Clew. Please report it with the traceback above. Nothing recorded is lost.",
+            file=sys.stderr,
         )
         raise SystemExit(DEFECT) from None
     finally:
@@ -147,12 +149,17 @@ def _exit_with(error: ClewError) -> NoReturn:
 
 def _disk_error(error: Exception) -> ClewError | None:
     """Return an explanation if a full or read-only disk caused an error; otherwise None."""
-    if not isinstance(error, OSError) or not isinstance(error.filename, str | Path):
+    if not isinstance(error, OSError):
         return None
     from clew.record.files import OF_THE_DISK, disk_error
 
+    if error.errno in (errno.ENOSPC, errno.EDQUOT) and error.filename is None:  # such as stdout on a full disk
+        return RecordError(f"Cannot write: {error.strerror}. Free some space where the output or the run lies.")
+    if not isinstance(error.filename, str | Path):
+        return None
+
     if isinstance(error, PermissionError):  # it may have been read, or only looked for
         return RecordError(
-            f"Cannot use {error.filename}: {error.strerror}. Give this user the right to it, or name another one."
+            f"Cannot use {error.filename}: {error.strerror}. Change its permissions, or choose another path."
         )
     return disk_error(Path(error.filename), error) if error.errno in OF_THE_DISK else None

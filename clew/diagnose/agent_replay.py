@@ -18,14 +18,14 @@ from clew.config import Config
 from clew.diagnose.recorded_model import RecordedModel, interactions_of, resources_of
 from clew.errors import ConfigError, EngineError, RecordError
 from clew.gateway.agent_session import Limits
+from clew.gateway.gateway_thread import GatewayThread
 from clew.gateway.interactions import Interaction
 from clew.gateway.sequences import assemble, turn_returns
-from clew.gateway.thread import GatewayThread
 from clew.inference.detect_server import find_engine
 from clew.record.rows import Sequence as Row
 from clew.record.run import RunDirectory
 from clew.rollout.agents import AgentWorkflow, load_agent
-from clew.rollout.rewards import total
+from clew.rollout.reward_function import total
 
 
 @dataclass(kw_only=True)

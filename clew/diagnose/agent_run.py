@@ -13,7 +13,7 @@ from clew.config import provider
 from clew.errors import ConfigError
 from clew.gateway.agent_session import Limits
 from clew.gateway.episode_engine import MAX_NEW_TOKENS, Resources
-from clew.gateway.thread import GatewayThread
+from clew.gateway.gateway_thread import GatewayThread
 from clew.inference.detect_server import find_engine
 from clew.inference.protocol import SamplingParams
 from clew.models.architecture import context_of
@@ -21,7 +21,7 @@ from clew.models.loading import load_tokenizer
 from clew.models.vision import load_vision
 from clew.rollout.agents import AgentWorkflow, SharedClient, call_run, extra_kwargs_of, load_agent
 from clew.rollout.episode import Episode, run_episode
-from clew.rollout.rewards import checked
+from clew.rollout.reward_function import checked
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from clew.algorithms.kl import divergences
-from clew.algorithms.rewards import centred
+from clew.algorithms.reward_statistics import centred
 from clew.console import tracked
 from clew.diagnose.stages import check_aligned, read_batch_with_warning, warn_if_altered
 from clew.errors import TrainingError

@@ -17,13 +17,13 @@ from clew.errors import ConfigError, RecordError
 from clew.printing import print
 from clew.record.bundle import opened
 from clew.record.rows import Sequence
-from clew.rollout.rewards import shortened
+from clew.rollout.reward_function import shortened
 
 BY = ("gradient", "loss", "kl", "behaviour_k3", "pull", "critic")
 """Measures by which sequences can be ranked."""
 CUT = 400
 """Number of characters of a prompt or a completion that are shown."""
-TOKEN = {
+TOKEN_COLUMNS = {
     "kl": ".3g",
     "behaviour_k3": ".3g",
     "pull": ".3g",
@@ -119,15 +119,17 @@ def _sequences(sequences: list[SequenceAttribution], step: int, by: str) -> Tabl
 
 def _tokens(entry: SequenceAttribution, attribution: StepAttribution, count: int, by: str) -> Table:
     """Return a table of the tokens with the largest pull, or with the largest value of `by` if tokens have one."""
-    row, worst = entry.sequence, by if by in TOKEN else "pull"
+    row, worst = entry.sequence, by if by in TOKEN_COLUMNS else "pull"
     title = f"{row.id}: the tokens that pull most" if worst == "pull" else f"{row.id}: the tokens with the most {worst}"
-    names = [name for name in TOKEN if name in entry.tokens and (name == by or name not in ("kl", "behaviour_k3"))]
+    names = [
+        name for name in TOKEN_COLUMNS if name in entry.tokens and (name == by or name not in ("kl", "behaviour_k3"))
+    ]
     table = numbers_table("token", "text", *names, left=("text",), title=Text(title))
     for n in np.argsort(-np.nan_to_num(np.abs(entry.tokens[worst]), nan=np.inf), kind="stable")[:count]:
         position = int(entry.tokens["position"][n])
         token = int(row.input_ids[position])
         text = attribution.decode(token)
-        numbers = (f"{entry.tokens[name][n]:{TOKEN[name]}}" for name in names)
+        numbers = (f"{entry.tokens[name][n]:{TOKEN_COLUMNS[name]}}" for name in names)
         table.add_row(str(position), Text(repr(text) if text else f"⟨{token}⟩"), *numbers)
     return table
 
@@ -152,7 +154,7 @@ def _not_finite(attribution: StepAttribution) -> str | None:
     if attribution.not_finite is not None:
         return attribution.not_finite
     if bad := [entry for entry in sequences if not entry.finite]:
-        return bad[0].not_finite or "everything is finite when this sequence is computed alone"
+        return bad[0].not_finite or f"{bad[0].sequence.id}, but only in the step: computed again alone, it is finite"
     critics = [entry.sequence.id for entry in sequences if not math.isfinite(entry.measures.get("critic", 0.0))]
     if critics:
         return f"the critic's loss or gradient of {critics[0]} (of {len(critics)} sequences; see --by critic)"

@@ -57,7 +57,7 @@ def counterfactual(run: RunDirectory, steps: range, overrides: list[str], *, fro
     new = RunDirectory(config.run_path)
     if why := "it came as a bundle" if from_bundle else why_foreign(run):
         mark_foreign(new, why)  # it has the stranger's configuration
-    print(f"into {new.path}, from step {first} on with {' '.join(overrides)}", flush=True)
+    print(f"training from step {first} on with {' '.join(overrides)}, into {new.path}", flush=True)
     try:
         learn_from_record(config, lambda step, summary: None, until=steps.stop)
     except BaseException as error:

@@ -6,6 +6,8 @@ It needs no torch and reads only what both runs recorded, so it also compares ru
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from clew.loop.differences import EXACT, Difference
 from clew.printing import few, print
 from clew.reading import read_yaml
 from clew.record.bundle import opened
+from clew.record.files import explain_disk_errors
 from clew.record.run import RunDirectory
 
 DRIFT = ("reward", "loss", "grad_norm", "entropy", "behaviour_k3")
@@ -41,7 +44,7 @@ def diff(a: Path, b: Path, *, ignore: list[str], plot: Path | None) -> bool:
         ConfigError: `ignore` names no field or section of the configuration.
     """
     if unknown := [name for name in ignore if name and not any(is_ignored(field, [name]) for field in field_names())]:
-        raise ConfigError(f"--ignore {unknown[0]}: no field of the configuration has this name, nor a section.")
+        raise ConfigError(f"--ignore {unknown[0]}: no field or section of the configuration has this name.")
     with opened(a) as (left, bundle_a), opened(b) as (right, bundle_b):
         runs, names = (left, right), _short_names(a, b)
         steps = _common_steps(runs, bundle_a, bundle_b)
@@ -68,7 +71,9 @@ def diff(a: Path, b: Path, *, ignore: list[str], plot: Path | None) -> bool:
             print_list("evaluations", held_out, names)
         _print_drift(runs, steps, names)
         if plot is not None:
-            print(f"plot: {_plot(runs, steps, names, plot)}")
+            with explain_disk_errors(plot):
+                _plot(runs, steps, names, plot)
+            print(f"plot: {plot}")
         return comparison.difference is None and not still_different and all(unbroken)
 
 
@@ -163,7 +168,7 @@ def _print_difference(
         for line in causes.other_prompts(runs, steps, names):
             print(f"rows of data: {line}")
     if runs[0].steps.by_clew and stage == "data" and difference.where.endswith((", reward", ", rewards")):
-        again = f"clew replay {named} --step {step} --reward"
+        again = f"clew replay {shlex.quote(str(named))} --step {step} --reward"
         print(f"the tokens agree: `{again}` shows what the reward function returns now")
     print_list("changed later", causes.code_changed_later(runs, range(step, steps.stop)), names)
     environment = [reason for reason in reasons if reason != SAMPLING_NOISE]
@@ -212,9 +217,14 @@ def _print_effect_of_configuration(
     by_chance = "as asynchronous runs do by chance (rollout.max_lag)"
     print(f"the runs took different groups, {by_chance}: {difference.in_words(*names)}")
     values = {field: causes.values_at(runs[1], difference.step).get(field) for field in changed}
-    changes = [f"{field}={value}" for field, value in values.items() if field.startswith(("training.", "algorithm."))]
+    changes = [
+        shlex.quote(f"{field}={value if isinstance(value, str) else json.dumps(value)}")
+        for field, value in values.items()
+        if field.startswith(("training.", "algorithm."))
+    ]
     if changes:
-        print(f"to see the effect of these settings alone: `clew replay {named} {' '.join(changes)} trial=NAME`")
+        command = f"clew replay {shlex.quote(str(named))} {' '.join(changes)} trial=NAME"
+        print(f"to see the effect of these settings alone: `{command}`")
 
 
 # Beside the steps -----------------------------------------------------------------------------------------------------
@@ -283,7 +293,7 @@ def _print_drift(runs: Pair, steps: range, names: tuple[str, str]) -> None:
         console.print(causes.table_of_changes("evaluation of version", scores, rows))
 
 
-def _plot(runs: Pair, steps: range, names: tuple[str, str], path: Path) -> Path:
+def _plot(runs: Pair, steps: range, names: tuple[str, str], path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -303,5 +313,4 @@ def _plot(runs: Pair, steps: range, names: tuple[str, str], path: Path) -> Path:
     axes[-1, 0].xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    return path
+    figure.savefig(path, dpi=120, format="png")

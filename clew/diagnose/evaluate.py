@@ -137,7 +137,7 @@ def _settings(models: Sequence[str], data: str | None, reward: str | None, overr
     configs = [_checkpoint_of(name).parent.parent / "config.yaml" for name in models]
     runs = [path for path in configs if (path.parent / "status").is_dir() and path.exists()]
     found = next((path for path in runs if _gives_rewards(read_yaml(path))), next(iter(runs), None))
-    values: dict[str, Any] = {"experiment": "eval", "algorithm": {"advantages": "none"}}  # which compares no episodes
+    values: dict[str, Any] = {"experiment": "eval", "algorithm": {"advantages": "none"}}  # "none" compares no episodes
     if found is not None:
         values = read_yaml(found)
     given = {
@@ -153,6 +153,11 @@ def _settings(models: Sequence[str], data: str | None, reward: str | None, overr
     if not config.eval.path:
         raise ConfigError("Cannot evaluate: neither --data nor a run's eval.path names prompts. Add --data FILE.")
     rollout = config.rollout
+    if reward is not None and rollout.agent is not None:
+        raise ConfigError(
+            f"Cannot use --reward {reward}: the agent {rollout.agent} gives its own rewards. Leave out --reward, or "
+            f"evaluate without the agent, with rollout.agent=null."
+        )
     if rollout.reward is None and rollout.agent is None and rollout.workflow.startswith("clew."):
         raise ConfigError(
             f"Cannot evaluate: {rollout.workflow} needs a reward, and neither --reward nor a run names one. Add "
@@ -181,7 +186,8 @@ def _evaluate(name: str, config: Config, data: Mapping[int, dict[str, Any]]) -> 
                 config,
                 list(data.values()),
                 lambda: load_engine(config),
-                # A run names its own evaluations like this. Seeds derive from the names, so the results are the same.
+                # A run names its own evaluations like this, and seeds derive from the names. So the results are the
+                # same, unless another model's tokenizer left out a row, which renumbers the rows after it.
                 name=group_name if version is None else lambda place: group_id(version, place),
                 n_samples=n_samples,
                 temperature=config.eval.temperature,

@@ -140,7 +140,7 @@ def rerun(target: Path, options: Options) -> bool:
             stages = WITHOUT_MODEL if run.steps.by_clew and not run.supervised else ("data",)
             return _recompute_stages(run, steps, stages)
         if options.reward:
-            from clew.diagnose.rewards import compare_rewards
+            from clew.diagnose.reward_replay import compare_rewards
 
             return compare_rewards(run, steps, options.only)
         if options.overrides:

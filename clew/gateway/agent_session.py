@@ -124,7 +124,7 @@ class AgentSession:
             size: Size of the request in bytes.
 
         Raises:
-            Refusal: The session has ended, or its messages or parameters cannot be honoured.
+            Refusal: The session has ended, or the request's messages or parameters cannot be honoured.
         """
         self.last_used = time.monotonic()
         async with self._arriving.setdefault(fingerprint, asyncio.Lock()):
@@ -162,7 +162,8 @@ class AgentSession:
         if retry and self._failed[fingerprint] > 0:
             retry = False
             self._failed[fingerprint] -= 1
-        # Two equal requests side by side are no retries. A retry of one of them is the one whose client has left.
+        # Two equal requests may run side by side. So a request is a retry only if its client says so, or if the client
+        # of an equal request has left without its reply. A request that was left is preferred.
         equal = [each for each in reversed(self._submissions) if each.fingerprint == fingerprint]
         possible = [each for each in equal if retry or each.abandoned]
         earlier = max(possible, key=lambda each: (each.abandoned, not each.delivered), default=None)
@@ -174,6 +175,7 @@ class AgentSession:
         self._refuse_beyond_limits()
         request, begin = constrain(request, self.engine, self.turns)
         prompt = await self._prompt(request, begin)
+        self._refuse_beyond_limits()  # the session may have ended while a thread made the prompt
         self._advise(request)
         indices, speech = [self.engine.reserve() for _ in range(request.n)], Speech()
         generation = Generation(
@@ -216,9 +218,7 @@ class AgentSession:
             raise Refusal(400, message, param="messages", code="context_length_exceeded")
         if request.characters < LARGE_TEXT and not request.images:
             return self.turns.prompt(request, begin)
-        prompt = await asyncio.to_thread(self.turns.prompt, request, begin)
-        self._refuse_beyond_limits()  # the session may have ended meanwhile
-        return prompt
+        return await asyncio.to_thread(self.turns.prompt, request, begin)
 
     def _advise(self, request: ModelRequest) -> None:
         for note in request.notes:

@@ -41,8 +41,8 @@ def constrain(request: ModelRequest, engine: EpisodeEngine, turns: Turns) -> tup
     if CALL_OPENS not in str(engine.tokenizer.chat_template):
         param = "tool_choice" if forced else "parallel_tool_calls"
         message = (
-            f"Cannot honour {param}: the model's chat template has no {CALL_OPENS}, so its tool calls cannot be "
-            f"forced. Leave it out."
+            f"Cannot honour {param}: the model's chat template has no {CALL_OPENS}, so the gateway cannot begin or end "
+            f"a tool call for the model. Leave out {param}."
         )
         raise Refusal(400, message, param=param)
     if not request.parallel_tool_calls:  # stop after the first call

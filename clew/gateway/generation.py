@@ -154,8 +154,8 @@ class Generation:
         return reply
 
     def _before_stop(self, text: str, stop: str, output_ids: list[int]) -> str:
-        """Return the text before the stop string that its last token completes."""
-        # That token may complete it twice ("\n" in "\n\n"), and min_tokens may have let an earlier one pass.
+        """Return the text before the stop string that the last generated token completed."""
+        # That token may hold it twice ("\n\n" holds "\n" twice), and min_new_tokens may have let an earlier one pass.
         earlier = self.prompt.begin + plain_text(self.engine.tokenizer, output_ids[:-1]).rstrip("\ufffd")
         place = text.find(stop, max(0, len(earlier) - len(stop) + 1))
         return text[: place if place >= 0 else text.rfind(stop)] if stop in text else text
@@ -172,7 +172,7 @@ class Generation:
         return parse_output(self.engine.tokenizer, text, raw, before, request.shown_tools)
 
     def _warn_of_losses(self, interaction: Interaction, parsed: Parsed) -> None:
-        """Warn if a part of the output is missing or is not in the place that the model meant."""
+        """Warn if the reply was cut short, leaves out some of the output, or shows a tool call as text."""
         if parsed.unparsed is not None:
             what = "has a tool call that cannot be read, which stays text"
             self.engine.warn(f"{interaction.id} {what}: {parsed.unparsed!r}", kind=what)

@@ -35,7 +35,7 @@ from clew.inference.protocol import (
 from clew.inference.remote import RemoteEngine
 from clew.models.vision import Vision
 from clew.reading import wrong_field
-from clew.record.broadcast import Broadcast
+from clew.record.weight_broadcast import Broadcast
 from clew.record.weights import WeightRef
 
 PAUSE_LEASE_S = 60.0

@@ -12,7 +12,7 @@ from clew.config import Config
 from clew.errors import EngineError
 from clew.inference.client import HTTPEngine
 from clew.models.vision import Vision
-from clew.record.broadcast import Broadcast
+from clew.record.weight_broadcast import Broadcast
 from clew.record.weights import WeightRef
 
 

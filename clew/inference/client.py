@@ -32,7 +32,7 @@ from clew.inference.protocol import (
     spans_of,
 )
 from clew.printing import sentence
-from clew.record.broadcast import Broadcast
+from clew.record.weight_broadcast import Broadcast
 from clew.record.weights import WeightRef
 
 Take = Callable[[Any, str], Any]

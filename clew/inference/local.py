@@ -35,7 +35,7 @@ from clew.inference.protocol import Completion, EngineUnreachable, GenerateReque
 from clew.inference.weight_group import MemberLost, joined, receive_buckets
 from clew.models.loading import check_vocabulary, load_model, load_tokenizer, pick_device
 from clew.models.vision import load_vision
-from clew.record.broadcast import Broadcast
+from clew.record.weight_broadcast import Broadcast
 from clew.record.weights import WeightRef
 from clew.waits import waiting
 

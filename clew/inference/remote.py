@@ -33,9 +33,9 @@ from clew.models.model_folder import config_of
 from clew.models.vision import load_vision
 from clew.printing import counted
 from clew.processes import free_port
-from clew.record.broadcast import Broadcast
 from clew.record.files import write_json
 from clew.record.run import RunDirectory
+from clew.record.weight_broadcast import Broadcast
 from clew.record.weights import WeightRef
 from clew.waits import Reporter, waiting
 

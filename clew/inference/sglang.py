@@ -34,7 +34,7 @@ from clew.inference.sglang_checksums import (
 )
 from clew.models.vision import Vision
 from clew.printing import few, sentence
-from clew.record.broadcast import Broadcast
+from clew.record.weight_broadcast import Broadcast
 from clew.record.weights import WeightRef, read_broadcast, read_digests
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16"}

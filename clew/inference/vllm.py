@@ -42,7 +42,7 @@ from clew.inference.protocol import (
     spans_of,
 )
 from clew.models.vision import Vision
-from clew.record.broadcast import Broadcast
+from clew.record.weight_broadcast import Broadcast
 from clew.record.weights import WeightRef, read_digests
 from clew.seeds import derive_seed
 

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from clew.inference.weight_group import joined, receive_buckets
 from clew.models.tensor_digest import Layout, digest_scattered, digest_tensor
-from clew.record.broadcast import Broadcast
+from clew.record.weight_broadcast import Broadcast
 
 
 def die_with_server() -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from clew.record.broadcast import Broadcast
+from clew.record.weight_broadcast import Broadcast
 
 PATIENCE = datetime.timedelta(seconds=30)
 """Time limit for all members to join the group, and for sending each tensor."""

@@ -104,7 +104,7 @@ def _loss(
 
     from clew.algorithms.losses import TrainedTokens
     from clew.training.batching import loss_weights
-    from clew.training.losses import loss_function
+    from clew.training.loss_function import loss_function
 
     mask_S = np.concatenate([row.loss_mask for row in batch])
     rows_S = np.repeat(np.arange(len(batch)), [len(row.input_ids) for row in batch])

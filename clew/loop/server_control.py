@@ -14,8 +14,8 @@ from clew.errors import EngineError
 from clew.inference.client import FROZEN_S, EngineUnreachable, HTTPEngine
 from clew.inference.protocol import Timings
 from clew.printing import sentence
-from clew.record.broadcast import Broadcast
 from clew.record.run import RunDirectory, Server
+from clew.record.weight_broadcast import Broadcast
 from clew.record.weights import WeightRef
 from clew.waits import waiting
 

@@ -25,8 +25,8 @@ from clew.inference import weight_group
 from clew.inference.sglang_checksums import RunningChecksums
 from clew.loop.server_control import ServerControl
 from clew.models.tensor_digest import as_array, digest_tensor
-from clew.record.broadcast import Broadcast
 from clew.record.run import Server
+from clew.record.weight_broadcast import Broadcast
 from clew.record.weights import BroadcastDigests
 from clew.training.engine import TrainEngine
 from clew.training.published_weights import public_tensors

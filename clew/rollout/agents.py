@@ -26,8 +26,8 @@ from clew import dotted
 from clew.config import Config
 from clew.errors import ConfigError, EpisodeError
 from clew.gateway.episode_engine import EpisodeEngine, WarningLog
-from clew.gateway.thread import GatewayThread
-from clew.rollout.rewards import Reward, by_name, checked
+from clew.gateway.gateway_thread import GatewayThread
+from clew.rollout.reward_function import Reward, by_name, checked
 
 log = logging.getLogger("clew.rollout")
 

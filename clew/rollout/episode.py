@@ -19,7 +19,7 @@ from clew.gateway.interactions import TOKENS
 from clew.gateway.sequences import sequences_of
 from clew.printing import counted
 from clew.record.rows import ALIGNED, Sequence
-from clew.rollout.rewards import Reward, by_name, checked, total
+from clew.rollout.reward_function import Reward, by_name, checked, total
 
 T = TypeVar("T")
 

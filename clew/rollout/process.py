@@ -13,7 +13,7 @@ from typing import Any
 from clew.config import Config
 from clew.data import load_rows
 from clew.gateway.agent_session import Limits
-from clew.gateway.thread import GatewayThread
+from clew.gateway.gateway_thread import GatewayThread
 from clew.inference.protocol import Engine
 from clew.models.loading import load_tokenizer
 from clew.models.model_folder import config_of

@@ -19,7 +19,7 @@ from typing import Any
 
 from clew import dotted
 from clew.errors import ConfigError, EpisodeError
-from clew.rollout.rewards import Reward
+from clew.rollout.reward_function import Reward
 from clew.waits import waiting
 
 

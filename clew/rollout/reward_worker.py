@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from clew import dotted
 from clew.errors import ConfigError, EpisodeError
 from clew.processes import die_with_parent
-from clew.rollout.rewards import RewardFunction
+from clew.rollout.reward_function import RewardFunction
 
 
 def main(parent_pid: int, fd: int) -> None:

@@ -46,7 +46,7 @@ from clew.waits import Reporter, current_waits, waiting
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from clew.gateway.thread import GatewayThread
+    from clew.gateway.gateway_thread import GatewayThread
     from clew.rollout.agents import AgentWorkflow
 
 log = logging.getLogger("clew.rollout")

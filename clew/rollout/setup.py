@@ -11,8 +11,8 @@ from clew import dotted
 from clew.config import Config
 from clew.errors import ConfigError, DataError, EpisodeError
 from clew.rollout.episode import Workflow
+from clew.rollout.reward_function import Reward, RewardFunction
 from clew.rollout.reward_pool import RewardPool
-from clew.rollout.rewards import Reward, RewardFunction
 from clew.waits import waiting
 
 

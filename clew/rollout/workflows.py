@@ -11,7 +11,7 @@ from typing import Any
 from clew.errors import EpisodeError
 from clew.gateway.episode_engine import EpisodeEngine
 from clew.inference.protocol import RequestTooLong
-from clew.rollout.rewards import Reward, total
+from clew.rollout.reward_function import Reward, total
 
 _MARKER = "clew:answer"
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from clew.gateway.output_parser import THINK_CLOSES
+from clew.stress.agent_steps import Episode
 from clew.stress.provider import texts
 from clew.stress.requests import Request, plain
 from clew.stress.shared import State
-from clew.stress.steps import Episode
 from clew.stress.verdict import Verdict
 from clew.stress.waves import Wave
 

@@ -22,11 +22,11 @@ from typing import Any
 
 from clew.processes import PARENT_VARIABLE, die_with_parent
 from clew.stress import repeat
+from clew.stress.agent_steps import Episode, OpenEpisode, run_episode
 from clew.stress.crossings import Crossing, row_of
 from clew.stress.frames import Code
 from clew.stress.origins import Origins
 from clew.stress.requests import Request
-from clew.stress.steps import Episode, OpenEpisode, run_episode
 from clew.stress.variables import Sources
 from clew.stress.verdict import Verdict
 from clew.stress.waves import Wave, WaveRunner

@@ -13,9 +13,9 @@ from clew.config import provider
 from clew.errors import RecordError
 from clew.gateway.agent_session import Limits
 from clew.gateway.episode_engine import MAX_NEW_TOKENS, EpisodeEngine, Resources
+from clew.gateway.gateway_thread import GatewayThread, ServingThread
 from clew.gateway.interactions import Interaction
 from clew.gateway.proxy import PassThrough
-from clew.gateway.thread import GatewayThread, ServingThread
 from clew.inference.detect_server import find_engine
 from clew.inference.protocol import Completion, Engine, GenerateRequest, SamplingParams, ServerFault
 from clew.models.loading import load_tokenizer

@@ -20,8 +20,8 @@ from types import FrameType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from clew.stress.agent_steps import Episode, current_episode
 from clew.stress.frames import Code, line_in_words, lines_of, stack_of_coroutine
-from clew.stress.steps import Episode, current_episode
 from clew.stress.verdict import Verdict, grouped, listed
 
 DRAWS: dict[ModuleType, tuple[str, ...]] = {

@@ -13,9 +13,9 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
+from clew.stress.agent_steps import Episode
 from clew.stress.frames import Code, lines_of, stack_of_coroutine, working_directory
 from clew.stress.origins import calls_noted
-from clew.stress.steps import Episode
 from clew.stress.verdict import Verdict, grouped, listed
 
 CALLS: dict[str, tuple[ModuleType, tuple[str, ...]]] = {

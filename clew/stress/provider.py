@@ -19,8 +19,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from clew.gateway.app import dialect_of, json_response, key_of
 from clew.gateway.dialect import Refusal
+from clew.gateway.episode_keys import EpisodeKeys
 from clew.gateway.proxy import PassThrough
-from clew.gateway.thread import EpisodeKeys
 from clew.stress.requests import Request, Requests
 
 MODEL_PATHS = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"))

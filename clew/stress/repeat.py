@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from clew.printing import common_length
+from clew.stress.agent_steps import Episode
 from clew.stress.requests import Request
-from clew.stress.steps import Episode
 
 
 @dataclass(frozen=True, kw_only=True)

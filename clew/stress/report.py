@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 import numpy as np
 
+from clew.stress.agent_steps import Episode
 from clew.stress.growth import Sample
 from clew.stress.requests import Request
 from clew.stress.serial import Interval, concurrency, union
-from clew.stress.steps import Episode
 from clew.stress.verdict import Verdict
 from clew.stress.waves import Wave
 

@@ -30,6 +30,7 @@ from typing import Any
 
 from clew.rollout.agents import SharedClient
 from clew.stress import growth, shared
+from clew.stress.agent_steps import Episode, Stepped
 from clew.stress.crossings import crossed_rows_in, judge_rows
 from clew.stress.elsewhere import Source, also_elsewhere, judge_elsewhere, run_some_elsewhere
 from clew.stress.gateway import Gateway
@@ -37,7 +38,6 @@ from clew.stress.judge import add_warnings, hanging, judge, judge_warnings, wait
 from clew.stress.origins import judge_written
 from clew.stress.process_state import ProcessState, judge_process
 from clew.stress.report import Report, failures, wave_report
-from clew.stress.steps import Episode, Stepped
 from clew.stress.variables import Uses
 from clew.stress.verdict import Verdict
 from clew.stress.watch import STUCK_S

@@ -9,9 +9,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from clew.stress.agent_steps import Episode
 from clew.stress.busy import Watcher
 from clew.stress.frames import Code, Place, stack_of_coroutine, stack_of_thread
-from clew.stress.steps import Episode
 from clew.stress.verdict import Verdict
 
 LOOK_S = 0.02

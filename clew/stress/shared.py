@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from types import FunctionType, ModuleType
 from typing import Any, Literal
 
+from clew.stress.agent_steps import Episode
 from clew.stress.frames import Code
 from clew.stress.requests import plain
-from clew.stress.steps import Episode
 from clew.stress.variables import Sources, Uses
 from clew.stress.verdict import Verdict, grouped, listed
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+from clew.stress.agent_steps import Episode, current_episode
 from clew.stress.frames import Code, line_in_words, shown_path
-from clew.stress.steps import Episode, current_episode
 
 READS = frozenset(("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME"))
 WRITES = frozenset(("STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL"))

@@ -18,10 +18,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Self
 
+from clew.stress.agent_steps import Episode
 from clew.stress.busy import Watcher, scheduled, sleeps_in_a_call, working_threads
 from clew.stress.frames import Code, Line, Place, line_in_words, lines_of, stack_of_thread, waits_for_events
 from clew.stress.serial import places_of
-from clew.stress.steps import Episode
 from clew.stress.verdict import Verdict, grouped
 
 ASYNCIO = str(Path(asyncio.__file__).parent)

@@ -11,13 +11,13 @@ from typing import Any
 
 from clew.printing import counted
 from clew.stress import serial
+from clew.stress.agent_steps import Episode, OpenEpisode, Stepped, run_episode, task_factory
 from clew.stress.busy import BusyWatch
 from clew.stress.frames import Code
 from clew.stress.origins import Origins
 from clew.stress.repeat import Behaviour, behaviour_by_episode
 from clew.stress.requests import Request, Requests
 from clew.stress.serial import Crowd, Waits
-from clew.stress.steps import Episode, OpenEpisode, Stepped, run_episode, task_factory
 from clew.stress.watch import MOVES, LoopWatch, StuckWatch, Watched
 
 CANCEL_S = 10.0

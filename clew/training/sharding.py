@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,10 +28,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.utils.checkpoint import checkpoint
 
 from clew.config import Training
-from clew.training.attention import checkpoint_contexts
+from clew.training.activation_checkpointing import checkpoint_activations
 from clew.training.isolation import check_causal, prepare_for_packing
 from clew.training.ranks import Ranks
 from clew.training.tensor_parallel import split
@@ -49,7 +47,7 @@ def prepare_for_training(
     check_causal(model)
     prepare_for_packing(model)
     if training.activation_checkpointing:
-        checkpoint_activations(model)
+        checkpoint_activations(blocks_of(model))
     shard(model, ranks, device, root=root)
 
 
@@ -92,12 +90,6 @@ def blocks_of(model: Any) -> list[torch.nn.Module]:
             blocks.append(module)
             within.update(module.modules())
     return blocks
-
-
-def checkpoint_activations(model: Any) -> None:
-    """Make each block keep only its inputs, and compute the rest again in the backward pass (arXiv 1604.06174)."""
-    for block in blocks_of(model):
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=checkpoint_contexts)
 
 
 def slice_of(tensor: Tensor, ranks: Ranks) -> tuple[Tensor, int] | None:

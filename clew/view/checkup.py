@@ -19,7 +19,7 @@ from clew.record.rejected import Rejected
 from clew.record.run import RunDirectory, changes_in_words
 from clew.record.run_warnings import RunWarning
 from clew.view import health
-from clew.view.find import settings_of
+from clew.view.find_episode import settings_of
 from clew.view.health import Concern, History
 from clew.view.text import pairs
 

@@ -15,7 +15,7 @@ from clew.algorithms.rejection import reasons_of
 from clew.errors import RecordError
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
-from clew.view.find import Found, Name, episode_of
+from clew.view.find_episode import Found, Name, episode_of
 from clew.view.text import MISSING, as_text, content_text, moment, number, pairs, visible
 from clew.view.tokens import load_tokenizer, show_tokens
 

@@ -471,10 +471,17 @@ def evaluations(history: History, evals: Sequence[Mapping[str, Any]]) -> Concern
 
 def _margin(name: str, best: Mapping[str, Any], newest: Mapping[str, Any]) -> float:
     """Return the largest fall that may be chance: half the 95 % interval of a difference of the two means."""
-    intervals = [(one.get("intervals") or {}).get(name) for one in (best, newest)]
-    if all(intervals):
-        return math.hypot(*((high - low) / 2 for low, high in intervals))
-    return FALLEN * abs(float(best[name]))
+    margin = math.hypot(_half_interval(name, best), _half_interval(name, newest))
+    return margin if math.isfinite(margin) else FALLEN * abs(float(best[name]))
+
+
+def _half_interval(name: str, evaluation: Mapping[str, Any]) -> float:
+    """Return half the width of a 95 % interval on record; NaN if there is none that can be read."""
+    intervals = evaluation.get("intervals")
+    bounds = intervals.get(name) if isinstance(intervals, Mapping) else None
+    if not isinstance(bounds, list) or len(bounds) != 2:
+        return math.nan
+    return (_number(bounds[1]) - _number(bounds[0])) / 2
 
 
 def _reward_between(history: History, *versions: int) -> tuple[str, int | None]:

@@ -10,7 +10,7 @@ from clew.errors import RecordError
 from clew.record.files import only_shown
 from clew.record.run import RunDirectory
 from clew.record.summary import spent
-from clew.view.find import settings_of
+from clew.view.find_episode import settings_of
 
 PANELS = {
     "reward": "reward (mean of the batch)",

@@ -16,7 +16,7 @@ from clew.errors import ClewError, RecordError
 from clew.record import rows
 from clew.record.run import RunDirectory
 from clew.view.episode import lag
-from clew.view.find import settings_of
+from clew.view.find_episode import settings_of
 from clew.view.text import MISSING, Rows, as_text, number, one_line, pairs, prompt_text
 
 CANDIDATES = 5

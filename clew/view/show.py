@@ -25,7 +25,7 @@ from clew.record.run_warnings import read_warnings, warnings_in_words
 from clew.record.steps import parse_steps
 from clew.view.checkup import changes_of, judge, print_health
 from clew.view.episode import lag, read_stages, rejected_of, rewards_by_name, show_episode, versions
-from clew.view.find import Found, Name, committed_steps, find_group, read_batch, settings_of
+from clew.view.find_episode import Found, Name, committed_steps, find_group, read_batch, settings_of
 from clew.view.health import Collector
 from clew.view.off_policy import show_off_policy
 from clew.view.prompt import show_prompt

@@ -27,7 +27,7 @@ from clew.reading import STRICT, Count, Moment, read_json
 from clew.record.run import RunDirectory, read_evaluation
 from clew.record.run_warnings import read_warnings, warnings_in_words
 from clew.record.summary import spent
-from clew.view.find import settings_of
+from clew.view.find_episode import settings_of
 from clew.view.text import MISSING, Rows, number, one_line, pairs
 from clew.waits import OLD_S
 

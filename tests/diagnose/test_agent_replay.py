@@ -17,7 +17,7 @@ from clew.diagnose.recorded_model import RecordedModel, first_difference
 from clew.gateway.episode_engine import resources
 from clew.record.run import RunDirectory
 from clew.stress.standin import StandIn, byte_tokenizer
-from clew.view.find import Name, episode_of, find_group
+from clew.view.find_episode import Name, episode_of, find_group
 from tests.gateway.chatml import chatml_tokenizer
 from tests.rollout.scripted import config_for
 from tests.rollout.test_agents import rolled_out

@@ -47,7 +47,12 @@ def test_a_run_and_its_copy_are_the_same(
     shown = capsys.readouterr().out
     assert "first and second: steps 0 to 5 of both, compared bit for bit" in shown
     assert "every stage of every step agrees" in shown
-    assert (tmp_path / "drift.png").read_bytes()[:4] == b"\x89PNG" and everything(run.path) == before
+    assert diff(run.path, other.path, ignore=[], plot=tmp_path / "drift.txt")
+    assert (tmp_path / "drift.png").read_bytes()[:4] == (tmp_path / "drift.txt").read_bytes()[:4] == b"\x89PNG"
+    with pytest.raises(RecordError, match=r"Cannot write .*/run.json/drift.png: Not a directory"):
+        diff(run.path, other.path, ignore=[], plot=run.path / "run.json" / "drift.png")
+    capsys.readouterr()
+    assert everything(run.path) == before
     bundle = write_bundle(run, 3, stages_only=False)
     assert diff(bundle, other.path, ignore=[], plot=None)
     assert "steps 2 to 3 of both" in capsys.readouterr().out
@@ -320,7 +325,7 @@ def test_another_learning_rate(run: RunDirectory, capsys: pytest.CaptureFixture[
     for ignore in ("lr", "training.lr", "training"):
         shown = told(capsys, run.path, run.path.parent / "slow", ignore=ignore)
         assert "left out: training.lr\n" in shown and "0.001 → 0.0001" not in shown and "was altered" not in shown
-    with pytest.raises(ConfigError, match="--ignore rl: no field of the configuration has this name"):
+    with pytest.raises(ConfigError, match="--ignore rl: no field or section of the configuration has this name"):
         diff(run.path, run.path.parent / "slow", ignore=["rl"], plot=None)
 
 
@@ -333,7 +338,8 @@ def test_other_groups_by_chance_come_after_what_follows_from_the_configuration(
     for step in range(6):
         path = other.steps.json_path(step)
         said = json.loads(path.read_text())
-        said["config"]["training"]["lr"] = 1e-4
+        said["config"]["training"] |= {"lr": 1e-4, "betas": [0.9, 0.95]}
+        said["config"]["algorithm"]["dual_clip"] = 3.0
         said["metrics"]["lr"] /= 10
         path.write_text(json.dumps(said))
     shown = told(capsys, run.path, other.path)

@@ -24,11 +24,12 @@ from safetensors.torch import load_file, save_file
 
 from clew import config as configuration
 from clew.algorithms.kl import ESTIMATORS
-from clew.diagnose import counterfactual, rewards
+from clew.diagnose import reward_replay
 from clew.diagnose.blame import blame
 from clew.diagnose.diff import diff
 from clew.diagnose.rerun import Options, rerun
 from clew.errors import ClewError, ConfigError, Interrupted, ModelError, RecordError, TrainingError
+from clew.loop.differences import differs
 from clew.loop.trainer_process import learn_from_record, learn_inline
 from clew.record import chain, rows
 from clew.record.bundle import opened, write_bundle
@@ -961,9 +962,9 @@ def test_a_named_pipe_in_the_place_of_a_checkpoints_tensors_is_told(run: RunDire
 
 @pytest.mark.parametrize(("now", "same"), [(1e-9, True), (5e-9, False), (0.0, False)])
 def test_small_rewards_are_compared_too(now: float, same: bool) -> None:
-    assert rewards._same({"reward": 1e-9}, {"reward": now}) == same
+    assert reward_replay._same({"reward": 1e-9}, {"reward": now}) == same
 
 
 def test_two_metrics_that_are_not_numbers_agree() -> None:
-    assert not counterfactual._differs(math.nan, math.nan)
-    assert counterfactual._differs(math.nan, 1.0) and counterfactual._differs(None, 1.0)
+    assert not differs(math.nan, math.nan)
+    assert differs(math.nan, 1.0) and differs(None, 1.0)

@@ -13,8 +13,8 @@ import pytest
 import requests
 
 from clew.gateway.agent_session import Limits
+from clew.gateway.gateway_thread import GatewayThread
 from clew.gateway.sequences import aligned, assemble
-from clew.gateway.thread import GatewayThread
 from tests.gateway.chatml import CHATML, THINKING, chatml_tokenizer
 from tests.gateway.spoken import Spoken, session_on
 

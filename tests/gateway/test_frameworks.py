@@ -16,8 +16,8 @@ import pytest
 
 from clew.gateway.agent_session import Limits
 from clew.gateway.episode_engine import EpisodeEngine
+from clew.gateway.gateway_thread import GatewayThread
 from clew.gateway.sequences import aligned, assemble
-from clew.gateway.thread import GatewayThread
 from clew.rollout.agents import AgentWorkflow, load_agent
 from tests.gateway.chatml import CHATML, THINKING, chatml_tokenizer
 from tests.gateway.spoken import Spoken, session_on

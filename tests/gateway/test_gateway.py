@@ -20,8 +20,8 @@ from pydantic import TypeAdapter
 
 from clew.gateway import agent_session, app
 from clew.gateway.agent_session import AgentSession, Limits
+from clew.gateway.gateway_thread import GatewayThread
 from clew.gateway.sequences import assemble
-from clew.gateway.thread import GatewayThread
 from clew.inference.protocol import Completion, EngineUnreachable, FaultyAnswer, GenerateRequest, RequestTooLong
 from tests.gateway.chatml import chatml_tokenizer
 from tests.gateway.spoken import Spoken, session_on

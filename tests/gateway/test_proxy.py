@@ -21,8 +21,8 @@ from aiohttp import web
 from clew.gateway import openai_chat, standalone
 from clew.gateway.dialect import Refusal
 from clew.gateway.episode_engine import Resources
+from clew.gateway.gateway_thread import ServingThread
 from clew.gateway.proxy import PassThrough
-from clew.gateway.thread import ServingThread
 from clew.inference.protocol import SamplingParams
 from clew.models.loading import load_tokenizer
 from clew.record.rows import from_table

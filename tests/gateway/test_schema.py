@@ -13,7 +13,8 @@ from schemathesis.checks import not_a_server_error
 
 from clew.gateway.agent_session import Limits
 from clew.gateway.app import application
-from clew.gateway.thread import EpisodeSessions, GatewayThread
+from clew.gateway.episode_keys import EpisodeSessions
+from clew.gateway.gateway_thread import GatewayThread
 from tests.gateway.chatml import chatml_tokenizer
 from tests.gateway.spoken import Spoken, session_on
 

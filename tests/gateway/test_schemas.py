@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 
 from clew.gateway.agent_session import Limits
-from clew.gateway.thread import GatewayThread
+from clew.gateway.gateway_thread import GatewayThread
 from clew.inference.detect_server import find_engine
 from clew.inference.protocol import GenerateRequest, SamplingParams, SchemaUnsupported
 from clew.record.run import RunDirectory

@@ -48,7 +48,7 @@ def test_a_turn_whose_context_was_rewritten_starts_a_sequence():
 @settings(max_examples=300)
 @given(st.data())
 def test_every_generated_token_is_trained_on_in_exactly_one_sequence(data):
-    """Turns extend, branch off, are cut short, or start anew, over an alphabet so small that chance extends too."""
+    """Turns extend an earlier one, branch off, are cut short or start anew. With 3 tokens, some extend by chance."""
     token = st.integers(0, 2)
     turns: list[Interaction] = []
     for index in range(data.draw(st.integers(1, 8))):
@@ -70,7 +70,7 @@ def test_every_generated_token_is_trained_on_in_exactly_one_sequence(data):
                 continue
             turn = turns[row["turn_ids"]]
             assert row["versions"] == turn.index and row["temperatures"] == 0.5 + turn.index
-            assert columns["input_ids"][:place].tolist() == turn.all_ids[:place], "scored after another context"
+            assert columns["input_ids"][:place].tolist() == turn.all_ids[:place], "trained in another context"
             trained[turn.index].append((row["input_ids"], round(row["logprobs"], 4)))
     for turn in turns:
         assert trained[turn.index] == [(i, round(p, 4)) for i, p in zip(turn.output_ids, turn.logprobs, strict=True)]

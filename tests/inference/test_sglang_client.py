@@ -20,7 +20,7 @@ from clew.inference.protocol import Completion, FaultyAnswer, GenerateRequest, S
 from clew.inference.sglang import NEEDED, SESSION, SGLangEngine
 from clew.inference.sglang_checksums import read_folder
 from clew.models.tensor_digest import hex_digests
-from clew.record.broadcast import Broadcast
+from clew.record.weight_broadcast import Broadcast
 from clew.record.weights import DIGESTS_KEY, WeightRef
 from tests.inference.test_faulty_servers import serving
 

@@ -28,8 +28,8 @@ from clew.loop.publisher import Publisher
 from clew.loop.server_control import ServerControl
 from clew.loop.stopwatch import Clock
 from clew.loop.weight_sender import buckets, host_for
-from clew.record.broadcast import Broadcast
 from clew.record.run import RunDirectory, Server
+from clew.record.weight_broadcast import Broadcast
 from clew.record.weights import read_broadcast
 from clew.training.engine import TrainEngine
 from tests.inference.test_server import ServerProcess, with_engine

@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from clew.errors import ConfigError, EpisodeError
+from clew.rollout.reward_function import RewardFunction, by_name, checked, total
 from clew.rollout.reward_pool import RewardPool
-from clew.rollout.rewards import RewardFunction, by_name, checked, total
 
 HERE = str(Path(__file__).parent)
 CODE = "tests.rollout.user_code"

@@ -24,7 +24,7 @@ from starlette.responses import JSONResponse
 from clew.gateway.agent_session import AgentSession, Limits
 from clew.gateway.app import application, disconnected, key_of
 from clew.gateway.episode_engine import EpisodeEngine, Resources
-from clew.gateway.thread import ServingThread
+from clew.gateway.gateway_thread import ServingThread
 from clew.inference.protocol import Completion, GenerateRequest, SamplingParams
 from clew.stress.standin import StandIn, byte_tokenizer
 

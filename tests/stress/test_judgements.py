@@ -24,7 +24,8 @@ import pytest
 import clew
 from clew.gateway.output_parser import parse_output
 from clew.inference.protocol import Completion, GenerateRequest, SamplingParams
-from clew.stress import growth, repeat, serial, shared, steps, watch
+from clew.stress import agent_steps, growth, repeat, serial, shared, watch
+from clew.stress.agent_steps import Episode
 from clew.stress.busy import sleeps_in_a_call
 from clew.stress.crossings import crossed_answers, crossed_rows
 from clew.stress.elsewhere import Elsewhere, judge_elsewhere
@@ -40,7 +41,6 @@ from clew.stress.requests import Request, Requests
 from clew.stress.serial import Crowd, Waits
 from clew.stress.shared import ObjectChange
 from clew.stress.standin import StandIn, byte_tokenizer, offered_tools
-from clew.stress.steps import Episode
 from clew.stress.variables import Sources, Uses
 from clew.stress.verdict import Verdict
 from clew.stress.waves import Wave
@@ -128,10 +128,10 @@ def test_a_generator_with_a_seed_is_no_chance() -> None:
 
     async def drawn() -> list[str]:
         async with Origins(Code(object())) as origins:
-            token = steps.current_episode.set(Episode("a", {}))
+            token = agent_steps.current_episode.set(Episode("a", {}))
             seeded()
             unseeded()
-            steps.current_episode.reset(token)
+            agent_steps.current_episode.reset(token)
         return [line.rpartition(".")[2] for line in origins.drawn.elements()]
 
     assert asyncio.run(drawn()) == ["unseeded", "unseeded"]
@@ -390,9 +390,9 @@ def test_a_variable_that_episodes_use_in_turns() -> None:
         agent = Holder()
         with Uses({"task"}, Code(agent)) as uses:
             for episode in order:
-                token = steps.current_episode.set(episode)
+                token = agent_steps.current_episode.set(episode)
                 run(agent, episode)
-                steps.current_episode.reset(token)
+                agent_steps.current_episode.reset(token)
         return [verdict.certain for verdict in shared.judge_changes(changes, matters=matters, uses=uses)]
 
     def turn(agent: Holder, episode: Episode) -> None:

@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from clew.gateway.agent_session import Limits
-from clew.gateway.thread import GatewayThread
+from clew.gateway.gateway_thread import GatewayThread
 from clew.stress.gateway import ProviderGateway, answerer
 from clew.stress.report import Report
 from clew.stress.requests import Request

@@ -10,7 +10,7 @@ import torch
 
 from clew.algorithms import built_in_advantages
 from clew.algorithms.grpo import normalised
-from clew.algorithms.rewards import centred
+from clew.algorithms.reward_statistics import centred
 from clew.algorithms.rloo import leave_one_out
 from clew.config import Algorithm
 from clew.errors import ConfigError, TrainingError

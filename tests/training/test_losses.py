@@ -18,7 +18,7 @@ from clew.config import Algorithm, Config
 from clew.errors import ConfigError, TrainingError
 from clew.models.loading import load_model, load_value_model
 from clew.training.batching import loss_weights
-from clew.training.losses import loss_function
+from clew.training.loss_function import loss_function
 from clew.training.preferences import dpo_loss, preference_loss, sft_loss
 from clew.training.scoring import Scores, ValueModel, score
 from tests.models import tiny_model, tiny_tokenizer

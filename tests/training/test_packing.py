@@ -27,11 +27,12 @@ from transformers import (
 
 from clew.errors import ModelError
 from clew.models.loading import load_value_model
+from clew.training.activation_checkpointing import checkpoint_activations
 from clew.training.engine import TrainEngine
 from clew.training.isolation import check_causal, keeps_rows_apart, prepare_for_packing
 from clew.training.packing import WASTE, Packed, bucket_by_length
 from clew.training.scoring import ValueModel, score
-from clew.training.sharding import checkpoint_activations
+from clew.training.sharding import blocks_of
 from tests.models import ATTENTION_FAMILIES, tiny_model, tiny_tokenizer
 from tests.training.sequences import make_batch, make_config, make_sequence
 
@@ -292,7 +293,7 @@ def test_activations_of_packed_rows_are_computed_again(tmp_path: Any, family: st
     prepare_for_packing(model)
     rows = random_rows([5, 19, 9])
     kept = logprobs_and_gradient(model, rows, packed=True)
-    checkpoint_activations(model)
+    checkpoint_activations(blocks_of(model))
     for found, right in zip(logprobs_and_gradient(model, rows, packed=True), kept, strict=True):
         assert torch.equal(found, right)
 

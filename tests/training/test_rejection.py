@@ -17,7 +17,7 @@ from clew.algorithms.losses import TrainedTokens
 from clew.algorithms.rejection import rejections
 from clew.config import Algorithm
 from clew.training.engine import TrainEngine
-from clew.training.losses import loss_function
+from clew.training.loss_function import loss_function
 from tests.models import tiny_model, tiny_tokenizer
 from tests.training.sequences import make_batch, make_config
 from tests.training.test_losses import Case, logs, trl_trainer

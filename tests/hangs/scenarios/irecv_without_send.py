@@ -1,4 +1,4 @@
-"""Rank 0 waits for a message that rank 1 sends only after its own receive."""
+"""Each of two ranks waits for a message that the other sends only after its own receive."""
 
 import torch
 import torch.distributed as dist

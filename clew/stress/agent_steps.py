@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from clew.rollout.agents import call_run, extra_kwargs_of
-from clew.rollout.rewards import checked
+from clew.rollout.reward_function import checked
 from clew.stress.frames import Code, stack_of_error
 
 HOLD_S = 0.01

@@ -20,8 +20,8 @@ from clew.printing import counted, print
 from clew.record.rows import by_episode
 from clew.record.run import RunDirectory
 from clew.record.steps import steps_in_words
+from clew.rollout.reward_function import by_name
 from clew.rollout.reward_pool import RewardPool
-from clew.rollout.rewards import by_name
 from clew.rollout.setup import load_reward, load_workflow
 from clew.training.custom import digest_of_file
 
@@ -115,7 +115,7 @@ async def recompute_rewards(
                     raise
                 except EpisodeError as error:  # its message ends with the traceback from the reward's own process
                     now, _, trace = str(error).partition("\n")
-                except (Exception, SystemExit) as error:  # the user's code
+                except (Exception, SystemExit, asyncio.CancelledError) as error:  # the user's code
                     now, *_ = f"{type(error).__name__}: {error}".splitlines()
                     trace = "".join(format_exception(error))
                 recorded = rows[0].rewards
