@@ -73,7 +73,7 @@ LINES = {
     "inference": 6440,  # vLLM and SGLang in training; answers of another request, ranks left behind, silent servers
     "launch": 660,  # no_progress.py, also without clew train; several servers, and their devices
     "loop": 2705,  # weight_sender.py: servers that froze or refused are taken out; models that a resume refuses
-    "models": 730,  # prompts with placeholders of images, for engines that expand them; digests of sorted weights
+    "models": 742,  # images that are turned; prompts with placeholders, for engines that expand them; sorted digests
     "record": 3020,  # docstrings with Args in place of sentences that had to be read twice
     "rollout": 2055,  # episodes wait for the engine before their time limit begins, in evaluations, too
     "stress": 4350,  # shared.py: the entries of an object have a function of their own

@@ -16,6 +16,7 @@ import io
 import itertools
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -198,15 +199,20 @@ def load_vision(path: str) -> Vision | None:
 
 
 def _opened(image: bytes) -> Image:
-    """Return an image from the content of its file, with white where it is transparent, as transformers and vLLM do.
+    """Return an image from the content of its file, as transformers and vLLM do.
+
+    It is turned as its EXIF orientation says, and white where it is transparent.
 
     Raises:
         ImageError: It cannot be read.
     """
     import PIL.Image
+    import PIL.ImageOps
 
     try:
         opened = PIL.Image.open(io.BytesIO(image))
+        with suppress(Exception):  # as in vLLM: an orientation that cannot be read counts as none
+            opened = PIL.ImageOps.exif_transpose(opened)
         if opened.has_transparency_data:
             white = PIL.Image.new("RGBA", opened.size, "white")
             opened = PIL.Image.alpha_composite(white, opened.convert("RGBA"))

@@ -103,6 +103,22 @@ def test_what_is_transparent_is_white_as_for_the_models_own_processor(folders: P
     assert torch.allclose(found, own, atol=2e-2) and not torch.allclose(found, other, atol=2e-2)
 
 
+def test_a_photograph_is_turned_as_its_exif_orientation_says(folders: Path) -> None:
+    vision = load_vision(str(folders / "paddleocr_vl"))
+    assert vision is not None
+    image, exif = PIL.Image.new("RGB", (64, 16), "red"), PIL.Image.Exif()
+    image.paste("blue", (0, 0, 32, 16))
+    exif[0x0112] = 6  # to be turned by a quarter
+    files: list[bytes] = []
+    for each, more in ((image, {"exif": exif}), (image.transpose(PIL.Image.Transpose.ROTATE_270), {}), (image, {})):
+        file = io.BytesIO()
+        each.save(file, "PNG", **more)
+        files.append(file.getvalue())
+    turned, upright, flat = (vision.inputs(torch.tensor([[5]]), [[file]], torch.float32) for file in files)
+    assert torch.equal(turned["pixel_values"], upright["pixel_values"])
+    assert not torch.equal(turned["image_grid_thw"], flat["image_grid_thw"])
+
+
 def test_a_model_that_looks_both_ways_within_an_image_is_served_by_the_reference(folders: Path) -> None:
     engine, reference, vision = both(folders / "gemma3")
     assert type(engine) is ReferenceEngine
