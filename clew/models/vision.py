@@ -54,10 +54,17 @@ class Vision:
         self._lock = threading.Lock()  # the gateway makes prompts in threads
 
     def tokens_of(self, image: bytes) -> tuple[int, ...]:
-        """Return the tokens that stand for an image. Raises ImageError if it is not an image."""
+        """Return the tokens that stand for an image. Raises ImageError if it is not an image, or cannot be shown."""
         digest = hashlib.sha256(image).digest()
         if (tokens := self._tokens_by_image.get(digest)) is None:
-            made = self._processor(text=[self.placeholder], images=[[_opened(image)]], add_special_tokens=False)
+            opened = _opened(image)
+            try:
+                made = self._processor(text=[self.placeholder], images=[[opened]], add_special_tokens=False)
+            except ValueError as error:  # some processors take no image that is 200 times as wide as high
+                raise ImageError(
+                    f"Cannot show an image of {opened.width} x {opened.height} pixels: the model's processor refuses "
+                    f"it ({first_line(error)}). Crop or resize it."
+                ) from error
             tokens = tuple(made["input_ids"][0])
             with self._lock:
                 if len(self._tokens_by_image) >= REMEMBERED:
@@ -217,5 +224,7 @@ def _opened(image: bytes) -> Image:
             white = PIL.Image.new("RGBA", opened.size, "white")
             opened = PIL.Image.alpha_composite(white, opened.convert("RGBA"))
         return opened.convert("RGB")
+    except PIL.UnidentifiedImageError:
+        raise ImageError(f"{len(image)} bytes cannot be read as an image: this is no known format.") from None
     except (OSError, ValueError, SyntaxError, PIL.Image.DecompressionBombError) as error:
         raise ImageError(f"{len(image)} bytes cannot be read as an image: {first_line(error)}") from None
