@@ -75,7 +75,7 @@ LINES = {
     "loop": 2705,  # weight_sender.py: servers that froze or refused are taken out; models that a resume refuses
     "models": 742,  # images that are turned; prompts with placeholders, for engines that expand them; sorted digests
     "record": 3020,  # docstrings with Args in place of sentences that had to be read twice
-    "rollout": 2055,  # episodes wait for the engine before their time limit begins, in evaluations, too
+    "rollout": 2075,  # attached servers that lost their weights; episodes that wait for the engine before their time
     "stress": 4350,  # shared.py: the entries of an object have a function of their own
     "training": 4840,  # ranks with text alone beside images; the reference of a resumed run
     "view": 2480,  # 1400 before the health check of a run, a reward that fell included, and its questions over steps

@@ -291,7 +291,10 @@ class HTTPEngine:
                 f"inference server {self.address} is no `clew serve`, so nothing checks that it loaded version "
                 f"{ref.version}. If it is vLLM or SGLang, set inference.backend to that."
             )
-        if (serves := loaded.get("weight_version")) != str(ref.version):
+        serves = str(loaded.get("weight_version"))
+        with contextlib.suppress(EngineUnreachable):  # it may be starting, and wait for these weights
+            serves = str(await self.version())
+        if serves != str(ref.version):
             raise EngineError(
                 f"inference server {self.address} answered that it loaded version {ref.version}, and serves version "
                 f"{serves}. Look into its log, and at what stands between it and the trainer."
