@@ -94,7 +94,7 @@ class Application:
                 allowed = ", ".join(map(str, self._weights_below)) or "nowhere"
                 raise EngineError(
                     f"Cannot load weights from {path}: {place} lies outside the folders that this server loads from "
-                    f"({allowed}). Start it with `clew serve --allow-weights {folder}`."
+                    f"({allowed}). Start it with `clew serve --allow-weights {folder.parent}`."
                 )
 
     def refuse_while_starting(self) -> None:
