@@ -169,6 +169,8 @@ class HTTPEngine:
 
         def take(answer: dict[str, Any], address: str) -> Completion:
             self._check_request(answer, request, address)
+            if "meta_info" in answer and not answer["meta_info"]["finish_reason"]:
+                raise ValueError("finish_reason null")
             completion = self._new_of(answer, 0, address)
             assert completion is not None, "the answer has no completion"
             _check_masks(completion.sampling_mask, completion.output_ids, self.vocab)

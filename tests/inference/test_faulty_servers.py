@@ -137,6 +137,7 @@ FAULTS: dict[str, tuple[Callable[[bytes], web.Response], str]] = {
     "vocabulary": (spoilt(first_pair(token=VOCAB)), f"the token ID {VOCAB}, and the model has 0 to {VOCAB - 1}"),
     "negative": (spoilt(first_pair(token=-1)), "it returned the token ID -1"),
     "finish reason": (spoilt(unknown_end), "finish_reason 'error'"),
+    "unfinished": (spoilt(with_fields(finish_reason=None)), "finish_reason null"),
     "counts": (spoilt(without_last_logprob), f"{TOKENS} tokens and {TOKENS - 1} logprobs"),
     "another request": (spoilt(with_fields(id="g000099.e9.i0")), "but answered request g000099.e9.i0. Does a proxy"),
     "few masks": (spoilt(with_fields(clew={"sampling_mask": [[7]]})), f"{TOKENS} tokens and 1 sampling masks"),
