@@ -185,6 +185,7 @@ def test_speaks_sglangs_shapes(server: ServerProcess) -> None:
     assert status == 200 and len(several) == 2 and "output_token_logprobs" not in several[0]["meta_info"]
     status, copies = post(server, "/generate", {"input_ids": PROMPT, "sampling_params": {**sampling, "n": 3}})
     assert status == 200 and len({tuple(copy["output_ids"]) for copy in copies}) > 1
+    assert with_engine(server, lambda engine: engine._request("GET", "/health_generate", None)) == {}
 
 
 def test_streams(server: ServerProcess) -> None:
@@ -195,6 +196,7 @@ def test_streams(server: ServerProcess) -> None:
     parts = [json.loads(event) for event in events[:-1]]
     assert [len(part["output_ids"]) for part in parts[:-1]] == [1, 2, 3, 4, 5, 6]
     assert parts[0]["meta_info"]["finish_reason"] is None
+    assert len({part["meta_info"]["id"] for part in parts}) == 1, "with it, a client can abort the request"
     assert parts[-1]["meta_info"]["finish_reason"]["type"] == "length"
 
 
