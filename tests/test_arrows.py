@@ -70,12 +70,12 @@ LINES = {
     "diagnose": 2900,  # 2750 before the search of clew diff had a file of its own; what pruned steps have left
     "gateway": 4880,  # stop strings twice in a token, retries of one of equal requests, forced calls after <think>
     "hang": 8040,  # memory, pipes, programs; RAS, Ray; engines; locks; queues never filled; loops not woken
-    "inference": 6440,  # vLLM and SGLang in training; answers of another request, ranks left behind, silent servers
+    "inference": 6450,  # vLLM and SGLang in training; answers of another request, ranks left behind, lost weights
     "launch": 660,  # no_progress.py, also without clew train; several servers, and their devices
     "loop": 2705,  # weight_sender.py: servers that froze or refused are taken out; models that a resume refuses
-    "models": 730,  # prompts with placeholders of images, for engines that expand them; digests of sorted weights
+    "models": 742,  # images that are turned; prompts with placeholders, for engines that expand them; sorted digests
     "record": 3020,  # docstrings with Args in place of sentences that had to be read twice
-    "rollout": 2055,  # episodes wait for the engine before their time limit begins, in evaluations, too
+    "rollout": 2075,  # attached servers that lost their weights; episodes that wait for the engine before their time
     "stress": 4350,  # shared.py: the entries of an object have a function of their own
     "training": 4850,  # ranks with text alone beside images; the reference of a resumed run
     "view": 2490,  # 1400 before the health check of a run, a reward that fell included, and its questions over steps

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import secrets
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -76,7 +77,6 @@ class Application:
         self._admin = Starlette(routes=routes, exception_handlers={EngineError: administration.refused})
         self._admin_paths = {route.path for route in routes}
         self._beside = beside or self._admin
-        self._count = 0
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] == "/generate" and scope["method"] == "POST":
@@ -94,7 +94,7 @@ class Application:
                 allowed = ", ".join(map(str, self._weights_below)) or "nowhere"
                 raise EngineError(
                     f"Cannot load weights from {path}: {place} lies outside the folders that this server loads from "
-                    f"({allowed}). Start it with `clew serve --allow-weights {folder}`."
+                    f"({allowed}). Start it with `clew serve --allow-weights {folder.parent}`."
                 )
 
     def refuse_while_starting(self) -> None:
@@ -111,7 +111,11 @@ class Application:
             call = await asyncio.to_thread(parse_call, content, stop_ids) if large else parse_call(content, stop_ids)
             requests = [
                 GenerateRequest(
-                    await self._ids(wanted), wanted.params, wanted.images, wanted.rid, sampling_mask=call.sampling_mask
+                    await self._ids(wanted),
+                    wanted.params,
+                    wanted.images,
+                    wanted.rid or f"clew-{secrets.token_hex(8)}",  # for `/abort_request`
+                    sampling_mask=call.sampling_mask,
                 )
                 for wanted in call.sequences
             ]
@@ -153,10 +157,7 @@ class Application:
         text = ""
         if call.with_text and self.engine.core.tokenizer is not None:
             text = self.engine.core.tokenizer.decode(completion.output_ids, skip_special_tokens=True)
-        if not request.id:
-            self._count += 1
-        rid = request.id or f"clew-{self._count}"
-        return answer(rid, request, completion, text=text, logprobs=call.return_logprob)
+        return answer(request.id, request, completion, text=text, logprobs=call.return_logprob)
 
     async def _ids(self, wanted: RequestedSequence) -> list[int]:
         """Return the prompt's tokens, with placeholders of images expanded to the tokens that stand for them."""
@@ -339,6 +340,7 @@ class _Administration:
         )
         return [
             Route("/health", self.health),
+            Route("/health_generate", self.health),  # polled by scripts that start SGLang
             Route("/model_info", self.model_info),
             Route("/get_model_info", self.model_info),  # its name in older versions of SGLang
             *(Route(f"/{post.__name__}", post, methods=["POST"]) for post in posts),

@@ -169,6 +169,8 @@ class HTTPEngine:
 
         def take(answer: dict[str, Any], address: str) -> Completion:
             self._check_request(answer, request, address)
+            if "meta_info" in answer and not answer["meta_info"]["finish_reason"]:
+                raise ValueError("finish_reason null")
             completion = self._new_of(answer, 0, address)
             assert completion is not None, "the answer has no completion"
             _check_masks(completion.sampling_mask, completion.output_ids, self.vocab)
@@ -291,7 +293,10 @@ class HTTPEngine:
                 f"inference server {self.address} is no `clew serve`, so nothing checks that it loaded version "
                 f"{ref.version}. If it is vLLM or SGLang, set inference.backend to that."
             )
-        if (serves := loaded.get("weight_version")) != str(ref.version):
+        serves = str(loaded.get("weight_version"))
+        with contextlib.suppress(EngineUnreachable):  # it may be starting, and wait for these weights
+            serves = str(await self.version())
+        if serves != str(ref.version):
             raise EngineError(
                 f"inference server {self.address} answered that it loaded version {ref.version}, and serves version "
                 f"{serves}. Look into its log, and at what stands between it and the trainer."

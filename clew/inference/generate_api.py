@@ -78,6 +78,9 @@ def parse_call(body: Any, default_stop_ids: tuple[int, ...]) -> Call:
     """
     if not isinstance(body, dict):
         raise EngineError(f"the body is {type(body).__name__}, expected a JSON object with input_ids or text.")
+    for name in SAMPLING_FIELDS:
+        if body.get(name) is not None:  # SGLang ignores it, and samples with the defaults
+            raise EngineError(f"{name} is beside sampling_params. Write it into sampling_params.")
     clew = body.get("clew") or {}
     if not isinstance(clew, dict):
         raise EngineError(f"clew is {type(clew).__name__}, expected an object.")
@@ -189,7 +192,7 @@ def _flat(given: Any) -> list[Any]:
 
 def _image(given: Any) -> bytes:
     try:
-        return base64.b64decode(given.rpartition("base64,")[2], validate=True)
+        return base64.b64decode("".join(given.rpartition("base64,")[2].split()), validate=True)
     except (AttributeError, ValueError):
         raise ImageError(
             f"image_data holds {str(given)[:40]!r}; expected files in base64, or data URLs. Images are not fetched."

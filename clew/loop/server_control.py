@@ -93,9 +93,10 @@ class ServerControl:
         except EngineError as error:
             raise EngineError(f"{sentence(str(error))} {NO_OTHER}") from error
         served = {server.name for server in servers}
-        for server in self._run.servers():  # those that died meanwhile are not listed any more
-            if server.wants_weights and server.name in served:
-                self._run.register_server(replace(server, wants_weights=False))
+        for server in self.ready():  # those that died meanwhile are not listed any more
+            if server.name in served and (server.wants_weights or server.attached):
+                loaded = ref.version if server.attached else None
+                self._run.register_server(replace(server, wants_weights=False, loaded=loaded))
         return max(taken, key=lambda seconds: sum(seconds.values()))
 
     def ready(self) -> list[Server]:

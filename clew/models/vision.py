@@ -16,6 +16,7 @@ import io
 import itertools
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -53,10 +54,17 @@ class Vision:
         self._lock = threading.Lock()  # the gateway makes prompts in threads
 
     def tokens_of(self, image: bytes) -> tuple[int, ...]:
-        """Return the tokens that stand for an image. Raises ImageError if it is not an image."""
+        """Return the tokens that stand for an image. Raises ImageError if it is not an image, or cannot be shown."""
         digest = hashlib.sha256(image).digest()
         if (tokens := self._tokens_by_image.get(digest)) is None:
-            made = self._processor(text=[self.placeholder], images=[[_opened(image)]], add_special_tokens=False)
+            opened = _opened(image)
+            try:
+                made = self._processor(text=[self.placeholder], images=[[opened]], add_special_tokens=False)
+            except ValueError as error:  # some processors take no image that is 200 times as wide as high
+                raise ImageError(
+                    f"Cannot show an image of {opened.width} x {opened.height} pixels: the model's processor refuses "
+                    f"it ({first_line(error)}). Crop or resize it."
+                ) from error
             tokens = tuple(made["input_ids"][0])
             with self._lock:
                 if len(self._tokens_by_image) >= REMEMBERED:
@@ -198,18 +206,25 @@ def load_vision(path: str) -> Vision | None:
 
 
 def _opened(image: bytes) -> Image:
-    """Return an image from the content of its file, with white where it is transparent, as transformers and vLLM do.
+    """Return an image from the content of its file, as transformers and vLLM do.
+
+    It is turned as its EXIF orientation says, and white where it is transparent.
 
     Raises:
         ImageError: It cannot be read.
     """
     import PIL.Image
+    import PIL.ImageOps
 
     try:
         opened = PIL.Image.open(io.BytesIO(image))
+        with suppress(Exception):  # as in vLLM: an orientation that cannot be read counts as none
+            opened = PIL.ImageOps.exif_transpose(opened)
         if opened.has_transparency_data:
             white = PIL.Image.new("RGBA", opened.size, "white")
             opened = PIL.Image.alpha_composite(white, opened.convert("RGBA"))
         return opened.convert("RGB")
+    except PIL.UnidentifiedImageError:
+        raise ImageError(f"{len(image)} bytes cannot be read as an image: this is no known format.") from None
     except (OSError, ValueError, SyntaxError, PIL.Image.DecompressionBombError) as error:
         raise ImageError(f"{len(image)} bytes cannot be read as an image: {first_line(error)}") from None

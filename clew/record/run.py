@@ -55,6 +55,8 @@ class Server:
     """True if it waits for the trainer to broadcast the newest weights, or to load them if it is attached."""
     given_up: str = ""
     """Reason why the trainer has given this server up, which then ends; "" if it has not."""
+    loaded: Count | None = None
+    """Version that the trainer had it load last, if it is attached; its answers may not be of an earlier one."""
     token: str = ""
     """Token that is needed for calls that change the server's state."""
 

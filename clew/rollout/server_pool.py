@@ -13,6 +13,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -46,6 +47,9 @@ SENT_AGAIN = "a request failed, and may be tried again, on another server if the
 
 _episode: ContextVar[str] = ContextVar("_episode", default="")
 """ID of the episode that the request under way belongs to; "" if it has none."""
+
+_asked: ContextVar[Server | None] = ContextVar("_asked", default=None)
+"""Server that the request under way was sent to, as it was listed then."""
 
 
 class ServerPool(HTTPEngine):
@@ -84,9 +88,29 @@ class ServerPool(HTTPEngine):
             )
         return request.params
 
+    def _check(self, new: Completion, total: int, request: GenerateRequest, address: str) -> None:
+        """Raise FaultyAnswer also if an attached server has other weights than it was given; take it out then."""
+        super()._check(new, total, request, address)
+        server = _asked.get()
+        if server is None or server.loaded is None or set(new.versions) <= {server.loaded}:
+            return
+        newest = self._run.newest_weights()  # an update may have begun since the request was sent
+        expected = range(server.loaded, server.loaded + 1 if newest is None else newest.version + 1)
+        if not (wrong := [version for version in new.versions if version not in expected]):
+            return
+        if server in self._run.inference_servers():
+            self._run.register_server(replace(server, ready=False))  # the trainer brings it back
+        self._looked_at = 0.0
+        raise FaultyAnswer(
+            address,
+            f"its tokens are of version {wrong[0]}, and it was given version {server.loaded}: it was restarted, or "
+            f"somebody else loads weights into it. It is used again once it has loaded the newest weights.",
+        )
+
     @asynccontextmanager
     async def _answered(self, method: str, path: str, body: bytes | None) -> AsyncIterator[aiohttp.ClientResponse]:
         server = await self._ready_server()
+        _asked.set(server)
         place, key = (server.address, server.token), (server.address, server.pid)
         if place not in self._clients:
             self._clients[place] = HTTPEngine(*place)

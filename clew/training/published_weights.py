@@ -65,7 +65,9 @@ def write_weights(engine: TrainEngine, folder: Path, version: int, sent: Broadca
                 save_file(tensors, aside / "model.safetensors", metadata=metadata)
                 engine.policy.model.config.save_pretrained(aside)
     probe, logprob = _probe(engine)
-    return WeightRef(version=version, path=str(folder), digest=digest, probe_ids=probe, probe_logprob=logprob)
+    return WeightRef(
+        version=version, path=str(folder.absolute()), digest=digest, probe_ids=probe, probe_logprob=logprob
+    )
 
 
 def public_tensors(engine: TrainEngine, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -137,6 +137,7 @@ FAULTS: dict[str, tuple[Callable[[bytes], web.Response], str]] = {
     "vocabulary": (spoilt(first_pair(token=VOCAB)), f"the token ID {VOCAB}, and the model has 0 to {VOCAB - 1}"),
     "negative": (spoilt(first_pair(token=-1)), "it returned the token ID -1"),
     "finish reason": (spoilt(unknown_end), "finish_reason 'error'"),
+    "unfinished": (spoilt(with_fields(finish_reason=None)), "finish_reason null"),
     "counts": (spoilt(without_last_logprob), f"{TOKENS} tokens and {TOKENS - 1} logprobs"),
     "another request": (spoilt(with_fields(id="g000099.e9.i0")), "but answered request g000099.e9.i0. Does a proxy"),
     "few masks": (spoilt(with_fields(clew={"sampling_mask": [[7]]})), f"{TOKENS} tokens and 1 sampling masks"),
@@ -551,12 +552,12 @@ def test_a_list_of_models_of_another_shape(listed: Any) -> None:
     ("answered", "words"),
     [
         ({"success": True}, "is no `clew serve`, so nothing checks that it loaded version 5"),
-        ({"success": True, "clew": {}, "weight_version": "4"}, "that it loaded version 5, and serves version 4"),
+        ({"success": True, "clew": {}, "weight_version": "5"}, "that it loaded version 5, and serves version 4"),
     ],
 )
 def test_an_update_that_says_that_it_succeeded_and_did_not(answered: Any, words: str) -> None:
-    async def answer(_: web.Request) -> web.Response:
-        return web.json_response(answered)
+    async def answer(request: web.Request) -> web.Response:
+        return web.json_response(answered if request.method == "POST" else {"weight_version": "4"})
 
     async def load(address: str) -> None:
         client = HTTPEngine(address)

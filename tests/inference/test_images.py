@@ -103,6 +103,29 @@ def test_what_is_transparent_is_white_as_for_the_models_own_processor(folders: P
     assert torch.allclose(found, own, atol=2e-2) and not torch.allclose(found, other, atol=2e-2)
 
 
+def test_a_photograph_is_turned_as_its_exif_orientation_says(folders: Path) -> None:
+    vision = load_vision(str(folders / "paddleocr_vl"))
+    assert vision is not None
+    image, exif = PIL.Image.new("RGB", (64, 16), "red"), PIL.Image.Exif()
+    image.paste("blue", (0, 0, 32, 16))
+    exif[0x0112] = 6  # to be turned by a quarter
+    files: list[bytes] = []
+    for each, more in ((image, {"exif": exif}), (image.transpose(PIL.Image.Transpose.ROTATE_270), {}), (image, {})):
+        file = io.BytesIO()
+        each.save(file, "PNG", **more)
+        files.append(file.getvalue())
+    turned, upright, flat = (vision.inputs(torch.tensor([[5]]), [[file]], torch.float32) for file in files)
+    assert torch.equal(turned["pixel_values"], upright["pixel_values"])
+    assert not torch.equal(turned["image_grid_thw"], flat["image_grid_thw"])
+
+
+def test_an_image_that_the_processor_refuses_is_refused_with_its_size(folders: Path) -> None:
+    vision = load_vision(str(folders / "paddleocr_vl"))
+    assert vision is not None
+    with pytest.raises(ImageError, match=r"an image of 2000 x 4 pixels: .* aspect ratio must be smaller than 200"):
+        vision.tokens_of(picture("red", 2000, 4))
+
+
 def test_a_model_that_looks_both_ways_within_an_image_is_served_by_the_reference(folders: Path) -> None:
     engine, reference, vision = both(folders / "gemma3")
     assert type(engine) is ReferenceEngine
@@ -116,7 +139,7 @@ def test_what_cannot_be_shown_is_refused(folders: Path, tmp_path: Path) -> None:
     engine.check(GenerateRequest(prompt, params, (RED,)))
     with pytest.raises(ImageError, match=r"has image token \d+ 4 times, but the 2 images need it 8"):
         engine.check(GenerateRequest(prompt, params, (RED, BLUE)))
-    with pytest.raises(ImageError, match="3 bytes cannot be read as an image"):
+    with pytest.raises(ImageError, match="3 bytes cannot be read as an image: this is no known format"):
         engine.check(GenerateRequest(prompt, params, (b"PNG",)))
     with pytest.raises(ImageError, match=r"there are 2 placeholders '<image>' for 1 images"):
         vision.expanded("<image> <image>", [RED])

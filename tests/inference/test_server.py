@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import functools
 import json
 import logging
@@ -185,6 +186,7 @@ def test_speaks_sglangs_shapes(server: ServerProcess) -> None:
     assert status == 200 and len(several) == 2 and "output_token_logprobs" not in several[0]["meta_info"]
     status, copies = post(server, "/generate", {"input_ids": PROMPT, "sampling_params": {**sampling, "n": 3}})
     assert status == 200 and len({tuple(copy["output_ids"]) for copy in copies}) > 1
+    assert with_engine(server, lambda engine: engine._request("GET", "/health_generate", None)) == {}
 
 
 def test_streams(server: ServerProcess) -> None:
@@ -195,6 +197,7 @@ def test_streams(server: ServerProcess) -> None:
     parts = [json.loads(event) for event in events[:-1]]
     assert [len(part["output_ids"]) for part in parts[:-1]] == [1, 2, 3, 4, 5, 6]
     assert parts[0]["meta_info"]["finish_reason"] is None
+    assert len({part["meta_info"]["id"] for part in parts}) == 1, "with it, a client can abort the request"
     assert parts[-1]["meta_info"]["finish_reason"]["type"] == "length"
 
 
@@ -294,6 +297,7 @@ def test_a_long_text_holds_nobody_up_while_its_tokens_are_made(server: ServerPro
         ("/generate", {"input_ids": PROMPT, "sampling_params": {"stop": 7}}, "stop is 7, expected a string or a list"),
         ("/generate", {"input_ids": PROMPT, "sampling_params": {"n": -2}}, "n is -2"),
         ("/generate", {"input_ids": PROMPT, "sampling_params": {"json_schema": {}}}, "json_schema is {}, expected"),
+        ("/generate", {"input_ids": PROMPT, "temperature": 0}, "Write it into sampling_params"),
         ("/generate", {"input_ids": PROMPT, "sampling_params": {"n": 0}}, "n is 0, expected at least 1"),
         ("/generate", {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 0}}, "max_new_tokens is 0, expected"),
         ("/pause_generation", {"mode": "retract"}, "abort"),
@@ -731,6 +735,9 @@ def test_images_come_over_http_as_they_would_in_this_process(tmp_path: Path) -> 
             body = {"input_ids": prompt, "image_data": "https://example.com/cat.png"}
             async with client.post(f"http://{server.address}/generate", json=body) as refused:
                 assert refused.status == 400 and "Images are not fetched" in (await refused.json())["error"]["message"]
+            body["image_data"] = base64.encodebytes(red).decode()  # in lines, as the command base64 writes it
+            async with client.post(f"http://{server.address}/generate", json=body) as taken:
+                assert taken.status == 200
         await there.close()
         await here.close()
 

@@ -47,3 +47,16 @@ def test_weights_are_written_again_if_their_folder_has_changed(
 
     assert publish(before).is_relative_to(run.path) is (before is None)
     assert publish(after).is_relative_to(run.path) is (after is None)
+
+
+def test_servers_that_were_started_in_another_folder_are_told_the_whole_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_tokenizer(tmp_path / "model")
+    tiny_model(tmp_path / "model", tie=True)
+    monkeypatch.chdir(tmp_path)
+    inference: Any = Inference()
+    config = make_config(tmp_path / "model")
+    with closing(Publisher(config, RunDirectory(Path("runs/test/0")), inference, Clock())) as publisher:
+        publisher(TrainEngine(config))
+    assert inference.loaded[-1].path == str(tmp_path / "runs/test/0/weights/version-000000")

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -24,7 +25,7 @@ from clew.inference.protocol import Completion, EngineUnreachable, GenerateReque
 from clew.inference.resubmit import generate_through_aborts
 from clew.inference.serve import serve
 from clew.loop.server_control import ServerControl
-from clew.record.run import RunDirectory, Server, attached_servers
+from clew.record.run import RunDirectory, Server
 from clew.record.weights import WeightRef
 from clew.rollout.server_pool import LOOK_S, ServerPool
 from clew.waits import current_waits
@@ -200,7 +201,7 @@ def test_an_attached_server_that_fails_an_update_is_taken_out_until_it_has_loade
             run.announce_weights(ref)
             control.load(ref)
             assert f"server {lost.address} ({lost.address}) did not load version 5, and is taken out" in caplog.text
-            assert control.ready() == [server for server in attached_servers() if server.address != lost.address]
+            assert [server.address for server in control.ready()] == [servers[0].address]
             assert not control.wanted(), "it does not answer"
             if number == signal.SIGKILL:
                 lost.process.communicate(timeout=60)
@@ -215,6 +216,47 @@ def test_an_attached_server_that_fails_an_update_is_taken_out_until_it_has_loade
             server.process.send_signal(signal.SIGCONT)
             server.process.kill()
             server.process.communicate(timeout=60)
+
+
+@pytest.mark.parametrize("version", [0, 7])
+def test_an_attached_server_with_other_weights_loads_the_newest_before_it_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: int
+) -> None:
+    """The server was restarted while nobody asked it anything, or another run has loaded version 7."""
+    tiny_tokenizer(tmp_path / "model")
+    tiny_model(tmp_path / "model")
+    tiny_model(tmp_path / "version-5", seed=5)
+    monkeypatch.setenv("CLEW_LLM_SERVER_TOKEN", "secret")
+    server = ServerProcess(tmp_path)
+    monkeypatch.setenv("CLEW_LLM_SERVER_ADDRS", server.address)
+    run, ref = RunDirectory(tmp_path / "another run"), WeightRef(version=5, path=str(tmp_path / "version-5"), digest="")
+
+    def ask_for_one() -> Completion:
+        return ask(run, lambda pool: generate_through_aborts(pool, request(0, 0, 5)))
+
+    try:
+        with closing(ServerControl(run)) as control:
+            run.announce_weights(ref)
+            control.load(ref)
+            before = ask_for_one()
+            tiny_model(tmp_path / "model", seed=9)
+            if version:
+                other = WeightRef(version=version, path=str(tmp_path / "model"), digest="")
+                with_engine(server, lambda engine: engine.load_weights(other))
+            else:
+                server.process.kill()
+                server.process.communicate(timeout=60)
+                server.config_path = write_config(tmp_path, "test", server.address)
+                server.start()
+            with ThreadPoolExecutor() as asking:
+                after = asking.submit(ask_for_one)
+                until(lambda: control.wanted() or after.done())
+                assert after.result().output_ids == before.output_ids
+            assert after.result().versions == [5] * 5
+    finally:
+        server.process.kill()
+        server.process.communicate(timeout=60)
+    assert f"{server.address}: its tokens are of version {version}, and it was given version 5" in caplog.text
 
 
 def test_an_attached_server_that_refuses_twice_is_given_up_and_tried_again_by_the_next_trainer(
