@@ -148,6 +148,11 @@ class Activity:
         return bool(self.file) and not installed(self.file)
 
     @property
+    def blocks_loop(self) -> bool:
+        """Return whether an event loop runs this and can run nothing else meanwhile."""
+        return self.in_loop and not self.idle_loop
+
+    @property
     def site(self) -> str:
         """Return the user's call site as file:line."""
         return f"{PurePath(self.file).name}:{self.line}" if self.file else ""

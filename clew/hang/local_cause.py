@@ -51,11 +51,7 @@ def _own_waits(sink: Sink) -> Verdict | None:
 
 def _blocked_loop(sink: Sink) -> Verdict | None:
     """Find a coroutine that calls something that blocks: nothing else on that event loop can run."""
-    blocked = [
-        a
-        for a in sink.culprits
-        if a.activity.in_loop and not a.activity.idle_loop and a.activity.kind != "unknown" and not a.moving
-    ]
+    blocked = [a for a in sink.culprits if a.activity.blocks_loop and a.activity.kind != "unknown" and not a.moving]
     if not blocked:
         return None
     one = blocked[0]
