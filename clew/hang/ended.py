@@ -109,11 +109,8 @@ def lost_task(sink: Sink) -> Verdict | None:
 
 def pipe_kept_open(sink: Sink) -> Verdict | None:
     """Find a process that an ended program started, and that may keep open the pipe that the program's parent reads."""
-    reading = [
-        a
-        for a in (sink.waiters if sink.one.dead else [sink.one])
-        if a.activity.kind in ("process", "pipe") and a.process.outside and not a.moving
-    ]
+    still = [a for a in (sink.waiters if sink.one.dead else [sink.one]) if not a.moving]
+    reading = [a for a in still if a.activity.kind in ("process", "pipe") and a.process.outside]
     if not reading:
         return None
     one = reading[0]
