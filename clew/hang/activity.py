@@ -148,6 +148,11 @@ class Activity:
         return bool(self.file) and not installed(self.file)
 
     @property
+    def blocks_loop(self) -> bool:
+        """Return whether an event loop runs this and can run nothing else meanwhile."""
+        return self.in_loop and not self.idle_loop
+
+    @property
     def site(self) -> str:
         """Return the user's call site as file:line."""
         return f"{PurePath(self.file).name}:{self.line}" if self.file else ""
@@ -375,15 +380,10 @@ def group_in_memory(frame: Frame, process: Process) -> tuple[str, tuple[int, ...
     """Return the name and ranks of the group passed to a torch call, read from memory; None if it is not there."""
     address = frame.addresses.get("group", 0)
     group = next((group for group in process.inside.groups if group.at == address), None)
-    if group is not None:
-        return (
-            ("world", None)
-            if group.name == "world"
-            else (f"{group.name} of ranks {list(group.members)}", group.members)
-        )
-    if process.inside.groups and frame.locals.get("group") == "None":
-        return "world", None
-    return None
+    if group is not None and group.name != "world":
+        return f"{group.name} of ranks {list(group.members)}", group.members
+    passes_none = bool(process.inside.groups) and frame.locals.get("group") == "None"
+    return ("world", None) if group is not None or passes_none else None
 
 
 def group_of(frame: Frame, place: Place) -> tuple[str, tuple[int, ...] | None]:
@@ -393,19 +393,15 @@ def group_of(frame: Frame, place: Place) -> tuple[str, tuple[int, ...] | None]:
     if not callers:
         return "world", None
     text = place.sources.get(callers[0].file, "")
-    call = next(
-        (c for c in source.calls_at(text, callers[0].line) if source.dotted(c.func).rpartition(".")[2] == frame.name),
-        None,
-    )
+    calls = source.calls_at(text, callers[0].line)
+    call = next((each for each in calls if source.dotted(each.func).rpartition(".")[2] == frame.name), None)
     passed = source.keyword(call, "group") if call is not None else None
     if call is not None and passed is None:
-        for argument in call.args:
-            if isinstance(argument, (ast.Name, ast.Attribute)) and re.search(
-                r"group|pg\b|_pg|mesh", source.dotted(argument)
-            ):
-                passed = argument
-    if call is not None and passed is None:
-        return "world", None
+        named = [each for each in call.args if isinstance(each, (ast.Name, ast.Attribute))]
+        groups = [each for each in named if re.search(r"group|pg\b|_pg|mesh", source.dotted(each))]
+        if not groups:
+            return "world", None
+        passed = groups[-1]
     address = frame.addresses.get("group", 0)
     # The source may create the group under a different name than the one that is passed. Other variables of the callers
     # that hold the same object are its aliases.

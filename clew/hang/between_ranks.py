@@ -477,13 +477,8 @@ def _gone_past(sink: Sink) -> Verdict | None:
         absent = [a for a in members if (key_of(a.activity), a.activity.op) != call]
         if still.activity.root and len(absent) > 1:
             continue  # one that has gone past may have called it: some need not wait there for the others
-        gone = [
-            a
-            for a in absent
-            if a in inside
-            and key_of(a.activity) != key_of(still.activity)
-            and is_past(a, still, sink.sources, loops=True, job=inside)
-        ]
+        elsewhere = [a for a in absent if a in inside and key_of(a.activity) != key_of(still.activity)]
+        gone = [a for a in elsewhere if is_past(a, still, sink.sources, loops=True, job=inside)]
         if gone and len(gone) <= len(members) / 2:
             act = still.activity
             why = (

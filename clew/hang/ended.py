@@ -17,64 +17,85 @@ from clew.hang.waits_for import THROUGH_PIPES, TO_OTHERS
 def dead(sink: Sink) -> Verdict | None:
     """Find a process, thread or coroutine that has ended, so that nobody can end the wait."""
     if sink.one.dead:
-        blamed = sink.culprits
-        if sink.one.process.exit.endswith("code 0"):  # a sibling that has failed explains more
-            beside = [a for a in sink.job if a.process.parent == sink.one.process.parent and a.process.exit]
-            blamed = [a for a in beside if not a.process.exit.endswith("code 0")] or blamed
-        others = ", and others still wait for it" if any(not a.dead for a in sink.job) else ""
-        why = f"{', '.join(a.says for a in blamed[:4])}{others}."
-        through_pipes = [a for a in sink.waiters if not a.dead and a.activity.kind in THROUGH_PIPES]
-        name = sink.one.process.name
-        starved = [a for a in through_pipes if done(sink.one) and explains(name, a, sink.job, sink.sources)]
-        why += f" Nothing that lives can end this wait: {starved[0].says}." if starved else ""
-        found = sink.blame("dead", blamed, why, cause="dead", structural=not all(map(done, blamed)))
-        return found.at(*(a.activity.site for a in starved))
+        return _ended_itself(sink)
     kinds = (*TO_OTHERS, "sleep") if sink.one.rank is not None else (*TO_OTHERS, "sleep", "store")
     abandoned = is_shared_lock(sink.act, sink.sources) and bool(left_locked(sink))
-    if not (sink.act.kind in kinds or abandoned) or sink.one.moving:
+    if sink.one.moving or not (abandoned or sink.act.kind in kinds):
         return None
+    found = _other_ended(sink, abandoned)
+    return found if found or abandoned else _part_ended(sink) or _starves_waiter(sink) or _part_of_waiter_ended(sink)
+
+
+def _ended_itself(sink: Sink) -> Verdict:
+    """Judge a culprit that has ended. If it ended normally, a sibling that has failed explains more."""
+    blamed = sink.culprits
+    if sink.one.process.exit.endswith("code 0"):
+        siblings = [a for a in sink.job if a.process.parent == sink.one.process.parent and a.process.exit]
+        blamed = [a for a in siblings if not a.process.exit.endswith("code 0")] or blamed
+    others = ", and others still wait for it" if any(not a.dead for a in sink.job) else ""
+    why = f"{', '.join(a.says for a in blamed[:4])}{others}."
+    through_pipes = [a for a in sink.waiters if not a.dead and a.activity.kind in THROUGH_PIPES]
+    name = sink.one.process.name
+    starved = [a for a in through_pipes if done(sink.one) and explains(name, a, sink.job, sink.sources)]
+    why += f" Nothing that lives can end this wait: {starved[0].says}." if starved else ""
+    found = sink.blame("dead", blamed, why, cause="dead", structural=not all(map(done, blamed)))
+    return found.at(*(a.activity.site for a in starved))
+
+
+def _other_ended(sink: Sink, abandoned: bool) -> Verdict | None:
+    """Find other processes that have ended. `abandoned` says that the culprit waits for a lock that was left locked."""
     # A process that ended normally left no lock locked.
     gone = [a for a in sink.job if a.dead and a.role != "idle" and not (abandoned and done(a))]
-    asks = sink.act.kind in ("http", "network") and not sink.act.op.endswith("accept")  # these await a server
-    if gone and not asks:
-        why = f"{'. '.join(a.says for a in gone[:4])}. So nothing can end this wait: {sink.one.says}."
-        if sink.one.rank is not None and all(a.process.exit.endswith("code 0") for a in gone):
-            # They ended normally, so the rank may be at fault: it waits for more than they were to give.
-            pattern = "data loading" if sink.act.kind == "data_loader" else "dead"
-            return sink.blame(pattern, [sink.one, *gone], why, cause="dead")
-        found = sink.blame("dead", gone, why, cause="dead", structural=not all(map(done, gone)))
-        return replace(found, sites=(sink.act.site,)) if abandoned else found
-    if abandoned:
+    awaits_server = sink.act.kind in ("http", "network") and not sink.act.op.endswith("accept")
+    if not gone or awaits_server:
         return None
-    sure, said = (
-        ended_inside(sink.one, counts) or next((text for a in sink.job if (text := ended_children(a, counts))), "")
-        for counts in (lambda _: False, lambda name: explains(name, sink.one, sink.job, sink.sources))
-    )
-    if said and not sink.one.process.waits and sink.act.kind not in ("http", "network", "process"):
-        why = f"What has ended: {sure or said}. So nothing can end this wait: {sink.one.says}."
-        return sink.blame("dead", sink.culprits, why, cause="dead", structural=bool(sure))
-    if starved := _starved_by_ended(sink):
-        name, by = starved
-        why = f"Thread {name} of {sink.one.process.label} has ended. So nothing can end this wait: {by.says}."
-        found = sink.blame("dead", sink.culprits, why, cause="dead", confidence="medium")
-        return found.at(by.activity.site)
-    by = next((a for a in sink.waiters if a.process.inside.ended_threads and not a.moving), None)
-    # The culprit asks for something that a thread of another process may make. Ranks in a collective, however, wait
-    # only for the culprit.
-    asks = sink.act.kind == "sleep" and explains("", sink.one, sink.job, sink.sources)
-    if by is not None and asks and not sink.blocked_ranks:
-        threads = ", ".join(by.process.inside.ended_threads[:4])
-        why = f"A thread of {by.process.label} has ended: {threads}. It may have made what is awaited here: "
-        why += f"{sink.one.says}."
-        return sink.blame("dead", [by], why, cause="dead", confidence="medium")
+    why = f"{'. '.join(a.says for a in gone[:4])}. So nothing can end this wait: {sink.one.says}."
+    if sink.one.rank is not None and all(a.process.exit.endswith("code 0") for a in gone):
+        # They ended normally, so the rank may be at fault: it waits for more than they were to give.
+        pattern = "data loading" if sink.act.kind == "data_loader" else "dead"
+        return sink.blame(pattern, [sink.one, *gone], why, cause="dead")
+    found = sink.blame("dead", gone, why, cause="dead", structural=not all(map(done, gone)))
+    return replace(found, sites=(sink.act.site,)) if abandoned else found
+
+
+def _part_ended(sink: Sink) -> Verdict | None:
+    """Find a child, task or thread that failed, or that could have ended the wait and has ended."""
+    if sink.one.process.waits or sink.act.kind in ("http", "network", "process"):
+        return None
+
+    def find(counts: Callable[[str], bool]) -> str:
+        children = (ended_children(a, counts) for a in sink.job)
+        return ended_inside(sink.one, counts) or next(filter(None, children), "")
+
+    failed = find(lambda name: False)
+    ended = failed or find(lambda name: explains(name, sink.one, sink.job, sink.sources))
+    if not ended:
+        return None
+    why = f"What has ended: {ended}. So nothing can end this wait: {sink.one.says}."
+    return sink.blame("dead", sink.culprits, why, cause="dead", structural=bool(failed))
+
+
+def _starves_waiter(sink: Sink) -> Verdict | None:
+    """Find a thread of the culprit that has ended, while a process at the other end of a pipe waits for it."""
+    reading = [a for a in sink.waiters if a.activity.kind in THROUGH_PIPES and not (a.moving or a.dead)]
+    for by in reading:
+        for name in sink.one.process.inside.ended_threads:
+            if explains(name, by, sink.job, sink.sources):
+                why = f"Thread {name} of {sink.one.process.label} has ended. So nothing can end this wait: {by.says}."
+                found = sink.blame("dead", sink.culprits, why, cause="dead", confidence="medium")
+                return found.at(by.activity.site)
     return None
 
 
-def _starved_by_ended(sink: Sink) -> tuple[str, Actor] | None:
-    """Return a thread of the culprit that has ended, and the process at the other end of a pipe that waits for it."""
-    reading = [a for a in sink.waiters if a.activity.kind in THROUGH_PIPES and not (a.moving or a.dead)]
-    pairs = ((name, a) for a in reading for name in sink.one.process.inside.ended_threads)
-    return next(((name, a) for name, a in pairs if explains(name, a, sink.job, sink.sources)), None)
+def _part_of_waiter_ended(sink: Sink) -> Verdict | None:
+    """Find a thread of another process that has ended, and that may have made what the culprit asks for."""
+    by = next((a for a in sink.waiters if a.process.inside.ended_threads and not a.moving), None)
+    asks = sink.act.kind == "sleep" and explains("", sink.one, sink.job, sink.sources)
+    if by is None or not asks or sink.blocked_ranks:  # ranks in a collective wait only for the culprit
+        return None
+    label, threads = by.process.label, ", ".join(by.process.inside.ended_threads[:4])
+    why = f"A thread of {label} has ended: {threads}. It may have made what is awaited here: {sink.one.says}."
+    return sink.blame("dead", [by], why, cause="dead", confidence="medium")
 
 
 def outlived(sink: Sink) -> Verdict | None:
@@ -109,11 +130,8 @@ def lost_task(sink: Sink) -> Verdict | None:
 
 def pipe_kept_open(sink: Sink) -> Verdict | None:
     """Find a process that an ended program started, and that may keep open the pipe that the program's parent reads."""
-    reading = [
-        a
-        for a in (sink.waiters if sink.one.dead else [sink.one])
-        if a.activity.kind in ("process", "pipe") and a.process.outside and not a.moving
-    ]
+    still = [a for a in (sink.waiters if sink.one.dead else [sink.one]) if not a.moving]
+    reading = [a for a in still if a.activity.kind in ("process", "pipe") and a.process.outside]
     if not reading:
         return None
     one = reading[0]

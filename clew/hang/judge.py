@@ -102,17 +102,12 @@ def _sleeps_s(actor: Actor, sources: Mapping[str, str]) -> float:
     one = actor.activity
     frames = [f for each in actor.process.threads if each.name == one.thread for f in each.user_frames]
     locked = {each.site for each in actor.threads if each.kind == "lock" and each.of_user}  # at two: each has another's
-    if (
-        one.kind != "sleep"
-        or len(locked) > 1
-        or not frames
-        or any(source.may_ask_again(sources.get(f.file, ""), f.line) for f in frames[1:])
-    ):
+    again = any(source.may_ask_again(sources.get(f.file, ""), f.line) for f in frames[1:])
+    if one.kind != "sleep" or len(locked) > 1 or not frames or again:
         return math.inf
     text = sources.get(one.file, "")
-    seconds = source.sleeps_s(
-        text, one.line, {**{name: str(value) for name, value in constants(text).items()}, **frames[0].locals}
-    )
+    values = {name: str(value) for name, value in constants(text).items()} | frames[0].locals
+    seconds = source.sleeps_s(text, one.line, values)
     return math.inf if seconds is None else seconds
 
 
@@ -203,7 +198,7 @@ def _only_serves(actor: Actor, sources: Mapping[str, str]) -> bool:
         return True
     loop = source.loop_at(sources.get(main.file, ""), main.line)
     serves = main.op.endswith("accept") or (bool(serving) and main.kind == "sleep")
-    return (serves and loop is not None and source.goes_on_for_ever(loop)) or _reads_requests(main, sources)
+    return (serves and source.goes_on_for_ever(loop)) or _reads_requests(main, sources)
 
 
 def _may_work(one: Activity) -> bool:
@@ -294,7 +289,7 @@ def _between_rounds(actor: Actor, edges: Edges, job: list[Actor], sources: Mappi
     """
     one = actor.activity
     loop = source.loop_at(sources.get(one.file, ""), one.line)
-    if one.kind != "sleep" or one is not actor.threads[0] or loop is None or not source.goes_on_for_ever(loop):
+    if one.kind != "sleep" or one is not actor.threads[0] or not source.goes_on_for_ever(loop):
         return False
     waiters = [a for a in job if actor.pid in edges[a.pid]]
     return not edges[actor.pid] and all(a.pid == actor.process.parent and a.activity.kind == "process" for a in waiters)

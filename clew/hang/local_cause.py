@@ -51,11 +51,7 @@ def _own_waits(sink: Sink) -> Verdict | None:
 
 def _blocked_loop(sink: Sink) -> Verdict | None:
     """Find a coroutine that calls something that blocks: nothing else on that event loop can run."""
-    blocked = [
-        a
-        for a in sink.culprits
-        if a.activity.in_loop and not a.activity.idle_loop and a.activity.kind != "unknown" and not a.moving
-    ]
+    blocked = [a for a in sink.culprits if a.activity.blocks_loop and a.activity.kind != "unknown" and not a.moving]
     if not blocked:
         return None
     one = blocked[0]
@@ -137,9 +133,8 @@ def _slow(sink: Sink) -> Verdict | None:
     """Judge a process that makes progress as slow, not as hung."""
     generates = sink.one.process.answers.get("metrics") == "moving"
     # In a circle, a process that moves is only slow, unless it is certain for whom it waits.
-    moving = [
-        a for a in sink.culprits if a.moving and (a is sink.one or (a.rank is None and not surely_awaits(a, sink.job)))
-    ]
+    moving = [a for a in sink.culprits if a.moving]
+    moving = [a for a in moving if a is sink.one or (a.rank is None and not surely_awaits(a, sink.job))]
     if not moving and not generates:
         return None
     one = sink.one if generates else moving[0]
@@ -189,11 +184,9 @@ def _store(sink: Sink) -> Verdict | None:
 
 def _retrying(sink: Sink) -> Verdict | None:
     """Judge a client that asks an idle server again and again and sleeps where it handles the failure."""
-    clients = [
-        a
-        for a in [*sink.culprits, *sink.waiters]
-        if a.activity.kind in ("sleep", "http", "network") and not a.moving and (_failing(sink, a) or _polls(sink, a))
-    ]
+    still = [a for a in [*sink.culprits, *sink.waiters] if not a.moving]
+    pausing = [a for a in still if a.activity.kind in ("sleep", "http", "network")]
+    clients = [a for a in pausing if _failing(sink, a) or _polls(sink, a)]
     if not clients or (clients[0] is not sink.one and not sink.one.process.listens):
         return None
     said = {

@@ -211,18 +211,14 @@ def _without_shared_thread(actor: Actor, actors: Sequence[Actor], sources: Mappi
 
     A rank that is in a collective has come further with the same thread at the same place.
     """
-
-    def places(one: Actor) -> set[tuple[str, str, int]]:
-        return {(each.thread, each.file, each.line) for each in one.threads[1:]}
-
     act = actor.activity
     if actor.rank is None or act.kind != "sleep" or act.task or not actor.threads or act is actor.threads[0]:
         return actor
     loop = outermost_loop(sources.get(act.file, ""), act.line)
     inside = [a for a in actors if a.rank is not None and a.threads and a.threads[0].kind in DISTRIBUTED]
-    shared = any((act.thread, act.file, act.line) in places(a) for a in inside)
-    serves = shared and loop is not None and goes_on_for_ever(loop)
-    return replace(actor, activity=actor.threads[0]) if serves else actor
+    places = {(each.thread, each.file, each.line) for a in inside for each in a.threads[1:]}
+    shared = (act.thread, act.file, act.line) in places
+    return replace(actor, activity=actor.threads[0]) if shared and goes_on_for_ever(loop) else actor
 
 
 def _without_idle_readers(every: list[Activity], process: Process, snapshot: Snapshot) -> list[Activity]:
@@ -239,6 +235,11 @@ def _without_idle_readers(every: list[Activity], process: Process, snapshot: Sna
     return [*every[:1], *kept] if any(each.of_user for each in kept) else every
 
 
+def _idles_for_ever(one: Activity, sources: Mapping[str, str]) -> bool:
+    """Return whether a thread or task sleeps, or waits for its next job, in a loop that never ends."""
+    return one.kind in ("sleep", "queue") and goes_on_for_ever(outermost_loop(sources.get(one.file, ""), one.line))
+
+
 def _is_bystander(one: Activity, every: Sequence[Activity], sources: Mapping[str, str]) -> bool:
     """Return whether a thread or task idles, serves or only reads, while others have waits that it could not end."""
     text = sources.get(one.file, "")
@@ -246,7 +247,7 @@ def _is_bystander(one: Activity, every: Sequence[Activity], sources: Mapping[str
     serves = "serve_forever(" in one.text or one.op.endswith("accept")
     gives = function is not None and any(isinstance(n, (ast.Return, ast.Yield)) and n.value for n in ast.walk(function))
     serves = serves or (one.kind in ("process", "pipe") and loop is not None and not gives)
-    if not serves and (one.kind not in ("sleep", "queue") or loop is None or not goes_on_for_ever(loop)):
+    if not serves and not _idles_for_ever(one, sources):
         return False
     others = (each for each in every if each is not one and each.target and each.kind in ("queue", "condition"))
     waits = {(each.kind, each.target) for each in others}
@@ -255,40 +256,50 @@ def _is_bystander(one: Activity, every: Sequence[Activity], sources: Mapping[str
 
 def effective(every: Sequence[Activity], sources: Mapping[str, str]) -> Activity:
     """Return the activity that decides: that of a thread or task of the user's if the main thread only waits for it."""
-    if not every:
-        return Activity(kind="unknown")
-    main = every[0]
-    blocks_its_loop = main.in_loop and not main.idle_loop
+    main = every[0] if every else Activity(kind="unknown")
     # Connections that it has accepted have threads of their own, and so have the requests to a server of gRPC.
     accepts = main.op.endswith("accept") or "wait_for_termination(" in main.text
     waits_inside = main.kind in WAITS_INSIDE or accepts
-    if not waits_inside or main.cleanup == "destroy" or blocks_its_loop or main.op == "_shutdown":
+    if not waits_inside or main.cleanup == "destroy" or main.blocks_loop or main.op == "_shutdown":
         return main
+    others = _that_may_decide(every, accepts, sources)
+    blocked = _by_priority(others, main)
+    if not blocked:
+        return main
+    first = blocked[0]
+    # queue.join() waits until all jobs are done: a worker that waits for its next job is not the reason.
+    if main.op == "join" and main.kind == "condition":
+        return main if first.kind == "queue" else first
+    # A thread in the same kind of wait explains nothing, unless it runs the job whose result is awaited, is a task, or
+    # blocks the event loop that should bring the result, perhaps until a job of a pool is done.
+    if first.kind == main.kind in ("future", "pool"):
+        working = [each for each in others if each.is_job and each.kind not in ("future", "pool", "queue")]
+        blocking = [first] if first.blocks_loop else []
+        waiting = [each for each in blocked if each.is_job and each.kind == main.kind]
+        return [*working, *blocking, *waiting, main][0]
+    return main if first.kind == main.kind and not first.task and not accepts else first
+
+
+def _that_may_decide(every: Sequence[Activity], accepts: bool, sources: Mapping[str, str]) -> list[Activity]:
+    """Return the threads and tasks of the user's whose waits may explain that of the main thread, which is the first.
+
+    `accepts` says that the main thread accepts connections or requests, for which other threads work.
+    """
     others = [each for each in every[1:] if each.of_user]
     if accepts:  # one that idles for ever beside it owes no client an answer
-        loops = [(each, outermost_loop(sources.get(each.file, ""), each.line)) for each in others]
-        idle = [a for a, loop in loops if a.kind in ("sleep", "queue") and loop is not None and goes_on_for_ever(loop)]
-        others = [a for a in others if a not in idle and not a.periodic]
+        others = [each for each in others if not each.periodic and not _idles_for_ever(each, sources)]
     kept = [each for each in others if not _is_bystander(each, every, sources)]
-    if kept or main.kind in ("queue", "condition"):  # otherwise it only joins or awaits them: one of them decides
+    if kept or every[0].kind in ("queue", "condition"):  # otherwise it only joins or awaits them: one of them decides
         others = kept
     # A task that waits for its future says more than one that sets the results of others' futures.
     if any(each.kind == "future" and not each.dispatches for each in others):
         others = [each for each in others if not each.dispatches]
-    blocked = [each for each in others if each.in_loop and not each.idle_loop]
+    return others
+
+
+def _by_priority(others: Sequence[Activity], main: Activity) -> list[Activity]:
+    """Return the threads and tasks that may keep the main thread waiting, the likeliest first."""
+    blocked = [each for each in others if each.blocks_loop]
     for kind in WORKER_PRIORITY:
         blocked += [each for each in others if each.kind == kind and each not in blocked and not each.heartbeat]
-    blocked += [each for each in others if each.heartbeat and main.kind in ("select", "tasks")]
-    if not blocked:
-        return main
-    # queue.join() waits until all jobs are done: a worker that waits for its next job is not the reason.
-    if main.op == "join" and main.kind == "condition":
-        return main if blocked[0].kind == "queue" else blocked[0]
-    # A thread in the same kind of wait explains nothing, unless it runs the job whose result is awaited, is a task, or
-    # blocks the event loop that should bring the result, perhaps until a job of a pool is done.
-    if blocked[0].kind == main.kind in ("future", "pool"):
-        if running := [each for each in others if each.is_job and each.kind not in ("future", "pool", "queue")]:
-            return running[0]
-        jobs = (each for each in blocked if each.kind == main.kind and each.is_job)
-        return blocked[0] if blocked[0].in_loop and not blocked[0].idle_loop else next(jobs, main)
-    return main if blocked[0].kind == main.kind and not blocked[0].task and not accepts else blocked[0]
+    return blocked + [each for each in others if each.heartbeat and main.kind in ("select", "tasks")]

@@ -330,14 +330,15 @@ def loop_variables(text: str, line: int) -> frozenset[str]:
     return frozenset(name.id for each in loops for name in ast.walk(each.target) if isinstance(name, ast.Name))
 
 
-def goes_on_for_ever(loop: ast.AST) -> bool:
+def goes_on_for_ever(loop: ast.AST | None) -> bool:
     """Return whether a loop is `while True` without a break, return or raise: it is not meant to end."""
-    endless = isinstance(loop, ast.While) and isinstance(loop.test, ast.Constant) and bool(loop.test.value)
+    if not isinstance(loop, ast.While) or not isinstance(loop.test, ast.Constant) or not loop.test.value:
+        return False
     handlers = [node for node in ast.walk(loop) if isinstance(node, ast.ExceptHandler)]
     ends = [each for each in handlers if each.type and re.search("Cancelled|Interrupt", ast.unparse(each.type))]
     at_end = {node for each in ends for node in ast.walk(each)}
     leaves = {n for n in ast.walk(loop) if isinstance(n, (ast.Break, ast.Return, ast.Raise))}
-    return endless and leaves <= at_end
+    return leaves <= at_end
 
 
 @lru_cache(maxsize=4096)

@@ -93,59 +93,77 @@ def _could_end(actor: Actor, job: Sequence[Actor], listening: Mapping[tuple[str,
 
     `listening` has the servers, by host ("" for any) and port.
     """
-    kind, process = actor.activity.kind, actor.process
-    children = {a.pid for a in job if a.process.parent == actor.pid and a.rank is None}
-    ranks = {a.pid for a in job if a.rank is not None}
-    awaited = {wait["unblocks"].partition(" ")[0] for wait in process.waits}  # a process of Clew reports this itself
-    named = {a.pid for a in job if a.process.name.partition("-")[0] in awaited}
-    match kind:
-        case "pipe" if process.waits_in.endswith("pipe_write") and actor.rank is None:
-            # A program's parent should read what it writes. One that only waits for the program to end never does.
-            waiting = ("process", "tasks")
-            named |= {a.pid for a in job if a.pid == process.parent and a.activity.kind in waiting}
-            return named | at_other_end(actor, job)
-        case "rpc":  # ranks that run a remote call; if none does, as at shutdown, those that are in no rpc yet
-            serving = {a.pid for a in job if a.activity.is_job} or {a.pid for a in job if a.activity.kind != "rpc"}
-            return named | (serving & ranks)
-        case "ray":  # actors and tasks that run a method that this line calls; if it names none of them, all that run
-            busy = [a for a in job if a is not actor and a.process.of_ray]
-            called = re.findall(r"(\w+)\.remote\(", actor.activity.text)
-            running = [a for a in busy if re.split(r"::|\.", a.process.command[0].strip())[-1] in called]
-            return named | {a.pid for a in running or busy}
-        case "http" | "network" | "select" | "tasks":
-            # A parent whose main thread joins this process serves it from another thread, which may be fine.
-            joining = {a.pid for a in job if a.activity.kind == "process" and process.parent == a.pid}
-            if known := _users({other for _, other in _awaited(actor) if other}, actor, job) - joining:
-                return named | known
-            # A connection from a rank, or from its fork, to another rank is for their collectives: it is no request.
-            kin = actor.pid in ranks or process.parent in ranks
-            ports = (
-                (process.host, port) if (process.host, port) in listening else ("", port) for port in process.peers
-            )
-            servers = [listening[each] for each in ports if each in listening]
-            if kind == "http" and not process.peers:  # between two attempts it has no connection
-                asked = ports_named(process)
-                servers = [a for a in job if a is not actor and asked & set(a.process.listens)]
-            return named | {a.pid for a in servers if not (kin and a.rank is not None)} - joining
+    process, pids = actor.process, set[int]()
+    match actor.activity.kind:
+        case "queue" | "queue_full":
+            pids = at_other_end(actor, job)
+        case "pipe":
+            pids = at_other_end(actor, job)
+            if process.waits_in.endswith("pipe_write") and actor.rank is None:
+                # A program's parent should read what it writes. One that only waits for the program to end never does.
+                pids |= {a.pid for a in job if a.pid == process.parent and a.activity.kind in ("process", "tasks")}
         case "data_loader":
-            return named | {a.pid for a in job if a.role == "loader" and a.process.parent == actor.pid}
-        case "condition":
-            return named | children - _asking(actor, job)
-        case "queue" | "queue_full" | "pipe":
-            return named | at_other_end(actor, job)
+            pids = {a.pid for a in job if a.role == "loader" and a.process.parent == actor.pid}
+        case "http" | "network" | "select" | "tasks":
+            pids = _serving(actor, job, listening)
+        case "rpc":  # ranks that run a remote call; if none does, as at shutdown, those that are in no rpc yet
+            running = [a for a in job if a.activity.is_job] or [a for a in job if a.activity.kind != "rpc"]
+            pids = {a.pid for a in running if a.rank is not None}
+        case "ray":
+            pids = _running_methods(actor, job)
         case "process":
-            # If the pipe that it reads is known, another one that it shares with its parent brings nothing.
-            ends = {other for _, other in _awaited(actor) if other}
-            return named | (children or (_users(ends, actor, job) - ranks if ends else _piped(actor, job)))
+            pids = _children(actor, job) or _users_of_pipe(actor, job)
         case "pool" | "future":
-            return named | (children or _piped(actor, job)) - _asking(actor, job)
+            pids = (_children(actor, job) or _piped(actor, job)) - _asking(actor, job)
         case "signal":
-            beside = [a for a in job if a is not actor and a.process.parent == process.parent]
-            return named | (children or {a.pid for a in beside if a.activity.kind not in ("signal", "process")})
-        case "sleep":  # a rank may ask whether a server that it has started is ready
+            siblings = [a for a in job if a is not actor and a.process.parent == process.parent]
+            awake = {a.pid for a in siblings if a.activity.kind not in ("signal", "process")}
+            pids = _children(actor, job) or awake
+        case "sleep" if actor.rank is not None:  # it may ask whether a server that it has started is ready
             working = {a.pid for a in job if a.moving and a.role != "loader" and not a.activity.periodic}
-            return named | (children & working if actor.rank is not None else children - _asking(actor, job))
-    return named
+            pids = _children(actor, job) & working
+        case "condition" | "sleep":
+            pids = _children(actor, job) - _asking(actor, job)
+    reported = {wait["unblocks"].partition(" ")[0] for wait in process.waits}  # by a process of Clew itself
+    return pids | {a.pid for a in job if a.process.name.partition("-")[0] in reported}
+
+
+def _children(actor: Actor, job: Sequence[Actor]) -> set[int]:
+    """Return the pids of the children of a process that are not ranks."""
+    return {a.pid for a in job if a.process.parent == actor.pid and a.rank is None}
+
+
+def _running_methods(actor: Actor, job: Sequence[Actor]) -> set[int]:
+    """Return the pids of Ray's actors and tasks that run a method that this line calls; of all if none does."""
+    others = [a for a in job if a is not actor and a.process.of_ray]
+    called = re.findall(r"(\w+)\.remote\(", actor.activity.text)
+    running = [a for a in others if re.split(r"::|\.", a.process.command[0].strip())[-1] in called]
+    return {a.pid for a in running or others}
+
+
+def _serving(actor: Actor, job: Sequence[Actor], listening: Mapping[tuple[str, int], Actor]) -> set[int]:
+    """Return the pids of the processes that serve the connections of a client."""
+    process = actor.process
+    # A parent whose main thread joins this process serves it from another thread, which may be fine.
+    joining = {a.pid for a in job if a.activity.kind == "process" and process.parent == a.pid}
+    if users := _users(_known_ends(actor), actor, job) - joining:
+        return users
+    if actor.activity.kind == "http" and not process.peers:  # between two attempts it has no connection
+        asked = ports_named(process)
+        servers = [a for a in job if a is not actor and asked & set(a.process.listens)]
+    else:
+        peers = (listening.get((process.host, port)) or listening.get(("", port)) for port in process.peers)
+        servers = [a for a in peers if a is not None]
+    # A connection from a rank, or from its fork, to another rank is for their collectives: it is no request.
+    if actor.rank is not None or any(a.pid == process.parent and a.rank is not None for a in job):
+        servers = [a for a in servers if a.rank is None]
+    return {a.pid for a in servers} - joining
+
+
+def _users_of_pipe(actor: Actor, job: Sequence[Actor]) -> set[int]:
+    """Return the pids of the users of the pipe that a process reads; if that is not known, of all of its pipes."""
+    ends = _known_ends(actor)
+    return _users(ends, actor, job) - {a.pid for a in job if a.rank is not None} if ends else _piped(actor, job)
 
 
 def ports_named(process: Process) -> set[int]:
@@ -162,11 +180,10 @@ def _asking(actor: Actor, job: Sequence[Actor]) -> set[int]:
     """Return the pids of children that wait for this process, at a pipe or a port: they cannot end its other waits."""
     children = [a for a in job if a.process.parent == actor.pid and a.rank is None]
     unasked = {a.pid for a in children if a.process.listens and not a.process.peers and a.activity.kind == "select"}
-    known = {a.pid: a for a in children if a.activity.kind in THROUGH_PIPES and any(other for _, other in _awaited(a))}
+    reading = {a.pid: at_other_end(a, job) for a in children if a.activity.kind in THROUGH_PIPES and _known_ends(a)}
     # Later forks have copies of the ends, but they wait for this process, too.
-    return unasked | {
-        pid for pid, a in known.items() if actor.pid in (ends := at_other_end(a, job)) and ends <= {actor.pid, *known}
-    }
+    kin = {actor.pid, *reading}
+    return unasked | {pid for pid, others in reading.items() if actor.pid in others and others <= kin}
 
 
 def at_other_end(actor: Actor, job: Sequence[Actor]) -> set[int]:
@@ -174,8 +191,7 @@ def at_other_end(actor: Actor, job: Sequence[Actor]) -> set[int]:
 
     If its descriptor was not seen, these are its children, or else all that share any pipe with it.
     """
-    process = actor.process
-    children = {a.pid for a in job if a.process.parent == actor.pid and a.rank is None}
+    process, children = actor.process, _children(actor, job)
     ends = {other for _, other in _awaited(actor)}
     joins = {a.pid for a in job if a.activity.kind in ("process", "thread")} - children  # these only join the rest
     if "" in ends:  # a socket whose peer is not known leads to kin, but not to those that only have pipes with it
@@ -203,13 +219,18 @@ def _users(ends: set[str], actor: Actor, job: Sequence[Actor]) -> set[int]:
 
 def surely_awaits(actor: Actor, job: Sequence[Actor]) -> bool:
     """Return whether the pipe or socket that a process reads or writes is known, and one process has its other end."""
-    return any(other for _, other in _awaited(actor)) and len(at_other_end(actor, job)) == 1
+    return bool(_known_ends(actor)) and len(at_other_end(actor, job)) == 1
 
 
 def _awaited(actor: Actor) -> list[tuple[str, str]]:
     """Return both ends of the pipes and sockets that the thread of `actor.activity` uses; empty if not seen."""
     threads = {each.os_id for each in actor.process.threads if each.name == actor.activity.thread and not each.task}
     return [(own, other) for thread, own, other in actor.process.awaits if thread in threads]
+
+
+def _known_ends(actor: Actor) -> set[str]:
+    """Return the other ends of the pipes and sockets that a process uses, as far as they are known."""
+    return {other for _, other in _awaited(actor) if other}
 
 
 def _piped(actor: Actor, job: Sequence[Actor]) -> set[int]:
