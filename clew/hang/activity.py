@@ -388,8 +388,7 @@ def group_in_memory(frame: Frame, process: Process) -> tuple[str, tuple[int, ...
 
 def group_of(frame: Frame, place: Place) -> tuple[str, tuple[int, ...] | None]:
     """Return the name of the group that a collective was called with, and its ranks if the source says them."""
-    outer = place.frames[place.frames.index(frame) + 1 :]
-    callers = [each for each in outer if each.of_user]
+    callers = [each for each in place.frames[place.frames.index(frame) + 1 :] if each.of_user]
     if not callers:
         return "world", None
     text = place.sources.get(callers[0].file, "")
@@ -397,7 +396,8 @@ def group_of(frame: Frame, place: Place) -> tuple[str, tuple[int, ...] | None]:
     call = next((each for each in calls if source.dotted(each.func).rpartition(".")[2] == frame.name), None)
     passed = source.keyword(call, "group") if call is not None else None
     if call is not None and passed is None:
-        named = [each for each in call.args if isinstance(each, (ast.Name, ast.Attribute))]
+        arguments = call.args if frame.name.endswith("barrier") else call.args[1:]  # the first one is the tensor
+        named = [each for each in arguments if isinstance(each, (ast.Name, ast.Attribute))]
         groups = [each for each in named if re.search(r"group|pg\b|_pg|mesh", source.dotted(each))]
         if not groups:
             return "world", None

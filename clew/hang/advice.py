@@ -104,7 +104,7 @@ def _next(verdict: Verdict, actors: Sequence[Actor]) -> str:
     operations = {(actor.activity.op, actor.activity.group) for actor in actors if actor.rank is not None}
     compared = len(operations) > 1 and not any(op in POINT_TO_POINT for op, _ in operations)
     if verdict.pattern in IN_DIFFERENT_CALLS and compared and (script := _script(actors)):
-        most = max((actor.process.local_world or 8 for actor in actors), default=8)
+        most = max([2, *(actor.process.local_world or 8 for actor in actors)])
         # The smallest job that still has the ranks at fault, if one node can hold it.
         count = min(most, max([2, *(rank + 1 for rank in verdict.ranks)]))
         world = max((actor.process.world or 0 for actor in actors), default=0)

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clew.hang import equal_stacks, source
-from clew.hang.activity import C10D, JOBS, Activity, new_group_members, receiver
+from clew.hang.activity import C10D, JOBS, Activity, Place, group_of, new_group_members, receiver
 from clew.hang.advice import AGAIN, UNLESS
 from clew.hang.engines import answers
 from clew.hang.examine import enough, just_stopped
@@ -1953,6 +1953,26 @@ def test_the_next_command_keeps_the_users_own_numbers() -> None:
     fewer = [replace(rank(n, 5, "barrier" if n == 1 else "all_reduce", world=4), command=command) for n in range(4)]
     report = Report(Snapshot(processes=tuple(fewer), sources={"train.py": SCRIPT}))
     assert report.next.endswith("# uses 2 of 4 ranks; a mismatch raises")
+    one_per_node = [replace(each, command=command, local_world=1) for each in ranks]
+    assert (
+        "--nproc-per-node 2 train" in Report(Snapshot(processes=tuple(one_per_node), sources={"train.py": SCRIPT})).next
+    )
+
+
+@pytest.mark.parametrize(
+    "call, group",
+    [
+        ("dist.all_reduce(group_loss)", "world"),
+        ("dist.all_reduce(group_loss, op, my_pg)", "my_pg"),
+        ("dist.barrier(my_pg)", "my_pg"),
+    ],
+)
+def test_a_group_is_an_argument_behind_the_tensor(call: str, group: str) -> None:
+    operation = call.partition("(")[0].removeprefix("dist.")
+    frame = Frame(function=operation, file=f"/x/{C10D}", line=1)
+    thread, process = Thread(name="MainThread", os_id=100, frames=(frame, at(1))), rank(0, 5)
+    place = Place(process=process, thread=thread, user=at(1), sources={"train.py": f"{call}\n"}, names={})
+    assert group_of(frame, place)[0] == group
 
 
 def test_what_torch_does_not_compare_is_no_mismatch_that_raises() -> None:
