@@ -59,9 +59,9 @@ TOKEN_VARIABLE = "CLEW_LLM_SERVER_TOKEN"
 class Config(Section):
     """Settings of a run. A command ignores the sections that it does not need."""
 
-    experiment: str = Field(pattern=r"^[\w-][\w.-]*$", coerce_numbers_to_str=True)
+    experiment: str = Field(pattern=r"^[\w-][\w.-]*$")
     """Name of the experiment. The run directory is ROOT/EXPERIMENT/TRIAL."""
-    trial: str = Field(default="0", pattern=r"^[\w-][\w.-]*$", coerce_numbers_to_str=True)
+    trial: str = Field(default="0", pattern=r"^[\w-][\w.-]*$")
     """Name of this run within the experiment: the last part of the run directory."""
     root: str = "runs"
     """Folder that holds the run directories."""
@@ -371,7 +371,11 @@ def parse(text: str, path: Path, overrides: Sequence[str] = ()) -> Config:
         for override in overrides:
             if "=" not in override:
                 raise ConfigError(f"override {override!r}: expected key=value, for example training.steps=100.")
-            merged = OmegaConf.merge(merged, OmegaConf.from_dotlist([override]))
+            name, _, text_of_value = override.partition("=")
+            new: Any = OmegaConf.to_container(OmegaConf.from_dotlist([override]))
+            if name in ("experiment", "trial") and not isinstance(new[name], str):
+                new = {name: text_of_value}  # a name: 010 is no number here
+            merged = OmegaConf.merge(merged, new)
         values = OmegaConf.to_container(merged, resolve=True)
     except (yaml.YAMLError, OmegaConfBaseException, ValueError, AssertionError) as error:
         raise ConfigError(f"{path}: {' '.join(str(error).split())[:500]}") from None
@@ -537,8 +541,9 @@ def nested_section(field: FieldInfo) -> type[BaseModel] | None:
 def _explain(problem: Any, path: Path, text: str, overrides: Sequence[str]) -> str:
     name = ".".join(str(part) for part in problem["loc"])
     message = problem["msg"].removeprefix("Value error, ")
-    # A check across sections has no place: its message begins with the field.
-    where = _where(name or re.split("[ =]", message, maxsplit=1)[0], path, text, overrides)
+    # The place of a check across fields is a section, or nothing: its message begins with the field.
+    begins = re.split("[ =]", message, maxsplit=1)[0]
+    where = _where(begins if not name or begins.startswith(f"{name}.") else name, path, text, overrides)
     if problem["type"] == "extra_forbidden":
         sections = [section for section in Config.model_fields if section not in field_names()]
         return f"{where}: there is no field {name!r}; did you mean {nearest(name, field_names() + sections)!r}?"
@@ -548,6 +553,8 @@ def _explain(problem: Any, path: Path, text: str, overrides: Sequence[str]) -> s
         message = f"{name}: {message}"
     if name and not isinstance(problem["input"], (dict, BaseModel)):
         message += f", found {problem['input']!r}"
+    if problem["type"] == "string_type" and isinstance(problem["input"], int | float):
+        message += ". Put it in quotes"
     return f"{where}: {message}{'' if message.endswith('?') else '.'}"
 
 

@@ -102,7 +102,7 @@ class Guard:
     """ASGI middleware that refuses forbidden requests. It checks five things:
 
     1. Host. On loopback it must be a loopback name or address, so that a web page cannot point a host name of its own
-       here (DNS rebinding). Elsewhere every call but /health needs a key, which no web page has.
+       here (DNS rebinding). Elsewhere every call but /health and /health_generate needs a key, which no web page has.
     2. Origin, which browsers add. On loopback it must be a page that this machine serves; elsewhere the same host.
     3. Credentials. Calls that change the server's state need the token. All others need the API key if the server does
        not listen on loopback, or if a key was asked for.
@@ -181,7 +181,11 @@ class Guard:
                 f"Cannot {method} {path}: it needs the run's token, as `Authorization: Bearer TOKEN`. Clew's own "
                 f"processes read it from servers.json in the run's directory; give it to others in {TOKEN_VARIABLE}.",
             )
-        if not access.key or path == "/health" or secrets.compare_digest(given, access.key.encode()):
+        if (
+            not access.key
+            or path in ("/health", "/health_generate")
+            or secrets.compare_digest(given, access.key.encode())
+        ):
             return None
         if access.has_session(given.decode("latin-1")):
             return None

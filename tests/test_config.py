@@ -216,13 +216,20 @@ def test_a_field_that_cannot_be_meant_stops_at_once(good: Path, addition: str, o
 
 
 def test_numbers_are_names_of_experiments_and_trials(good: Path) -> None:
-    loaded = config.load(good, ["experiment=2026", "trial=1"])
-    assert (loaded.experiment, loaded.trial) == ("2026", "1")
+    for trial in ("1", "010", "1.10", "1e3", "on"):
+        assert config.load(good, [f"trial={trial}"]).trial == trial
+    assert config.load(good, ["experiment=2026", "trial='7'"]).trial == "7"
+    good.write_text(GOOD + "trial: 7\n")
+    with pytest.raises(ConfigError, match=r"found 7\. Put it in quotes\."):
+        config.load(good)
 
 
 def test_a_check_across_sections_names_the_override(good: Path) -> None:
     with pytest.raises(ConfigError, match=r"^override rollout\.n_samples=1: rollout\.n_samples is 1"):
         config.load(good, ["rollout.n_samples=1"])
+    good.write_text(GOOD + "algorithm: {loss: cispo, dual_clip: 3}\n")
+    with pytest.raises(ConfigError, match=r"good\.yaml:8: algorithm\.dual_clip"):
+        config.load(good, ["algorithm.clip_high=0.3"])
 
 
 def test_a_preset_sets_what_nothing_else_sets(good: Path, tmp_path: Path) -> None:

@@ -154,10 +154,9 @@ def _disk_error(error: Exception) -> ClewError | None:
     from clew.record.files import OF_THE_DISK, disk_error
 
     if error.errno in (errno.ENOSPC, errno.EDQUOT) and error.filename is None:  # such as stdout on a full disk
-        return RecordError(f"Cannot write: {error.strerror}. Free some space where the output or the run lies.")
+        return RecordError(f"Cannot write: {error.strerror}. Look for a full disk: of the output, the run or /dev/shm.")
     if not isinstance(error.filename, str | Path):
         return None
-
     if isinstance(error, PermissionError):  # it may have been read, or only looked for
         return RecordError(
             f"Cannot use {error.filename}: {error.strerror}. Change its permissions, or choose another path."

@@ -78,7 +78,7 @@ class Options:
         if self.device is not None and self.modes not in ([], ["--break"]):
             raise ConfigError(
                 f"--device {self.device} says where steps are trained, and {self.modes[0]} does not use it. Leave one "
-                f"out.{' Use model.device=' + self.device + ' in its place.' if self.overrides else ''}"
+                f"out.{' Use model.device=' + self.device + ' in its place.' if self.modes == ['key=value'] else ''}"
             )
         if not self.verify and (self.stages is not None or self.reward or self.overrides):
             raise ConfigError(

@@ -116,6 +116,9 @@ async def recompute_rewards(
                 except EpisodeError as error:  # its message ends with the traceback from the reward's own process
                     now, _, trace = str(error).partition("\n")
                 except (Exception, SystemExit, asyncio.CancelledError) as error:  # the user's code
+                    task = asyncio.current_task()
+                    if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                        raise  # Ctrl-C
                     now, *_ = f"{type(error).__name__}: {error}".splitlines()
                     trace = "".join(format_exception(error))
                 recorded = rows[0].rewards

@@ -91,10 +91,11 @@ class Application:
         folder = Path(path).resolve()
         for place in (folder, *(file.resolve() for file in folder.glob("*.safetensors"))):
             if not any(place.is_relative_to(allowed) for allowed in self._weights_below):
+                above = place if place.parent == Path(place.anchor) else place.parent
                 allowed = ", ".join(map(str, self._weights_below)) or "nowhere"
                 raise EngineError(
                     f"Cannot load weights from {path}: {place} lies outside the folders that this server loads from "
-                    f"({allowed}). Start it with `clew serve --allow-weights {folder.parent}`."
+                    f"({allowed}). Start it with `clew serve --allow-weights {above}`."
                 )
 
     def refuse_while_starting(self) -> None:

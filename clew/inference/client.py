@@ -299,7 +299,8 @@ class HTTPEngine:
         if serves != str(ref.version):
             raise EngineError(
                 f"inference server {self.address} answered that it loaded version {ref.version}, and serves version "
-                f"{serves}. Look into its log, and at what stands between it and the trainer."
+                f"{serves}. Does another run load weights into it, or does a proxy stand between it and the trainer? "
+                f"Give each run a server of its own."
             )
         return self._timings("/update_weights_from_disk", loaded)
 

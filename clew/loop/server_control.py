@@ -74,7 +74,10 @@ class ServerControl:
         self._loop = asyncio.new_event_loop()
         self._engines: dict[tuple[str, str], HTTPEngine] = {}
         self._looks_again = 0.0
-        run.readmit_attached()
+        for server in run.inference_servers():
+            fresh = replace(server, ready=True, wants_weights=False, given_up="")
+            if server.attached and server != fresh:  # an earlier trainer took it out
+                run.register_server(fresh)
 
     def load(self, ref: WeightRef, servers: list[Server] | None = None) -> Timings:
         """Have the servers load and serve these weights. Return the timings of the one that paused longest.
@@ -95,8 +98,8 @@ class ServerControl:
         served = {server.name for server in servers}
         for server in self.ready():  # those that died meanwhile are not listed any more
             if server.name in served and (server.wants_weights or server.attached):
-                loaded = ref.version if server.attached else None
-                self._run.register_server(replace(server, wants_weights=False, loaded=loaded))
+                loads = {"loaded": ref.version, "loads": server.loads + 1} if server.attached else {}
+                self._run.register_server(replace(server, wants_weights=False, **loads))
         return max(taken, key=lambda seconds: sum(seconds.values()))
 
     def ready(self) -> list[Server]:

@@ -63,7 +63,7 @@ class Vision:
             except ValueError as error:  # some processors take no image that is 200 times as wide as high
                 raise ImageError(
                     f"Cannot show an image of {opened.width} x {opened.height} pixels: the model's processor refuses "
-                    f"it ({first_line(error)}). Crop or resize it."
+                    f"it ({first_line(error)[:-1]}). Crop or resize it."
                 ) from error
             tokens = tuple(made["input_ids"][0])
             with self._lock:
@@ -208,7 +208,7 @@ def load_vision(path: str) -> Vision | None:
 def _opened(image: bytes) -> Image:
     """Return an image from the content of its file, as transformers and vLLM do.
 
-    It is turned as its EXIF orientation says, and white where it is transparent.
+    It is rotated as its EXIF orientation says. Transparent parts become white.
 
     Raises:
         ImageError: It cannot be read.

@@ -57,6 +57,8 @@ class Server:
     """Reason why the trainer has given this server up, which then ends; "" if it has not."""
     loaded: Count | None = None
     """Version that the trainer had it load last, if it is attached; its answers may not be of an earlier one."""
+    loads: Count = 0
+    """Number of times that the trainer had it load weights, if it is attached."""
     token: str = ""
     """Token that is needed for calls that change the server's state."""
 
@@ -360,7 +362,7 @@ class RunDirectory:
         """
         registered = self.servers()
         if not (attached := attached_servers()):
-            return registered
+            return [server for server in registered if not server.attached]  # an earlier start named those
         states = {server.name: server for server in registered}
         return [replace(states.get(server.name, server), token=server.token) for server in attached]
 

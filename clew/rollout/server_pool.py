@@ -95,10 +95,10 @@ class ServerPool(HTTPEngine):
         if server is None or server.loaded is None or set(new.versions) <= {server.loaded}:
             return
         newest = self._run.newest_weights()  # an update may have begun since the request was sent
-        expected = range(server.loaded, server.loaded + 1 if newest is None else newest.version + 1)
+        expected = range(server.loaded, max(server.loaded, newest.version if newest else 0) + 1)
         if not (wrong := [version for version in new.versions if version not in expected]):
             return
-        if server in self._run.inference_servers():
+        if server in self._run.inference_servers():  # otherwise it has loaded weights since
             self._run.register_server(replace(server, ready=False))  # the trainer brings it back
         self._looked_at = 0.0
         raise FaultyAnswer(

@@ -470,7 +470,7 @@ def evaluations(history: History, evals: Sequence[Mapping[str, Any]]) -> Concern
 
 
 def _margin(name: str, best: Mapping[str, Any], newest: Mapping[str, Any]) -> float:
-    """Return the largest fall that may be chance: half the 95 % interval of a difference of the two means."""
+    """Return the largest fall that may be chance: half the width of a 95 % interval of the difference."""
     margin = math.hypot(_half_interval(name, best), _half_interval(name, newest))
     return margin if math.isfinite(margin) else FALLEN * abs(float(best[name]))
 

@@ -474,7 +474,7 @@ def test_timings_that_cannot_be_read_take_one_server_out_and_not_the_run(
 
     with serving(update) as good_address, serving(update_badly) as bad_address:
         for name, address in (("good", good_address), ("bad", bad_address)):
-            run.register_server(Server(name=name, address=address, pid=0, ready=True))
+            run.register_server(Server(name=name, address=address, pid=1, ready=True))
         control = ServerControl(run)
         assert control.load(WeightRef(version=5, path="/nowhere", digest="")) == {"load": 0.5}
         control.close()

@@ -253,6 +253,11 @@ def test_an_attached_server_with_other_weights_loads_the_newest_before_it_is_use
                 until(lambda: control.wanted() or after.done())
                 assert after.result().output_ids == before.output_ids
             assert after.result().versions == [5] * 5
+            loads = control.ready()[0].loads
+        with closing(ServerControl(run)) as resumed:
+            assert [(known.loaded, known.loads) for known in resumed.ready()] == [(5, 2)] == [(5, loads)]
+        monkeypatch.delenv("CLEW_LLM_SERVER_ADDRS")
+        assert run.inference_servers() == [], "a later start without the variable uses servers of its own"
     finally:
         server.process.kill()
         server.process.communicate(timeout=60)
