@@ -54,7 +54,10 @@ def rejecting(sink: Sink) -> Verdict | None:
         return None
     by, name = found
     why = f"{by.process.label} rejects everything: {name} grows and nothing is accepted, so no wait can end."
-    return sink.blame("rollout blocked", [by], why, cause="refusing", confidence="medium")
+    verdict = sink.blame("rollout blocked", [by], why, cause="refusing", confidence="medium")
+    if by.activity.function != name.partition(".")[0] and (test := _line_of_filter(by.process, name, sink.sources)):
+        return replace(verdict, sites=(test,))  # it is in what the filter judges, such as a generation
+    return verdict
 
 
 def starved(sink: Sink) -> Verdict | None:
@@ -109,6 +112,17 @@ def _rejecting(process: Process, sources: Mapping[str, str]) -> str:
     grown = [short for short in names if REJECTED.search(short.rpartition(".")[2])]
     grown = [short for short in grown if not _keeps_others(process, sources, short, names)]
     return grown[0] if grown else _keeps_none(process, sources, moved)
+
+
+def _line_of_filter(process: Process, refused: str, sources: Mapping[str, str]) -> str:
+    """Return the place of the test in a loop whose branch raises the counter `refused`; "" if it is not found."""
+    function, _, name = refused.partition(".")
+    for frame in (f for t in process.threads for f in t.user_frames if f.name == function):
+        loop = outermost_loop(sources.get(frame.file, ""), frame.line)
+        for node in ast.walk(loop) if loop is not None else ():
+            if isinstance(node, ast.If) and name.rpartition(".")[2] in set().union(*map(counted, node.body)):
+                return f"{PurePath(frame.file).name}:{node.lineno}"
+    return ""
 
 
 def _keeps_others(process: Process, sources: Mapping[str, str], refused: str, moved: Sequence[str]) -> bool:

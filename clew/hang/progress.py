@@ -72,11 +72,11 @@ def moved_counters(process: Process, sources: Mapping[str, str]) -> dict[str, tu
     looks = [look for look in recent(process).looks if any(frame.locals for t in look.threads for frame in t.frames)]
     if len(looks) < 2:
         return {}
-    first, last = (counters_in(look, process, sources) for look in (looks[0], looks[-1]))
-    middle = [counters_in(look, process, sources) for look in looks[1:-1]]
+    every = [counters_in(look, process, sources) for look in looks]
+    first, last = _with_unread(every[0], every[1]), _with_unread(every[-1], every[-2])
     found: dict[str, tuple[int, int]] = {}
     for name in sorted(first.keys() & last.keys()):
-        values = [each[name] for each in [first, *middle, last] if name in each]
+        values = [each[name] for each in every if name in each]
         in_while = name.partition(":")[0].endswith("~")
         # In a `while`, two looks can differ by chance: its numbers must only grow, and take three values if it is busy.
         enough = 3 if in_while and busy(process) else 2
@@ -85,6 +85,12 @@ def moved_counters(process: Process, sources: Mapping[str, str]) -> dict[str, tu
     others = any(re.split("[@~:]", name)[0] != "main" for name in found)
     monitors = _monitors(looks[-1], process, sources) if others else set[str]()
     return {name: moved for name, moved in found.items() if re.split("[@~:]", name)[0] not in monitors}
+
+
+def _with_unread(counters: dict[str, int], beside: dict[str, int]) -> dict[str, int]:
+    """Return a look's counters, with those of its frames that changed too fast to be read, from the look beside it."""
+    frames = {name.partition(".")[0] for name in counters}
+    return {name: value for name, value in beside.items() if name.partition(".")[0] in frames} | counters
 
 
 def _monitors(look: Look, process: Process, sources: Mapping[str, str]) -> set[str]:

@@ -1465,6 +1465,30 @@ def test_a_filter_that_also_counts_what_it_keeps_rejects_not_everything(written:
     assert judge(Snapshot(processes=(filters,), seconds=3.0, sources={"train.py": text})).pattern == pattern
 
 
+@pytest.mark.parametrize("unread", [0, 1])
+def test_a_filter_in_a_coroutine_rejects_everything_although_its_counter_changes_too_fast_for_a_look(
+    unread: int,
+) -> None:
+    text = (
+        "async def make():\n    await asyncio.sleep(1)\nasync def work(self):\n    while True:\n        await make()\n"
+    )
+    text += (
+        "        if self.flat():\n            self.dropped += 1\n            continue\n        await self.out.put(1)\n"
+    )
+    text += "async def train(self):\n    batch = await self.out.get()\nasyncio.run(main())\n"
+    main = main_in(within("BaseEventLoop._run_once", "asyncio/base_events.py"), at(12, "<module>"))
+    reads = coroutine(11, "train", within("Queue.get", "asyncio/queues.py"))
+    looks = []
+    for n in range(8):
+        values = {"self.size": "4", **({"self.dropped": str(300 + 50 * n)} if n < 8 - unread else {})}
+        works = coroutine(5, "work", at(2, "make"), name="worker")
+        works = replace(works, at=7, frames=(works.frames[0], at(5, "work", **values)))
+        looks.append(Look(at=0.5 * n, state="S", switches=7 + 90 * n, threads=(main, reads, works)))
+    process = replace(rank(0, 2), rank=None, world=None, looks=tuple(looks))
+    verdict = judge(Snapshot(processes=(process,), seconds=4.0, sources={"train.py": text}))
+    assert (verdict.pattern, verdict.sites) == ("rollout blocked", ("train.py:6",))
+
+
 @pytest.mark.parametrize("function, pattern", [("finalize_metrics", "collective mismatch"), ("shutdown", "cleanup")])
 def test_a_function_that_the_training_loop_calls_each_round_is_no_cleanup_for_its_name(
     function: str, pattern: str
