@@ -7,7 +7,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from math import prod
 from pathlib import PurePath
 
@@ -420,6 +420,10 @@ def _gone_on(sink: Sink) -> Verdict | None:
         "One side expects a message that the other does not send (or the reverse): the other side has gone on to "
         f"another operation. The numbers of micro-batches may differ. {sink.says}{more}"
     )
+    if found := _other_number(sink):
+        one, number = found
+        why += f" Rank {one.rank} alone has {number} there, so look at it first."
+        return sink.blame("pipeline micro-batch mismatch", [one], why, confidence="medium", structural=True)
     # At fault are the ranks that went on, and those whose peer is one of them or unknown. If the others are all at one
     # place, to which every rank comes first, only those that went on are.
     still = [a for a in sink.culprits if a not in gone]
@@ -427,6 +431,32 @@ def _gone_on(sink: Sink) -> Verdict | None:
     if len(still) > len(gone) and len({a.activity.line for a in still}) == 1:
         sides = gone if all(is_past(a, b, sink.sources, loops=False) for a in gone for b in still) else sides
     return sink.blame("pipeline micro-batch mismatch", sides, why, structural=True)
+
+
+def _other_number(sink: Sink) -> tuple[Actor, str] | None:
+    """Return the rank that alone passes another number of rounds to the exchange of messages, and that number.
+
+    None unless three or more ranks are or were in this call, and exactly one of them has another number.
+    """
+    ranks = [a for a in sink.job if a.rank is not None and a.process.user_frames]
+    still = next(a for a in sink.culprits if a.activity.kind in MESSAGES)
+    for inner, frame in pairwise(still.process.user_frames):
+        alike = [
+            f for a in ranks for f in a.process.user_frames if (f.file, f.function) == (frame.file, frame.function)
+        ]
+        loop = source.loop_at(sink.sources.get(inner.file, ""), inner.line)
+        if loop is None or len(alike) != len(ranks) or len(ranks) < 3:
+            continue
+        ends = {source.dotted(each) for each in ast.walk(loop.test if isinstance(loop, ast.While) else loop.iter)}
+        rounds = {inner.locals[name] for name in ends & inner.locals.keys()}
+        calls = source.calls_at(sink.sources.get(frame.file, ""), frame.line)
+        passed = {source.dotted(each) for call in calls for each in [*call.args, *(k.value for k in call.keywords)]}
+        for name in sorted(name for name in passed & frame.locals.keys() if frame.locals[name] in rounds):
+            values = [each.locals.get(name, "") for each in alike]
+            alone = [a for a, value in zip(ranks, values, strict=True) if values.count(value) == 1]
+            if len(alone) == 1 and len({*values}) == 2 and all(value.isdigit() for value in values):
+                return alone[0], f"{name} = {values[ranks.index(alone[0])]}"
+    return None
 
 
 def _roots_differ(sink: Sink) -> Verdict | None:

@@ -430,6 +430,36 @@ def test_a_rank_that_awaits_a_message_when_its_peers_are_through_is_to_be_looked
     assert (verdict.pattern, verdict.ranks) == ("pipeline micro-batch mismatch", (0, 2))
     assert "Rank 1 has come to barrier, too" in verdict.explanation
     assert "look at rank 2 first" in verdict.explanation
+
+
+@pytest.mark.parametrize(
+    "passed, over, ranks",
+    [
+        ("4434", "range(n)", (2,)),
+        ("4443", "range(n)", (3,)),
+        ("4434", "range(9)", (0, 1, 2, 3)),
+        ("4444", "range(n)", (0, 1, 2, 3)),
+        ("1234", "range(n)", (0, 1, 2, 3)),
+        ("4433", "range(n)", (0, 1, 2, 3)),
+    ],
+)
+def test_the_rank_that_alone_passes_another_number_of_rounds_to_an_exchange_is_at_fault(
+    passed: str, over: str, ranks: tuple[int]
+) -> None:
+    text = "def send(self):\n    ops = [dist.P2POp(dist.isend, x, self.to), dist.P2POp(dist.irecv, y, self.frm)]\n"
+    text += "    self.reqs = dist.batch_isend_irecv(ops)\ndef wait(self):\n    for r in self.reqs:\n        r.wait()\n"
+    text += "for step in range(9):\n    out = ring(q, blocks)\n    dist.all_reduce(x)\n"
+    text += f"def ring(q, n):\n    for i in {over}:\n        wait()\n"
+    job = []
+    for number, value in enumerate(passed):
+        waits = (at(6, "wait"), at(12, "ring", n=value))
+        inside = waits if number % 2 else (Frame(function="all_reduce", file=f"/x/{C10D}", line=1),)
+        line = at(8 if number % 2 else 9, "<module>", blocks=value, step="3", rank=str(number))
+        thread = Thread(name="MainThread", os_id=100 + number, frames=(*inside, line))
+        looks = tuple(Look(at=0.5 * n, state="S", switches=7, threads=(thread,)) for n in range(6))
+        job.append(replace(rank(number, 5, world=4), looks=looks))
+    verdict = judge(Snapshot(processes=tuple(job), seconds=3.0, sources={"train.py": text}))
+    assert (verdict.pattern, verdict.ranks) == ("pipeline micro-batch mismatch", ranks), verdict.explanation
     pair = judged(rank(0, 9, "barrier"), rank(1, 7, "recv", src="0"))
     assert pair.pattern == verdict.pattern and "first" not in pair.explanation
 
