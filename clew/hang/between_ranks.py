@@ -441,20 +441,24 @@ def _other_number(sink: Sink) -> tuple[Actor, str] | None:
     ranks = [a for a in sink.job if a.rank is not None and a.process.user_frames]
     still = next(a for a in sink.culprits if a.activity.kind in MESSAGES)
     for inner, frame in pairwise(still.process.user_frames):
-        alike = [
-            f for a in ranks for f in a.process.user_frames if (f.file, f.function) == (frame.file, frame.function)
-        ]
-        loop = source.loop_at(sink.sources.get(inner.file, ""), inner.line)
-        if loop is None or len(alike) != len(ranks) or len(ranks) < 3:
+        place, text = (frame.file, frame.function), sink.sources.get(inner.file, "")
+        alike = [[f for f in a.process.user_frames if (f.file, f.function) == place] for a in ranks]
+        loop = source.loop_at(text, inner.line)
+        if loop is None or len(ranks) < 3 or any(len(frames) != 1 for frames in alike):
             continue
         ends = {source.dotted(each) for each in ast.walk(loop.test if isinstance(loop, ast.While) else loop.iter)}
         rounds = {inner.locals[name] for name in ends & inner.locals.keys()}
+        done = [inner.locals[name] for name in source.loop_variables(text, inner.line) & inner.locals.keys()]
         calls = source.calls_at(sink.sources.get(frame.file, ""), frame.line)
         passed = {source.dotted(each) for call in calls for each in [*call.args, *(k.value for k in call.keywords)]}
         for name in sorted(name for name in passed & frame.locals.keys() if frame.locals[name] in rounds):
-            values = [each.locals.get(name, "") for each in alike]
+            values = [one.locals.get(name, "") for (one,) in alike]
             alone = [a for a, value in zip(ranks, values, strict=True) if values.count(value) == 1]
-            if len(alone) == 1 and len({*values}) == 2 and all(value.isdigit() for value in values):
+            if len(alone) != 1 or alone[0] not in sink.culprits or len({*values}) != 2:
+                continue
+            # A stage with no round at all is the first or the last. Before the fewest rounds are over, all still agree.
+            least = min((int(value) if value.isdigit() else 0 for value in values), default=0)
+            if least and not any(each.isdigit() and int(each) < least for each in done):
                 return alone[0], f"{name} = {values[ranks.index(alone[0])]}"
     return None
 

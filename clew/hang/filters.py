@@ -108,21 +108,29 @@ def never_holds(sink: Sink) -> Verdict | None:
 def _rejecting(process: Process, sources: Mapping[str, str]) -> str:
     """Return the counter of what a process rejects, if it grows and no counter of what it keeps does; else ""."""
     moved = moved_counters(process, sources)
-    names = [name.partition(":")[2].rpartition(":")[2] for name in moved]
-    grown = [short for short in names if REJECTED.search(short.rpartition(".")[2])]
-    grown = [short for short in grown if not _keeps_others(process, sources, short, names)]
+    grown = [short for short in map(_short, moved) if REJECTED.search(short.rpartition(".")[2])]
+    every = [counters_in(look, process, sources) for look in process.looks]
+    changed = {name for each in every for name in each if len({one[name] for one in every if name in one}) > 1}
+    grown = [short for short in grown if not _keeps_others(process, sources, short, [*map(_short, changed)])]
     return grown[0] if grown else _keeps_none(process, sources, moved)
 
 
+def _short(counter: str) -> str:
+    """Return a name from `counters_in` as function.variable."""
+    return counter.partition(":")[2].rpartition(":")[2]
+
+
 def _line_of_filter(process: Process, refused: str, sources: Mapping[str, str]) -> str:
-    """Return the place of the test in a loop whose branch raises the counter `refused`; "" if it is not found."""
+    """Return the place of the one test in a loop whose branch raises the counter `refused`; "" if there are several."""
     function, _, name = refused.partition(".")
+    places = set[str]()
     for frame in (f for t in process.threads for f in t.user_frames if f.name == function):
         loop = outermost_loop(sources.get(frame.file, ""), frame.line)
-        for node in ast.walk(loop) if loop is not None else ():
-            if isinstance(node, ast.If) and name.rpartition(".")[2] in set().union(*map(counted, node.body)):
-                return f"{PurePath(frame.file).name}:{node.lineno}"
-    return ""
+        for node in (n for n in ast.walk(loop) if isinstance(n, ast.If)) if loop is not None else ():
+            raised = [each for each in (*node.body, *node.orelse) if isinstance(each, ast.AugAssign)]
+            if any(name.rpartition(".")[2] in counted(each) for each in raised):
+                places.add(f"{PurePath(frame.file).name}:{node.lineno}")
+    return places.pop() if len(places) == 1 else ""
 
 
 def _keeps_others(process: Process, sources: Mapping[str, str], refused: str, moved: Sequence[str]) -> bool:
@@ -139,11 +147,12 @@ def _keeps_others(process: Process, sources: Mapping[str, str], refused: str, mo
 def _keeps_none(process: Process, sources: Mapping[str, str], moved: Mapping[str, tuple[int, int]]) -> str:
     """Return a counter that grew by at least `MANY` while one of kept items in the same frame stood still; else ""."""
     every = [counters_in(look, process, sources) for look in process.looks if look.threads]
-    for name in every[-1] if every else ():
+    for name in dict.fromkeys(name for each in every for name in each):
         frame, short = _frame_and_name(name)
-        if KEPT.search(short) and {each.get(name) for each in every} == {every[0].get(name)}:
+        if KEPT.search(short) and len({each[name] for each in every if name in each}) == 1:
             for other in (each for each in moved if _frame_and_name(each)[0] == frame):
-                if every[-1].get(other, 0) - every[0].get(other, 0) >= MANY:
+                values = [each[other] for each in every if other in each]
+                if values[-1] - values[0] >= MANY:
                     return f"{frame.rpartition(':')[2]}.{_frame_and_name(other)[1]} (beside {short})"
     return ""
 
@@ -275,7 +284,7 @@ def _counted_otherwise(loop: Loop, name: str) -> set[str]:
             if isinstance(node, ast.If) and any(name in counted(each) for each in node.body):
                 goes_on = isinstance(node.body[-1], ast.Continue)
                 others = [*node.orelse, *(body[place + 1 :] if goes_on else [])]
-                return {n for each in others for n in (*counted(each), *(f"len({c})" for c in filled(each)))}
+                return {n for each in others for n in (*counted(each), *(f"len({c})" for c in filled(each)))} - {name}
     return set()
 
 

@@ -73,7 +73,7 @@ def moved_counters(process: Process, sources: Mapping[str, str]) -> dict[str, tu
     if len(looks) < 2:
         return {}
     every = [counters_in(look, process, sources) for look in looks]
-    first, last = _with_unread(every[0], every[1]), _with_unread(every[-1], every[-2])
+    first, last = _with_unread(looks[0], every[0], every[1]), _with_unread(looks[-1], every[-1], every[-2])
     found: dict[str, tuple[int, int]] = {}
     for name in sorted(first.keys() & last.keys()):
         values = [each[name] for each in every if name in each]
@@ -87,10 +87,12 @@ def moved_counters(process: Process, sources: Mapping[str, str]) -> dict[str, tu
     return {name: moved for name, moved in found.items() if re.split("[@~:]", name)[0] not in monitors}
 
 
-def _with_unread(counters: dict[str, int], beside: dict[str, int]) -> dict[str, int]:
+def _with_unread(look: Look, counters: dict[str, int], beside: dict[str, int]) -> dict[str, int]:
     """Return a look's counters, with those of its frames that changed too fast to be read, from the look beside it."""
     frames = {name.partition(".")[0] for name in counters}
-    return {name: value for name, value in beside.items() if name.partition(".")[0] in frames} | counters
+    read = {f"{frame.name}.{name}" for thread in look.threads for frame in thread.frames for name in frame.locals}
+    unread = (name for name in beside if name.partition(".")[0] in frames and name.rpartition(":")[2] not in read)
+    return {name: beside[name] for name in unread} | counters
 
 
 def _monitors(look: Look, process: Process, sources: Mapping[str, str]) -> set[str]:

@@ -433,18 +433,20 @@ def test_a_rank_that_awaits_a_message_when_its_peers_are_through_is_to_be_looked
 
 
 @pytest.mark.parametrize(
-    "passed, over, ranks",
+    "passed, over, turn, ranks",
     [
-        ("4434", "range(n)", (2,)),
-        ("4443", "range(n)", (3,)),
-        ("4434", "range(9)", (0, 1, 2, 3)),
-        ("4444", "range(n)", (0, 1, 2, 3)),
-        ("1234", "range(n)", (0, 1, 2, 3)),
-        ("4433", "range(n)", (0, 1, 2, 3)),
+        ("4434", "range(n)", "3", (2,)),
+        ("4443", "range(n)", "3", (3,)),
+        ("4434", "range(n)", "1", (0, 1, 2, 3)),  # nobody was through yet
+        ("4440", "range(n)", "3", (0, 1, 2, 3)),  # such as a stage that receives nothing
+        ("4434", "range(9)", "3", (0, 1, 2, 3)),
+        ("4444", "range(n)", "3", (0, 1, 2, 3)),
+        ("1234", "range(n)", "3", (0, 1, 2, 3)),
+        ("4433", "range(n)", "3", (0, 1, 2, 3)),
     ],
 )
 def test_the_rank_that_alone_passes_another_number_of_rounds_to_an_exchange_is_at_fault(
-    passed: str, over: str, ranks: tuple[int]
+    passed: str, over: str, turn: str, ranks: tuple[int]
 ) -> None:
     text = "def send(self):\n    ops = [dist.P2POp(dist.isend, x, self.to), dist.P2POp(dist.irecv, y, self.frm)]\n"
     text += "    self.reqs = dist.batch_isend_irecv(ops)\ndef wait(self):\n    for r in self.reqs:\n        r.wait()\n"
@@ -452,7 +454,7 @@ def test_the_rank_that_alone_passes_another_number_of_rounds_to_an_exchange_is_a
     text += f"def ring(q, n):\n    for i in {over}:\n        wait()\n"
     job = []
     for number, value in enumerate(passed):
-        waits = (at(6, "wait"), at(12, "ring", n=value))
+        waits = (at(6, "wait"), at(12, "ring", n=value, i=turn))
         inside = waits if number % 2 else (Frame(function="all_reduce", file=f"/x/{C10D}", line=1),)
         line = at(8 if number % 2 else 9, "<module>", blocks=value, step="3", rank=str(number))
         thread = Thread(name="MainThread", os_id=100 + number, frames=(*inside, line))
@@ -1495,28 +1497,36 @@ def test_a_filter_that_also_counts_what_it_keeps_rejects_not_everything(written:
     assert judge(Snapshot(processes=(filters,), seconds=3.0, sources={"train.py": text})).pattern == pattern
 
 
+TWICE = (  # the second test must not pass for one that keeps
+    "        if self.cut():\n            self.dropped += 1\n            continue\n"
+    "        if self.flat():\n            self.dropped += 1\n            continue\n        await self.out.put(1)\n"
+)
+KEEPS = "        self.tried += 1\n        if self.flat():\n            continue\n        self.kept += 1\n"
+ONCE = "        if self.flat():\n            self.dropped += 1\n            continue\n        self.put()\n"
+
+
 @pytest.mark.parametrize("unread", [0, 1])
+@pytest.mark.parametrize("rounds, counter", [(ONCE, "dropped"), (TWICE, "dropped"), (KEEPS, "tried")])
 def test_a_filter_in_a_coroutine_rejects_everything_although_its_counter_changes_too_fast_for_a_look(
-    unread: int,
+    rounds: str, counter: str, unread: int
 ) -> None:
     text = (
         "async def make():\n    await asyncio.sleep(1)\nasync def work(self):\n    while True:\n        await make()\n"
     )
-    text += (
-        "        if self.flat():\n            self.dropped += 1\n            continue\n        await self.out.put(1)\n"
-    )
-    text += "async def train(self):\n    batch = await self.out.get()\nasyncio.run(main())\n"
-    main = main_in(within("BaseEventLoop._run_once", "asyncio/base_events.py"), at(12, "<module>"))
-    reads = coroutine(11, "train", within("Queue.get", "asyncio/queues.py"))
+    text += f"{rounds}async def train(self):\n    batch = await self.out.get()\nasyncio.run(main())\n"
+    end = text.count("\n")
+    main = main_in(within("BaseEventLoop._run_once", "asyncio/base_events.py"), at(end, "<module>"))
+    reads = coroutine(end - 1, "train", within("Queue.get", "asyncio/queues.py"))
     looks = []
     for n in range(8):
-        values = {"self.size": "4", **({"self.dropped": str(300 + 50 * n)} if n < 8 - unread else {})}
+        values = {"self.kept": "4", **({f"self.{counter}": str(300 + 50 * n)} if n < 8 - unread else {})}
         works = coroutine(5, "work", at(2, "make"), name="worker")
         works = replace(works, at=7, frames=(works.frames[0], at(5, "work", **values)))
         looks.append(Look(at=0.5 * n, state="S", switches=7 + 90 * n, threads=(main, reads, works)))
     process = replace(rank(0, 2), rank=None, world=None, looks=tuple(looks))
     verdict = judge(Snapshot(processes=(process,), seconds=4.0, sources={"train.py": text}))
-    assert (verdict.pattern, verdict.sites) == ("rollout blocked", ("train.py:6",))
+    assert (verdict.pattern, f"self.{counter}" in verdict.explanation) == ("rollout blocked", True)
+    assert (verdict.sites == ("train.py:6",)) == (rounds == ONCE)
 
 
 @pytest.mark.parametrize("function, pattern", [("finalize_metrics", "collective mismatch"), ("shutdown", "cleanup")])
