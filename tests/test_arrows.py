@@ -69,7 +69,7 @@ LINES = {
     "cli": 1050,  # clew hang, on several nodes; clew sft and clew learn watch themselves; refused options
     "diagnose": 2900,  # 2750 before the search of clew diff had a file of its own; what pruned steps have left
     "gateway": 4880,  # stop strings twice in a token, retries of one of equal requests, forced calls after <think>
-    "hang": 8100,  # memory, pipes, programs; RAS, Ray; engines; locks; queues never filled; loops not woken
+    "hang": 8105,  # memory, pipes, programs; RAS, Ray; engines; locks; queues never filled; loops not woken
     "inference": 6450,  # vLLM and SGLang in training; answers of another request, ranks left behind, lost weights
     "launch": 660,  # no_progress.py, also without clew train; several servers, and their devices
     "loop": 2705,  # weight_sender.py: servers that froze or refused are taken out; models that a resume refuses

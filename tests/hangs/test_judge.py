@@ -1505,10 +1505,10 @@ KEEPS = "        self.tried += 1\n        if self.flat():\n            continue\
 ONCE = "        if self.flat():\n            self.dropped += 1\n            continue\n        self.put()\n"
 
 
-@pytest.mark.parametrize("unread", [0, 1])
+@pytest.mark.parametrize("fault", ["", "unread", "another object"])
 @pytest.mark.parametrize("rounds, counter", [(ONCE, "dropped"), (TWICE, "dropped"), (KEEPS, "tried")])
 def test_a_filter_in_a_coroutine_rejects_everything_although_its_counter_changes_too_fast_for_a_look(
-    rounds: str, counter: str, unread: int
+    rounds: str, counter: str, fault: str
 ) -> None:
     text = (
         "async def make():\n    await asyncio.sleep(1)\nasync def work(self):\n    while True:\n        await make()\n"
@@ -1518,13 +1518,15 @@ def test_a_filter_in_a_coroutine_rejects_everything_although_its_counter_changes
     main = main_in(within("BaseEventLoop._run_once", "asyncio/base_events.py"), at(end, "<module>"))
     reads = coroutine(end - 1, "train", within("Queue.get", "asyncio/queues.py"))
     looks = []
-    for n in range(8):
-        values = {"self.kept": "4", **({f"self.{counter}": str(300 + 50 * n)} if n < 8 - unread else {})}
+    for n in range(18):
+        values = {"self.kept": "4", f"self.{counter}": str(9999 if n == 16 and "object" in fault else 300 + 50 * n)}
+        if n == 17 and fault == "unread":
+            del values[f"self.{counter}"]
         works = coroutine(5, "work", at(2, "make"), name="worker")
         works = replace(works, at=7, frames=(works.frames[0], at(5, "work", **values)))
         looks.append(Look(at=0.5 * n, state="S", switches=7 + 90 * n, threads=(main, reads, works)))
     process = replace(rank(0, 2), rank=None, world=None, looks=tuple(looks))
-    verdict = judge(Snapshot(processes=(process,), seconds=4.0, sources={"train.py": text}))
+    verdict = judge(Snapshot(processes=(process,), seconds=9.0, sources={"train.py": text}))
     assert (verdict.pattern, f"self.{counter}" in verdict.explanation) == ("rollout blocked", True)
     assert (verdict.sites == ("train.py:6",)) == (rounds == ONCE)
 
