@@ -80,7 +80,7 @@ def parse_call(body: Any, default_stop_ids: tuple[int, ...]) -> Call:
         raise EngineError(f"the body is {type(body).__name__}, expected a JSON object with input_ids or text.")
     for name in SAMPLING_FIELDS:
         if body.get(name) is not None:  # SGLang ignores it, and samples with the defaults
-            raise EngineError(f"Cannot use {name} outside sampling_params, which SGLang ignores. Write it into them.")
+            raise EngineError(f"SGLang would ignore {name} outside sampling_params. Write it into sampling_params.")
     clew = body.get("clew") or {}
     if not isinstance(clew, dict):
         raise EngineError(f"clew is {type(clew).__name__}, expected an object.")
