@@ -457,7 +457,7 @@ def _other_number(sink: Sink) -> tuple[Actor, str] | None:
             if len(alone) != 1 or alone[0] not in sink.culprits or len({*values}) != 2:
                 continue
             # A stage with no round at all is the first or the last. Before the fewest rounds are over, all still agree.
-            least = min((int(value) if value.isdigit() else 0 for value in values), default=0)
+            least = min(int(value) if value.isdigit() else 0 for value in values)
             if least and not any(each.isdigit() and int(each) < least for each in done):
                 return alone[0], f"{name} = {values[ranks.index(alone[0])]}"
     return None

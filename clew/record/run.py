@@ -367,7 +367,7 @@ class RunDirectory:
         return [replace(states.get(server.name, server), token=server.token) for server in attached]
 
     def readmit_attached(self) -> None:
-        """Put the servers in CLEW_LLM_SERVER_ADDRS back into use that an earlier trainer has taken out."""
+        """Use all servers in CLEW_LLM_SERVER_ADDRS again, and forget what an earlier trainer had them load."""
         for server in attached_servers():
             self.remove_server(server.name)
 
