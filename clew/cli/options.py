@@ -54,7 +54,11 @@ def load_config(config: Path, overrides: list[str] | None) -> Config:
 
 def run_path_of(run: Path, overrides: list[str] | None = None) -> Path:
     """Return the run directory that a YAML file names. Return any other path unchanged."""
-    return load_config(run, overrides).run_path if run.suffix.lower() in (".yaml", ".yml") else run
+    if run.suffix.lower() in (".yaml", ".yml"):
+        return load_config(run, overrides).run_path
+    if overrides:
+        raise typer.BadParameter(f"{overrides[0]} changes nothing: {run} is not a configuration, such as grpo.yaml")
+    return run
 
 
 def open_run_of(config: Path, overrides: list[str] | None) -> tuple[Config, RunDirectory]:

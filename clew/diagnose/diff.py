@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Collection, Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from clew.loop.differences import EXACT, Difference
 from clew.printing import few, print
 from clew.reading import read_yaml
 from clew.record.bundle import opened
-from clew.record.files import explain_disk_errors
+from clew.record.files import explain_disk_errors, write_bytes
 from clew.record.run import RunDirectory
 
 DRIFT = ("reward", "loss", "grad_norm", "entropy", "behaviour_k3")
@@ -56,10 +57,9 @@ def diff(a: Path, b: Path, *, ignore: list[str], plot: Path | None) -> bool:
         for line in without_data:
             print(line)
         held_out = causes.other_held_out(runs, {*steps, steps.stop})
-        exact, still_different = comparison.tolerance.exact, []
+        exact, still_different = comparison.tolerance.exact, list[str]()
         if comparison.difference is None:
-            if exact:
-                still_different = [*_still_different(runs, steps), *held_out]
+            still_different = [*_still_different(runs, steps), *held_out] if exact else []
             print("what is compared agrees." if without_data else "every stage of every step agrees.")
             for line in still_different:
                 print(f"STILL DIFFERENT  {line}")
@@ -71,8 +71,7 @@ def diff(a: Path, b: Path, *, ignore: list[str], plot: Path | None) -> bool:
             print_list("evaluations", held_out, names)
         _print_drift(runs, steps, names)
         if plot is not None:
-            with explain_disk_errors(plot):
-                _plot(runs, steps, names, plot)
+            _plot(runs, steps, names, plot)
             print(f"plot: {plot}")
         return comparison.difference is None and not still_different and all(unbroken)
 
@@ -312,5 +311,7 @@ def _plot(runs: Pair, steps: range, names: tuple[str, str], path: Path) -> None:
     axes[-1, 0].set_xlabel("step")
     axes[-1, 0].xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120, format="png")
+    figure.savefig(drawn := BytesIO(), dpi=120, format="png")
+    with explain_disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    write_bytes(path, drawn.getvalue())
