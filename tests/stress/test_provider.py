@@ -51,7 +51,7 @@ def certain(report: Report) -> list[tuple[str, str]]:
 @pytest.mark.parametrize(
     ("agent", "answers"),
     [
-        (agents_sound.HttpxAgent, "chance"),
+        pytest.param(agents_sound.HttpxAgent, "chance", marks=pytest.mark.slow),
         pytest.param(agents_sound.PlainAgent, "steady", marks=pytest.mark.slow),
         pytest.param(agents_sound.StreamingAgent, "chance", marks=pytest.mark.slow),
         pytest.param(agents_sound.StreamingAgent, "steady", marks=pytest.mark.slow),

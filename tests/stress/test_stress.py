@@ -106,13 +106,7 @@ def closing() -> Iterator[None]:
     agents_faulty.LeavesFolders.folders.clear()
 
 
-QUICK = (
-    agents_faulty.Sleeps,
-    agents_faulty.GlobalLock,
-    agents_faulty.FailsInCompany,
-    agents_faulty.ClearsResults,
-    agents_sound.PlainAgent,
-)
+QUICK = (agents_faulty.GlobalLock, agents_sound.PlainAgent)
 """Agents for every change; the others belong to `make slow`."""
 
 
@@ -204,6 +198,7 @@ def test_an_episode_that_swallows_its_cancellation_is_stopped(agent: type, monke
     assert failure.error.startswith("did not end: nothing moved for")
 
 
+@pytest.mark.slow
 def test_a_failure_while_a_finding_is_confirmed_is_reported() -> None:
     agents_faulty.FailsLate.runs = itertools.count(1)
     report = stressed(agents_faulty.FailsLate)
