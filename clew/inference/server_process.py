@@ -19,7 +19,10 @@ from clew.processes import how_it_ended, written_since
 GRACE_S = 5.0
 """Seconds between asking a server to end and killing it with all that it has started."""
 
-_CAUSE = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|error|Killed)\b: .+")
+_CAUSE = re.compile(
+    r"(?:\w+\.)*\w*(?:Error|Exception|error|Killed)\b: .+"
+    r"|\b(?<!\w )(?:\w+\.)*\w*(?:Error|Exception)$"  # one without a message; not a line of a traceback that raises it
+)
 _VALIDATION = re.compile(r"\d+ validation errors? for \S+$")
 """Matches an error of pydantic. The next line says what is wrong, or names a field, and then the one after it does."""
 _CONSEQUENCE = re.compile(r"[Ss]ee (?:root cause|stack trace)|EngineDeadError|Engine core initialization failed")
@@ -78,7 +81,7 @@ class ServerProcess:
         lines = [line for line in written_since(self.log, self._skip).splitlines() if line.strip()]
         cause = lines[-1].strip() if lines else "it wrote nothing"
         for place, line in enumerate(lines):
-            if (found := _CAUSE.search(line)) and not _CONSEQUENCE.search(line):
+            if " WARNING " not in line and (found := _CAUSE.search(line)) and not _CONSEQUENCE.search(line):
                 cause = found[0].strip()
                 for following in lines[place + 1 : place + 3] if _VALIDATION.search(cause) else []:
                     said, ends, _ = following.removeprefix(line[: found.start()]).partition(" [type=")

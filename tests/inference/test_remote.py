@@ -110,6 +110,18 @@ def test_the_cause_of_a_servers_end_is_the_error_that_the_others_follow_from(tmp
     assert ended.startswith("ended with code 1: ValueError: the cache is too small (its log: ")
 
 
+def test_an_error_without_a_message_is_the_cause_and_a_warning_that_quotes_an_error_is_not(tmp_path: Path) -> None:
+    process = started(
+        tmp_path,
+        "print('(APIServer pid=7) WARNING 11-29 [utils.py:255] This can cause `OSError: [Errno 24] Too many`')\n"
+        "print('(Worker pid=8) ERROR 11-29 [executor.py:9]     assert sum(section) == rotary_dim // 2')\n"
+        "print('(Worker pid=8) ERROR 11-29 [executor.py:9] AssertionError')\n"
+        "print('    raise KeyError')\n"
+        "raise RuntimeError('Engine core initialization failed. See root cause above.')",
+    )
+    assert until_ended(process).startswith("ended with code 1: AssertionError (its log: ")
+
+
 @pytest.mark.parametrize("field", ["", "dtype"])
 def test_the_cause_is_told_with_the_line_on_which_pydantic_says_what_is_wrong(tmp_path: Path, field: str) -> None:
     process = started(
