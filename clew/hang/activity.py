@@ -473,56 +473,70 @@ def entered_at(text: str, line: int) -> str:
 
 def _native(base: Activity, place: Place) -> Activity:
     """Return what a thread does that no library frame explains: it computes, or is in a native call."""
-    process, thread, frames, user, text = place.process, place.thread, place.frames, place.user, place.text
-    calls = source.calls_at(text, user.line)
-    called = [(source.dotted(call.func), call) for call in calls]
-    if frames[0] is user or not text:
-        for name, call in called:
-            last, owner = name.rpartition(".")[2], name.rpartition(".")[0]
-            if last == "wait" and not thread.active:
-                found = _work(base, call, place)
-                if found is not None:
-                    return found
-            if last == "to_here" or (last == "wait" and "rpc_async" in text):
-                return replace(base, kind="rpc", op=last)
-            if last == "get" and owner and not (call.args or call.keywords or thread.active):
-                return replace(base, kind="queue", target=owner, op=last)  # SimpleQueue has no frame of its own
-            if last in ("read", "readline", "readlines") and owner.endswith(("stdout", "stderr")) and not thread.active:
-                return replace(base, kind="pipe", target=owner, op=last)
-            if last in ("get", "wait") and (
-                "store" in owner.lower() or re.search(rf"\b{re.escape(owner)} *=.*Store\(", text)
-            ):
-                return replace(base, kind="store", target=owner, op=last)
-            if last == "TCPStore":  # its constructor waits for its server and, as a rule, for all of its members
-                return replace(base, kind="store", op=last)
-            if last == "destroy_process_group":
-                return replace(base, kind="destroy", op=last, cleanup=base.cleanup or "destroy")
-    # `waits_in` belongs to the main thread, and was read only once, after the last look. So it says nothing about other
-    # threads, nor about a main thread that was still running in this look.
-    main = thread.os_id == process.pid and not thread.task
-    kernel = KERNEL.get(process.waits_in, "") if main and process.last.state != "R" else ""
-    if kernel == "sleep" or not thread.active:
-        for name, _ in called:
-            if (last := name.rpartition(".")[2]) in DATABASE and (kernel == "sleep" or "sqlite" in text):
-                return replace(base, kind="file", op=last)
-            kind = BLOCKED_CALLS.get(last)
-            if kind and (kernel in ("", kind) or kind in ("network", "pipe", "file")):
-                return replace(base, kind=kind, op=name, target=name.rpartition(".")[0])
+    process, thread = place.process, place.thread
+    calls = source.calls_at(place.text, place.user.line)
+    names = [source.dotted(call.func) for call in calls]
+    if place.frames[0] is place.user:
+        for name, call in zip(names, calls, strict=True):
+            if found := _without_frame(base, name, call, place):
+                return found
+    # `waits_in` and the state belong to the main thread. `waits_in` was read only once, after the last look, so it says
+    # nothing about a main thread that was still running in this look.
+    main = thread.os_id == process.pid
+    runs = main and process.last.state == "R"
+    kernel = KERNEL.get(process.waits_in, "") if main and not runs else ""
+    if (kernel == "sleep" or not thread.active) and (found := _blocked_call(base, names, kernel, place.text)):
+        return found
     # `with lock:` acquires in C, without a Python frame. It shows as a `with` at the line and a futex in the kernel.
-    entered = entered_at(text, user.line)
+    entered = entered_at(place.text, place.user.line)
     if entered and not thread.active and (not main or process.waits_in.startswith("futex")):
         return replace(base, kind="lock", op="with", target=entered)
     if kernel:
         return replace(base, kind=kernel, op=process.waits_in)
-    if any("_engine_run_backward" in frame.name for frame in frames) and not thread.active:
+    if not thread.active and any("_engine_run_backward" in frame.name for frame in place.frames):
         return replace(base, kind="collective", op="backward", group="world")
-    if process.gpus and (waits := [name for name, _ in called if name.rpartition(".")[2] in DEVICE_CALLS]):
+    if process.gpus and (waits := [name for name in names if name.rpartition(".")[2] in DEVICE_CALLS]):
         return replace(base, kind="device", op=waits[0])
-    reads = not thread.task and any(
-        each == thread.os_id and own.startswith("r pipe") for each, own, _ in process.awaits
-    )
-    kind = "compute" if thread.active or process.last.state == "R" else "pipe" if reads else "unknown"
-    return replace(base, kind=kind)
+    if thread.active or runs:
+        return replace(base, kind="compute")
+    reads = any(reader == thread.os_id and end.startswith("r pipe") for reader, end, _ in process.awaits)
+    return replace(base, kind="pipe" if reads else "unknown")
+
+
+def _without_frame(base: Activity, name: str, call: ast.Call, place: Place) -> Activity | None:
+    """Return the wait that a call is by its name, if it has no Python frame of its own; None if it is none of these."""
+    owner, _, method = name.rpartition(".")
+    sleeps, text = not place.thread.active, place.text
+    match method:
+        case "wait" if sleeps and (work := _work(base, call, place)):
+            return work
+        case "to_here":
+            return replace(base, kind="rpc", op=method)
+        case "wait" if "rpc_async" in text:
+            return replace(base, kind="rpc", op=method)
+        case "get" if sleeps and owner and not (call.args or call.keywords):  # of a SimpleQueue
+            return replace(base, kind="queue", target=owner, op=method)
+        case "read" | "readline" | "readlines" if sleeps and owner.endswith(("stdout", "stderr")):
+            return replace(base, kind="pipe", target=owner, op=method)
+        case "get" | "wait" if "store" in owner.lower() or re.search(rf"\b{re.escape(owner)} *=.*Store\(", text):
+            return replace(base, kind="store", target=owner, op=method)
+        case "TCPStore":  # its constructor waits for its server and, as a rule, for all of its members
+            return replace(base, kind="store", op=method)
+        case "destroy_process_group":
+            return replace(base, kind="destroy", op=method, cleanup=base.cleanup or "destroy")
+    return None
+
+
+def _blocked_call(base: Activity, names: Sequence[str], kernel: str, text: str) -> Activity | None:
+    """Return the wait of the first call that is known to block and does not contradict the kernel's wait, or None."""
+    for name in names:
+        owner, _, method = name.rpartition(".")
+        if method in DATABASE and (kernel == "sleep" or "sqlite" in text):
+            return replace(base, kind="file", op=method)
+        kind = BLOCKED_CALLS.get(method)
+        if kind and (kernel in ("", kind) or kind in ("network", "pipe", "file")):
+            return replace(base, kind=kind, op=name, target=owner)
+    return None
 
 
 def _work(base: Activity, call: ast.Call, place: Place) -> Activity | None:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clew.hang import equal_stacks, source
-from clew.hang.activity import C10D, JOBS, Activity, Place, group_of, new_group_members, receiver
+from clew.hang.activity import C10D, JOBS, Activity, Place, activity_of, group_of, new_group_members, receiver
 from clew.hang.advice import AGAIN, UNLESS
 from clew.hang.engines import answers
 from clew.hang.examine import enough, just_stopped
@@ -858,6 +858,13 @@ def main_in(*frames: Frame) -> Thread:
 
 
 LOOP = (within("select", "selectors.py"), within("run_forever", "asyncio/base_events.py"), at(99, "<module>"))
+
+
+def test_a_running_main_thread_does_not_make_the_other_threads_compute() -> None:
+    place = (Frame(function="work", file="train.py", line=10),)
+    main, other = (Thread(name=f"{n}", os_id=n, frames=place) for n in (100, 101))
+    process = Process(pid=100, looks=(Look(at=0.0, state="R", threads=(main, other)),))
+    assert [activity_of(process, thread, {}).kind for thread in (main, other)] == ["compute", "unknown"]
 
 
 def below(pid: int, *frames: Frame, waits_in: str = "futex_do_wait", **more: Any) -> Process:
