@@ -15,6 +15,7 @@ from clew.hang.observed import Frame, Process, Thread, installed
 
 C10D = "torch/distributed/distributed_c10d.py"
 INITIALISING = {"init_process_group", "rendezvous", "_store_based_barrier", "_create_c10d_store"}
+NEW_GROUP = {"new_group", "_new_group_with_tag", "split_group"}
 PARALLEL = re.compile(
     r"torch/nn/parallel/distributed\.py$|torch/distributed/(utils|fsdp|_composable|tensor|_functional|optim/zero)"
 )
@@ -335,37 +336,39 @@ def names_for(process: Process, frames: tuple[Frame, ...], text: str, world: int
 def _distributed(base: Activity, place: Place) -> Activity | None:
     """Return the operation of torch.distributed that a thread is in, or None."""
     inside = place.inside
-    c10d = [frame for frame in inside if frame.file.endswith(C10D)]
-    every = {frame.name for frame in inside}
-    if every & INITIALISING or any(frame.file.endswith("torch/distributed/rendezvous.py") for frame in inside):
+    functions = {frame.name for frame in inside}
+    if functions & INITIALISING or any(frame.file.endswith("torch/distributed/rendezvous.py") for frame in inside):
         return replace(base, kind="init", op="init_process_group")
-    if "new_group" in every or "_new_group_with_tag" in every or "split_group" in every:
+    if functions & NEW_GROUP:
         return replace(base, kind="new_group", op="new_group")
+    c10d = [frame for frame in inside if frame.file.endswith(C10D)]
     if any(frame.name == "destroy_process_group" for frame in c10d):
         return replace(base, kind="destroy", op="destroy_process_group", cleanup=base.cleanup or "destroy")
-    named = [frame for frame in c10d if frame.name in COLLECTIVES | POINT_TO_POINT]
-    if named:
-        outer = named[-1]  # the call that the user made: all_gather_object, for example, calls all_gather
-        group, members = group_in_memory(outer, place.process) or group_of(outer, place)
-        found = replace(base, op=outer.name, group=group, members=members, shape=shape_in(outer))
-        if outer.name in POINT_TO_POINT:
-            way = "send" if "send" in outer.name else "recv"
-            peer = outer.locals.get("src" if way == "recv" else "dst", "")
-            if not peer.isdigit():
-                peer = outer.locals.get("group_src" if way == "recv" else "group_dst", "")
-            peers = (int(peer),) if peer.isdigit() else ()
-            return replace(found, kind=way, peers=peers, tag=outer.locals.get("tag", ""))
-        roots = (outer.locals.get(name, "") for name in ("src", "dst", "group_src", "group_dst"))
-        return replace(found, kind="collective", root=next((each for each in roots if each.isdigit()), ""))
+    if called := [frame for frame in c10d if frame.name in COLLECTIVES | POINT_TO_POINT]:
+        return _called(base, called[-1], place)  # all_gather_object, for example, calls all_gather: take the outer one
     if any("p2p" in frame.name and "/distributed/pipelining/" in frame.file for frame in inside):
         return replace(base, kind="recv", op="batch_isend_irecv", group="world")
     # DDP starts its collectives from C++, within the backward pass: no Python frame names them.
-    if "_engine_run_backward" in every and any("torch/nn/parallel" in f.file or "fsdp" in f.file for f in place.frames):
+    if "_engine_run_backward" in functions and any(re.search("torch/nn/parallel|fsdp", f.file) for f in place.frames):
         return replace(base, kind="collective", op="backward", group="world")
-    for frame in inside:
-        if PARALLEL.search(frame.file) and SYNCHRONISES.search(frame.name):
-            return replace(base, kind="collective", op=frame.name.strip("_"), group="world")
-    return None
+    name = next((f.name for f in inside if PARALLEL.search(f.file) and SYNCHRONISES.search(f.name)), None)
+    return replace(base, kind="collective", op=name.strip("_"), group="world") if name else None
+
+
+def _called(base: Activity, frame: Frame, place: Place) -> Activity:
+    """Return the collective or message that a function of torch.distributed stands for."""
+    group, members = group_in_memory(frame, place.process) or group_of(frame, place)
+    found = replace(base, op=frame.name, group=group, members=members, shape=shape_in(frame))
+    if frame.name not in POINT_TO_POINT:
+        return replace(found, kind="collective", root=_rank_in(frame, "src", "dst", "group_src", "group_dst"))
+    kind, end = ("send", "dst") if "send" in frame.name else ("recv", "src")
+    peer = _rank_in(frame, end, f"group_{end}")
+    return replace(found, kind=kind, peers=(int(peer),) if peer else (), tag=frame.locals.get("tag", ""))
+
+
+def _rank_in(frame: Frame, *names: str) -> str:
+    """Return the first of these local variables that is a number; "" if none is."""
+    return next((value for name in names if (value := frame.locals.get(name, "")).isdigit()), "")
 
 
 def shape_in(frame: Frame) -> tuple[int, ...]:
