@@ -47,26 +47,14 @@ def judge(snapshot: Snapshot) -> Verdict:
     if not (snapshot.unseen or snapshot.alike) and (ended := _all_ended(actors)):
         return _hedged(ended, snapshot, [])
     job = [actor for actor in actors if actor.role not in ("launcher", "idle") and not _waited_for(actor, actors)]
+    if not any(actor.threads or actor.dead or actor.stopped for actor in job):
+        return _hedged(_unread(actors, job), snapshot, job)
     ranks = [actor for actor in job if actor.rank is not None]
-    if not [actor for actor in job if actor.threads or actor.dead or actor.stopped]:
-        why = "No stack could be read, so nothing can be said about this job."
-        if any(a.role == "launcher" and a.threads for a in actors) and not job:
-            why = "Only the launcher was seen: its ranks had not started yet, or had just started. Ask again."
-        return _hedged(Verdict(pattern="undetermined", confidence="none", explanation=why), snapshot, job)
-    world = world_of(snapshot)
-    there = {a.rank for a in ranks if not a.dead} | snapshot.alike | set(snapshot.unseen)
-    parents = {a.process.parent for a in ranks}
-    if any(a.pid in parents and a.rank is None and a.activity.kind in DISTRIBUTED for a in job):
-        there.add(0)  # a program that has started the other ranks, and takes part itself
-    missing = sorted(set(range(world)) - there) if world and ranks else []
-    gone = "".join(f"{said} has ended. " for a in actors if (said := ended_inside(a)))
-    beside = [a for a in job if a.dead and a.rank is None and a.process.parent in parents]
-    gone += "".join(f"{a.says}; it was started beside the ranks. " for a in beside)
     verdict = (
         _stopped(job)
         or _unasked(job, snapshot.sources)
         or _progress(job, ranks, snapshot)
-        or missing_ranks(ranks, missing, gone, job)
+        or missing_ranks(ranks, _absent(job, ranks, snapshot), _gone(actors, job, ranks), job)
         or initialisation(ranks)
         or _by_graph(job, ranks, snapshot)
     )
@@ -74,6 +62,34 @@ def judge(snapshot: Snapshot) -> Verdict:
         verdict = _perhaps_slow(_unless_asleep(verdict, job, snapshot), _mains(job, ranks), snapshot)
         verdict = replace(verdict, evidence=(*verdict.evidence, *record_lines(ranks)))
     return with_advice(_hedged(verdict, snapshot, job), job, snapshot.sources)
+
+
+def _unread(actors: list[Actor], job: list[Actor]) -> Verdict:
+    """Return the verdict about a job of which no stack was read, or whose launcher alone was seen."""
+    why = "No stack could be read, so nothing can be said about this job."
+    if not job and any(a.role == "launcher" and a.threads for a in actors):
+        why = "Only the launcher was seen: its ranks had not started yet, or had just started. Ask again."
+    return Verdict(pattern="undetermined", confidence="none", explanation=why)
+
+
+def _absent(job: list[Actor], ranks: list[Actor], snapshot: Snapshot) -> list[int]:
+    """Return the ranks that no living process has, unless they may be on a node of which nothing was seen."""
+    world = world_of(snapshot)
+    if not world or not ranks:
+        return []
+    present = {a.rank for a in ranks if not a.dead} | snapshot.alike | set(snapshot.unseen)
+    parents = {a.process.parent for a in ranks}
+    if any(a.pid in parents and a.rank is None and a.activity.kind in DISTRIBUTED for a in job):
+        present.add(0)  # a program that has started the other ranks, and takes part itself
+    return sorted(set(range(world)) - present)
+
+
+def _gone(actors: list[Actor], job: list[Actor], ranks: list[Actor]) -> str:
+    """Return sentences about what has ended inside of processes, and about processes that were started beside ranks."""
+    parents = {a.process.parent for a in ranks}
+    inside = [f"{said} has ended. " for a in actors if (said := ended_inside(a))]
+    beside = [a for a in job if a.dead and a.rank is None and a.process.parent in parents]
+    return "".join([*inside, *(f"{a.says}; it was started beside the ranks. " for a in beside)])
 
 
 def _perhaps_slow(verdict: Verdict, mains: list[Actor], snapshot: Snapshot) -> Verdict:
