@@ -236,30 +236,31 @@ def _reads_requests(one: Activity, sources: Mapping[str, str]) -> bool:
 
 def _unasked(job: list[Actor], sources: Mapping[str, str]) -> Verdict | None:
     """Judge servers that nobody asks anything. Their threads and children may wait for work: that is no fault."""
-    quiet = []
-    for each in (a for a in job if a.threads):
-        working = [one for one in each.threads if _may_work(one)]
-        reading = [one for one in working if _reads_requests(one, sources)]
-        if each.process.listens:
-            # A client outside of this job may keep a connection open without asking for anything.
-            free = not each.process.peers or (bool(reading) and reading == working)
-        else:
-            free = _free_at_unix_socket(each, reading, sources)
-        if free:
-            quiet.append(each)
-    quiet = [a for a in quiet if a.activity.op != "acquire"]  # it waits for a semaphore, so it has work
-    servers = [a for a in quiet if a.threads[0].idle_loop or _only_serves(a, sources)]
+    free = [a for a in job if a.threads and _is_free(a, sources)]
+    servers = [a for a in free if a.threads[0].idle_loop or _only_serves(a, sources)]
     pids = {a.pid for a in servers}
     rest = [a for a in job if a not in servers and not _supervises(a, servers)]
     fed = [a for a in rest if a.process.parent in pids and a.activity.kind in ("pipe", "queue")]
-    ports = ", ".join(map(str, sorted({port for a in servers for port in a.process.listens})))
-    # A child that reads a Unix socket may be a client of this server.
-    asks = not ports and any(own.startswith("socket") for a in fed for _, own, _ in a.process.awaits)
-    if not servers or fed != rest or asks:
+    if not servers or fed != rest:
         return None
+    ports = ", ".join(map(str, sorted({port for a in servers for port in a.process.listens})))
+    if not ports and any(own.startswith("socket") for a in fed for _, own, _ in a.process.awaits):
+        return None  # a child that reads a Unix socket may be a client of this server
     at = f"at port {ports} of" if ports else "of"
     why = f"Nobody asks anything {at} {', '.join(a.process.label for a in servers)}."
     return verdict_about("healthy", [], why, job, confidence="medium")
+
+
+def _is_free(server: Actor, sources: Mapping[str, str]) -> bool:
+    """Return whether a process has no clients, or its threads only wait for their next requests."""
+    if server.activity.op == "acquire":  # it waits for a semaphore, so it has work
+        return False
+    working = [one for one in server.threads if _may_work(one)]
+    reading = [one for one in working if _reads_requests(one, sources)]
+    if not server.process.listens:
+        return _free_at_unix_socket(server, reading, sources)
+    # A client outside of this job may keep a connection open without asking for anything.
+    return not server.process.peers or (bool(reading) and reading == working)
 
 
 def _free_at_unix_socket(server: Actor, reading: list[Activity], sources: Mapping[str, str]) -> bool:
