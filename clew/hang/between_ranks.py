@@ -440,27 +440,33 @@ def _other_number(sink: Sink) -> tuple[Actor, str] | None:
     """
     ranks = [a for a in sink.job if a.rank is not None and a.process.user_frames]
     still = next(a for a in sink.culprits if a.activity.kind in MESSAGES)
-    for inner, frame in pairwise(still.process.user_frames):
+    for inner, frame in pairwise(still.process.user_frames) if len(ranks) > 2 else ():
         place, text = (frame.file, frame.function), sink.sources.get(inner.file, "")
-        alike = [[f for f in a.process.user_frames if (f.file, f.function) == place] for a in ranks]
+        alike = [(a.pid, f) for a in ranks for f in a.process.user_frames if (f.file, f.function) == place]
         loop = source.loop_at(text, inner.line)
-        if loop is None or len(ranks) < 3 or any(len(frames) != 1 for frames in alike):
-            continue
-        ends = {source.dotted(each) for each in ast.walk(loop.test if isinstance(loop, ast.While) else loop.iter)}
-        rounds = {inner.locals[name] for name in ends & inner.locals.keys()}
-        done = [inner.locals[name] for name in source.loop_variables(text, inner.line) & inner.locals.keys()]
-        calls = source.calls_at(sink.sources.get(frame.file, ""), frame.line)
-        passed = {source.dotted(each) for call in calls for each in [*call.args, *(k.value for k in call.keywords)]}
-        for name in sorted(name for name in passed & frame.locals.keys() if frame.locals[name] in rounds):
-            values = [one.locals.get(name, "") for (one,) in alike]
-            alone = [a for a, value in zip(ranks, values, strict=True) if values.count(value) == 1]
-            if len(alone) != 1 or alone[0] not in sink.culprits or len({*values}) != 2:
+        if loop is None or [pid for pid, _ in alike] != [a.pid for a in ranks]:
+            continue  # each rank has to be in this function, and only once
+        reached = [inner.locals.get(name, "") for name in source.loop_variables(text, inner.line)]
+        for name in _limits_passed(frame, inner, loop, sink.sources):
+            values = [f.locals.get(name, "") for _, f in alike]
+            if sorted(Counter(values).values()) != [1, len(ranks) - 1]:
                 continue
+            alone, value = next((a, v) for a, v in zip(ranks, values, strict=True) if values.count(v) == 1)
             # A stage with no round at all is the first or the last. Before the fewest rounds are over, all still agree.
-            least = min(int(value) if value.isdigit() else 0 for value in values)
-            if least and not any(each.isdigit() and int(each) < least for each in done):
-                return alone[0], f"{name} = {values[ranks.index(alone[0])]}"
+            least = min(int(each) if each.isdigit() else 0 for each in values)
+            agree = any(each.isdigit() and int(each) < least for each in reached)
+            if least and not agree and alone in sink.culprits:
+                return alone, f"{name} = {value}"
     return None
+
+
+def _limits_passed(frame: Frame, inner: Frame, loop: source.Loop, sources: Mapping[str, str]) -> list[str]:
+    """Return the variables that a frame passes to the function that it calls, and that limit the loop there."""
+    limit = loop.test if isinstance(loop, ast.While) else loop.iter
+    limits = {inner.locals.get(source.dotted(each)) for each in ast.walk(limit)}
+    calls = source.calls_at(sources.get(frame.file, ""), frame.line)
+    passed = {source.dotted(each) for call in calls for each in [*call.args, *(k.value for k in call.keywords)]}
+    return sorted(name for name in passed & frame.locals.keys() if frame.locals[name] in limits)
 
 
 def _roots_differ(sink: Sink) -> Verdict | None:
