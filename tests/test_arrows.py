@@ -70,9 +70,9 @@ LINES = {
     "diagnose": 2900,  # 2750 before the search of clew diff had a file of its own; what pruned steps have left
     "gateway": 4880,  # stop strings twice in a token, retries of one of equal requests, forced calls after <think>
     "hang": 8105,  # memory, pipes, programs; RAS, Ray; engines; locks; queues never filled; loops not woken
-    "inference": 6450,  # vLLM and SGLang in training; answers of another request, ranks left behind, lost weights
+    "inference": 6470,  # vLLM and SGLang in training; answers of another request, lost weights, called-off meetings
     "launch": 660,  # no_progress.py, also without clew train; several servers, and their devices
-    "loop": 2705,  # weight_sender.py: servers that froze or refused are taken out; models that a resume refuses
+    "loop": 2712,  # weight_sender.py: servers that froze or refused are taken out, and not waited for
     "models": 742,  # images that are turned; prompts with placeholders, for engines that expand them; sorted digests
     "record": 3020,  # docstrings with Args in place of sentences that had to be read twice
     "rollout": 2075,  # attached servers that lost their weights; episodes that wait for the engine before their time

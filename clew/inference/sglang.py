@@ -402,6 +402,10 @@ class SGLangEngine(Backend):
                 f"Cannot load version {sent.version} into SGLang at {self.address}: it computes with {self._dtype}, "
                 f"and {few(wrong)} is sent. It did not take part. Start it with the run's model.dtype."
             )
+        try:
+            (await asyncio.open_connection(sent.host, sent.port))[1].close()
+        except OSError as error:  # SGLang itself would try for half an hour
+            raise EngineError(f"Cannot load version {sent.version}: the trainer has called it off ({error}).") from None
         group = {"group_name": sent.group}
         place = {"master_address": sent.host, "master_port": sent.port, "rank_offset": sent.rank}
         place |= {"world_size": sent.size, "backend": sent.backend}

@@ -13,6 +13,7 @@ vLLM's workers load this file, too, so it imports only torch and other files of 
 from __future__ import annotations
 
 import datetime
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -37,7 +38,7 @@ def _as_member_lost() -> Iterator[None]:
     """Raise torch's errors as MemberLost, without their C++ locations and advice."""
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         message = str(error).strip().partition("\n")[0].rpartition("] ")[2] or str(error)
         raise MemberLost(message.partition(". This is typically")[0]) from error
 
@@ -49,6 +50,8 @@ def meeting_point(host: str, port: int, size: int, *, leads: bool = False) -> An
     """
     store: Any = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
     with _as_member_lost():
+        if not leads:  # the store would try for the whole time to reach a meeting that was called off
+            socket.create_connection((host, port), PATIENCE.total_seconds()).close()
         return store(host, port, size, is_master=leads, wait_for_workers=False, timeout=PATIENCE)
 
 

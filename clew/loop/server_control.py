@@ -139,8 +139,12 @@ class ServerControl:
         return [server for server, answer in zip(servers, answers, strict=True) if answer]
 
     @contextmanager
-    def receiving(self, sent: dict[Server, Broadcast]) -> Iterator[Outcome]:
-        """Have servers receive the broadcast that the block sends. The yielded outcome is complete after the block."""
+    def receiving(self, sent: dict[Server, Broadcast], on_failure: Callable[[], object]) -> Iterator[Outcome]:
+        """Have servers receive the broadcast that the block sends. The yielded outcome is complete after the block.
+
+        Args:
+            on_failure: Called as soon as a server fails, dies or freezes, in another thread.
+        """
         outcome = Outcome(received=[], failed={})
 
         async def ask(server: Server) -> None:
@@ -148,8 +152,10 @@ class ServerControl:
                 what = "receive the weights"
                 if await self._ask_one(server, what, lambda engine: engine.receive_weights(sent[server])):
                     outcome.received.append(server)
+                    return
             except EngineError as error:
                 outcome.failed[server] = str(error)
+            on_failure()
 
         async def ask_all() -> None:
             await asyncio.gather(*map(ask, sent))

@@ -98,18 +98,19 @@ class WeightSender:
         planned = {name: each for shell in shells.items() for name, each in self._sent_as(engine, *shell).items()}
         size = 1 + self._workers * len(servers)
         try:
-            store = weight_group.meeting_point("127.0.0.1", 0, size, leads=True)
+            meeting = [weight_group.meeting_point("127.0.0.1", 0, size, leads=True)]
         except weight_group.MemberLost as lost:
             reason = f"the trainer could not open a port for the broadcast: {lost}"
             log.warning("the broadcast of version %d did not start: %s", engine.version, reason)
             return self._stream(engine, tensors, None)[0], [], dict.fromkeys(servers, reason)
+        port = meeting[0].port
         backend = "nccl" if engine.policy.device.type == "cuda" else "gloo"
         name = f"clew-{engine.version}-{uuid.uuid4().hex[:8]}"
         sent = {
             server: Broadcast(
                 version=engine.version,
                 host=host_for(server.address),
-                port=store.port,  # pyright: ignore[reportAttributeAccessIssue]
+                port=port,
                 group=name,
                 backend=backend,
                 rank=1 + number * self._workers,
@@ -121,12 +122,14 @@ class WeightSender:
             )
             for number, server in enumerate(servers)
         }
-        with self.control.receiving(sent) as outcome:
+        # Once a server fails, the others need not wait for it at the meeting point, nor the trainer.
+        with self.control.receiving(sent, meeting.clear) as outcome:
             group, error = None, ""
             try:
+                store = weight_group.meeting_point("127.0.0.1", port, size)
                 group = weight_group.Group(store, name, backend, 0, size)
             except weight_group.MemberLost as lost:
-                error = str(lost)
+                error = str(lost) if meeting else "a server failed before all had joined"
             digests, lost_later = self._stream(engine, tensors, group)
             if group is not None:
                 group.close()

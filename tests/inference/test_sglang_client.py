@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -265,10 +267,14 @@ def test_it_says_how_far_updates_are_checked(server: dict[str, Any], ranks: list
 
 
 def broadcast(version: int) -> Broadcast:
+    """A broadcast whose members meet at a port that is open until the tests end."""
+    meeting = socket.create_server(("127.0.0.1", 0))
+    port = meeting.getsockname()[1]
+    meeting.detach()
     names = [Q, K, NORM]
     return Broadcast(
-        version=version, host="127.0.0.1", port=1, group=f"g{version}", backend="gloo", rank=1, size=2,
-        dtypes=["float32"] * 3, shapes=[[4, 4]] * 3, names=names, buckets=[1, 2],
+        version=version, host="127.0.0.1", port=port, group=f"g{version}", backend="gloo",
+        rank=1, size=2, dtypes=["float32"] * 3, shapes=[[4, 4]] * 3, names=names, buckets=[1, 2],
     )  # fmt: skip
 
 
@@ -282,6 +288,19 @@ def test_broadcast_weights_are_received_in_a_session_that_is_ended() -> None:
             assert stand_in.loaded == [Q, K, NORM] * version and not stand_in.in_session
 
     use(stand_in, body)
+
+
+def test_sglang_is_not_sent_to_a_meeting_that_was_called_off() -> None:
+    """It would try to connect for half an hour."""
+
+    async def body(engine: SGLangEngine) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as closed:
+            late = replace(broadcast(1), port=closed.getsockname()[1])
+        with pytest.raises(EngineError, match="the trainer has called it off"):
+            await engine.receive(late)
+
+    use(stand_in := StandIn(), body)
+    assert not stand_in.loaded
 
 
 def test_a_session_ends_after_a_failed_broadcast_too() -> None:

@@ -7,6 +7,7 @@ import datetime
 import functools
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -276,12 +277,36 @@ def test_the_trainers_address_is_that_which_the_server_reaches() -> None:
     assert host_for("127.0.0.1:8000") == "127.0.0.1" == host_for("localhost:8000")
 
 
+def refuse_to_join(config: Config, **options: Any) -> None:
+    """Serve, and join no broadcast."""
+    from clew.inference import local
+
+    local.joined = lambda sent, worker: local.receive_buckets(sent, None, None)
+    refuse(config, **options)
+
+
+@pytest.mark.parametrize("bad", [refuse_to_join, None])
+def test_nobody_waits_for_a_server_that_died_before_a_broadcast_or_refused_it(
+    folder: Path, caplog: pytest.LogCaptureFixture, bad: Callable[..., None] | None
+) -> None:
+    """The trainer and the other servers waited 30 s for it, three times if it refused."""
+    with servers(folder, serve, bad or serve) as [good, wrong], publishing(folder) as (engine, publisher, _):
+        engine.train_step(make_batch())
+        if bad is None:
+            wrong.process.kill()
+            wrong.process.wait()
+        began = time.monotonic()
+        publisher(engine)
+        assert version_of(good) == 1 and time.monotonic() - began < 15
+        assert f"server server-1 ({wrong.address}) did not receive the weights, and is taken out" in caplog.text
+        assert "broke off: a server failed before all had joined" in caplog.text
+
+
 @pytest.mark.slow
 def test_a_server_whose_name_is_gone_is_taken_out_and_the_others_are_updated(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The name of a pod ends with the pod. The run ended with a traceback."""
-    monkeypatch.setattr(weight_group, "PATIENCE", datetime.timedelta(seconds=2))
     with servers(folder, serve), publishing(folder) as (engine, publisher, run):
         run.register_server(Server(name="gone", address="gone.invalid:8000", pid=1, ready=True))
         publisher(engine)
