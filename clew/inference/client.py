@@ -156,13 +156,17 @@ class HTTPEngine:
 
     def _check_request(self, answer: dict[str, Any], request: GenerateRequest, address: str) -> None:
         """Raise FaultyAnswer if an answer, or an event of a stream, belongs to another request."""
-        answered = (answer.get("meta_info") or {}).get("id")
+        answered = self._answered_id(answer)
         if request.id and answered is not None and answered != request.id:
             raise FaultyAnswer(
                 address,
                 f"it was asked for request {request.id}, but answered request {answered}. Does a proxy in front of it "
                 f"cache answers, or send them to the wrong client?",
             )
+
+    def _answered_id(self, answer: dict[str, Any]) -> str | None:
+        """Return the ID of the request that an answer belongs to; None if it does not say."""
+        return (answer.get("meta_info") or {}).get("id")
 
     async def _in_one_answer(self, path: str, body: dict[str, Any], request: GenerateRequest) -> Completion:
         """Return a completion that comes in one answer."""

@@ -48,6 +48,7 @@ from clew.seeds import derive_seed
 
 LogprobsMode = Literal["raw", "processed", "unknown"]
 
+PROBE_NAME = "clew-probe"
 PROBE_IDS = [0, 1, 2, 3]
 PROBE_TEMPERATURE = 0.5
 COLDEST = 0.01
@@ -118,6 +119,8 @@ class VLLMEngine(Backend):
         self._asks_engine = False
         self.labels = False
         self._aborts = False
+        self._keeps_ids = False
+        """True if answers have their request's ID. A proxy's X-Request-Id header takes its place."""
         self._generates = False
         self._masks = False
         self._sent: dict[str, str] = {}
@@ -353,10 +356,12 @@ class VLLMEngine(Backend):
             "top_p": 1.0,
             "min_p": 0.0,
             "return_tokens_as_token_ids": True,
+            "request_id": PROBE_NAME,
             **UNCHANGED,
         }
         try:
             answer = await self._post("/v1/completions", body)
+            self._keeps_ids = answer.get("id") == f"cmpl-{PROBE_NAME}"
             likeliest = dict(answer["choices"][0]["logprobs"]["top_logprobs"][0])
             return {token: float(logprob) for token, logprob in likeliest.items()}
         except EngineUnreachable:
@@ -443,12 +448,17 @@ class VLLMEngine(Backend):
 
     def _check_request(self, answer: dict[str, Any], request: GenerateRequest, address: str) -> None:
         """Raise ImageError if vLLM's own processor has expanded the images to other tokens than the request has."""
+        super()._check_request(answer, request, address)
         if request.images and (seen := answer.get("prompt_token_ids")) != request.input_ids:
             raise ImageError(
                 f"vLLM at {self.address} expanded the images to other tokens than the model's processor here: "
                 f"{len(seen or [])} in the prompt, not {len(request.input_ids)}. Is another version of transformers "
                 f"installed there?"
             )
+
+    def _answered_id(self, answer: dict[str, Any]) -> str | None:
+        name = answer.get("request_id") or answer.get("id")
+        return name.removeprefix("generate-tokens-").removeprefix("cmpl-") if self._keeps_ids and name else None
 
     def _new_of(self, answer: dict[str, Any], before: int, address: str) -> Completion | None:
         """Return the new tokens of a response, or of an event, which has only new ones; None without a choice."""

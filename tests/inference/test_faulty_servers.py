@@ -347,6 +347,34 @@ def test_vllms_shape_is_checked_too(name: str, stream: bool) -> None:
     assert address in str(raised.value) and said in str(raised.value)
 
 
+@pytest.mark.parametrize("keeps_ids", [True, False])
+def test_vllms_answer_to_another_request_is_refused_unless_a_proxy_gives_requests_other_ids(keeps_ids: bool) -> None:
+    async def answer(http: web.Request) -> web.Response:
+        asked = await http.json()
+        choice: dict[str, Any] = {"token_ids": [7], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "length"}
+        if asked["logprobs"]:  # the probe
+            choice["logprobs"]["top_logprobs"] = [{"a": -0.1 / asked["temperature"], "b": -2.4 / asked["temperature"]}]
+            name = asked["request_id"] if keeps_ids else "of-the-proxy"
+        else:
+            name = "g000099.e9.i0"
+        return web.json_response({"id": f"cmpl-{name}", "choices": [choice]})
+
+    async def ask(address: str) -> Completion:
+        client = VLLMEngine(address, "model", 256)
+        try:
+            await client.probe()
+            return await client.generate(request(0))
+        finally:
+            await client.close()
+
+    with serving(answer) as address:
+        if keeps_ids:
+            with pytest.raises(FaultyAnswer, match=r"answered request g000099\.e9\.i0\. Does a proxy"):
+                asyncio.run(ask(address))
+        else:
+            assert asyncio.run(ask(address)).output_ids == [7]
+
+
 def test_an_abort_before_the_first_token_is_not_refused_for_its_missing_masks() -> None:
     """Only top_k with masks can be trained on, and there is nothing yet that masks could belong to."""
 
