@@ -122,7 +122,7 @@ def replay(
     Args:
         run: A run directory or a bundle.
         step: A step, such as 137, or several, such as "130:140"; None: all.
-        stages: Compare these stages alone, without a model: data, rewards, advantages, loss.
+        stages: Compare only these stages, without a model: data, rewards, advantages, loss.
         reward: Run the workflow and the reward again on the recorded answers instead.
         overrides: Train with these fields changed, as key=value, into a new run.
         trust: Modules that a stranger's record may load.
@@ -182,7 +182,7 @@ def rollout_batch(
         batch = clew.rollout_batch(rows, model="runs/mine", reward="my_rewards.exact", n_samples=4)
         tensors = batch.to_tensors()
 
-    It starts its own event loop, so it cannot be called where one already runs, such as in a notebook.
+    In a notebook, where an event loop already runs: `batch = await asyncio.to_thread(clew.rollout_batch, rows, …)`.
 
     Args:
         data: Rows, or anything that data.path accepts.
@@ -197,6 +197,12 @@ def rollout_batch(
     Raises:
         ClewError: The options contradict one another, or the data or the model cannot be loaded.
     """
+    with suppress(RuntimeError):  # which says that no event loop runs in this thread
+        asyncio.get_running_loop()
+        raise ConfigError(
+            "clew.rollout_batch starts an event loop of its own, and one already runs here, as in a notebook. Call it "
+            "in another thread: await asyncio.to_thread(clew.rollout_batch, rows, model=…)"
+        )
     with explain_missing():
         prompts = load_rows(data) if isinstance(data, str) else [dict(row) for row in data]
         config = configuration.checked(

@@ -1,13 +1,15 @@
 """Writes the stacks of all asyncio tasks of this process when `clew hang` asks with a signal.
 
 A waiting coroutine is on no thread's stack, so py-spy and the like cannot see it from outside. The handler runs on the
-main thread between two of Python's instructions: while that thread is blocked in C code, the signal has no effect. It
+main thread between two bytecode instructions: while that thread is blocked in C code, the signal has no effect. It
 costs nothing until somebody asks.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
+import inspect
 import json
 import os
 import signal
@@ -18,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 from clew.printing import visible
@@ -41,19 +43,23 @@ def write_tasks_on_signal(path: Path, waits: Callable[[], list[dict[str, Any]]])
     """
     if DUMP_SIGNAL is None or threading.current_thread() is not threading.main_thread():
         return
-    pid = os.getpid()
+    pid, writing = os.getpid(), False
 
     def write(number: int, frame: FrameType | None) -> None:
-        if os.getpid() != pid:  # a forked child inherits the handler
+        nonlocal writing
+        if os.getpid() != pid or writing:  # a forked child inherits the handler; a second signal may interrupt it
             return
+        writing = True
         try:
-            said = {"pid": pid, "at": time.time(), "tasks": tasks_here(), "waits": waits()}
+            report = {"pid": pid, "at": time.time(), "tasks": tasks_here(), "waits": waits()}
             beside = path.with_name(f".{path.name}.{pid}")
-            beside.write_text(json.dumps(said))
+            beside.write_text(json.dumps(report))
             beside.replace(path)
         except Exception as error:  # otherwise it would be raised in whatever the main thread is doing
             with suppress(OSError):  # `print` would take locks, which the main thread may hold
                 os.write(2, visible(f"Cannot write {path}: {error}\n").encode())
+        finally:
+            writing = False
 
     signal.signal(DUMP_SIGNAL, write)
     signal.siginterrupt(DUMP_SIGNAL, False)  # system calls that it interrupts are restarted and do not fail
@@ -89,16 +95,33 @@ def _stack(task: asyncio.Task[Any]) -> str:
     """Return a task's stack, outermost frame first, and the type of the object that it waits for."""
     lines, awaited = list[str](), task.get_coro()
     while awaited is not None and len(lines) < MAX_FRAMES:
-        frame = _part(awaited, "frame")
-        if frame is None:
+        code, frame, inner = suspended(awaited)
+        if code is None or frame is None:
             break
-        lines.append(f"{awaited.__qualname__} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})")  # type: ignore
-        awaited = _part(awaited, "await") or _part(awaited, "yieldfrom")
+        lines.append(f"{code.co_qualname} ({Path(code.co_filename).name}:{frame.f_lineno})")
+        awaited = inner
     if awaited is not None and type(awaited).__name__ != "FutureIter":  # the iterator of a plain future
         lines.append(f"waits for {type(awaited).__qualname__}")
     return "\n".join(lines)
 
 
-def _part(awaited: Any, name: str) -> Any:
-    """Return the attribute cr_NAME, gi_NAME or ag_NAME of a coroutine, generator or asynchronous generator, or None."""
-    return next((part for kind in ("cr_", "gi_", "ag_") if (part := getattr(awaited, kind + name, None))), None)
+def suspended(awaited: Any) -> tuple[CodeType | None, FrameType | None, Any]:
+    """Return code, frame and awaited object of a coroutine, a generator or an asynchronous generator.
+
+    If another thread is running it, the awaited object is None. Python 3.11 must not be asked then: it looks for what
+    the running frame awaits all the same, takes something else for an object, and crashes. There is no call between the
+    check and the read, because a call lets other threads go on.
+    """
+    if type(awaited).__name__ == "async_generator_asend":  # of `async for`: it hides the generator that it runs
+        awaited = next(filter(inspect.isasyncgen, gc.get_referents(awaited)), None)
+    if hasattr(awaited, "cr_frame"):
+        inner = None if awaited.cr_running else awaited.cr_await
+        return awaited.cr_code, awaited.cr_frame, inner
+    if hasattr(awaited, "gi_frame"):
+        inner = None if awaited.gi_running else awaited.gi_yieldfrom
+        return awaited.gi_code, awaited.gi_frame, inner
+    if hasattr(awaited, "ag_frame"):
+        frame = awaited.ag_frame  # ag_running is also True while it is suspended; then its frame has no caller
+        inner = None if frame is None or frame.f_back is not None else awaited.ag_await
+        return awaited.ag_code, frame, inner
+    return None, None, None

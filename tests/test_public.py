@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import tomllib
@@ -120,3 +121,11 @@ def test_a_wrong_field_of_a_batch_is_named() -> None:
         clew.rollout_batch(rows, model="nowhere", n_sample=4)
     with pytest.raises(clew.ClewError, match=r"^clew\.rollout_batch: there is no field 'sampling\.max_tokens'"):
         clew.rollout_batch(rows, model="nowhere", sampling={"max_tokens": 3})
+
+
+def test_rollout_where_an_event_loop_runs_says_how() -> None:
+    async def notebook() -> None:
+        with pytest.raises(clew.ClewError, match=r"await asyncio\.to_thread"):
+            clew.rollout_batch([{"prompt": "1 + 1 ="}], model="nowhere")
+
+    asyncio.run(notebook())

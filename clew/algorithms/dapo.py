@@ -16,7 +16,7 @@ OPTIONS = {
     "advantages": "group",
     "clip_low": 0.2,
     "clip_high": 0.28,  # "clip higher", section 3.1: room for tokens that are not likely yet; the values of section 4.1
-    "loss_mean": "token",  # section 3.3: each token counts alike, however long its response
+    "loss_mean": "token",  # section 3.3: every token counts the same, however long its response
     "overlong_penalty": lambda max_new_tokens: max(1, max_new_tokens // 5),  # 4096 of 20480 in section 4.1
     "rollout.drop_equal_rewards": True,  # "dynamic sampling", section 3.2
 }

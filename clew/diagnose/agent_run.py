@@ -19,6 +19,7 @@ from clew.inference.protocol import SamplingParams
 from clew.models.architecture import context_of
 from clew.models.loading import load_tokenizer
 from clew.models.vision import load_vision
+from clew.printing import counted
 from clew.rollout.agents import AgentWorkflow, SharedClient, call_run, extra_kwargs_of, load_agent
 from clew.rollout.episode import Episode, run_episode
 from clew.rollout.reward_function import checked
@@ -106,7 +107,7 @@ async def _with_capture(workflow: AgentWorkflow, shared: Resources, group_id: st
     left = [task for task in asyncio.all_tasks() - before if not task.done()]
     if left:
         names = ", ".join(sorted({getattr(task.get_coro(), "__qualname__", "?") for task in left}))
-        warnings.append(f"{len(left)} tasks are left behind: {names}")
+        warnings.append(f"{counted(len(left), 'asyncio task')} still running after the episode: {names}")
     returned = episode.error.splitlines()[0] if episode.error else f"{episode.reward:g}"
     return AgentResult(
         data=row,

@@ -51,7 +51,7 @@ def blame(target: Path, step: int, *, top: int, tokens: int, by: str | None, tru
     with opened(target, trust) as (run, _):
         count = run.steps.count()
         if not (0 <= step < count or (step == count and run.steps.has_data(step))):
-            committed = f"the steps 0 to {count - 1}" if count else "no step"
+            committed = f"steps 0 to {count - 1}" if count else "no step"
             begun = f", and begun step {count}" if run.steps.has_data(count) else ""
             raise RecordError(f"{run.path} has no batch of step {step}: it has committed {committed}{begun}.")
         if run.supervised:
@@ -120,7 +120,7 @@ def _sequences(sequences: list[SequenceAttribution], step: int, by: str) -> Tabl
 def _tokens(entry: SequenceAttribution, attribution: StepAttribution, count: int, by: str) -> Table:
     """Return a table of the tokens with the largest pull, or with the largest value of `by` if tokens have one."""
     row, worst = entry.sequence, by if by in TOKEN_COLUMNS else "pull"
-    title = f"{row.id}: the tokens that pull most" if worst == "pull" else f"{row.id}: the tokens with the most {worst}"
+    title = f"{row.id}: the tokens with the most {worst}"
     names = [
         name for name in TOKEN_COLUMNS if name in entry.tokens and (name == by or name not in ("kl", "behaviour_k3"))
     ]

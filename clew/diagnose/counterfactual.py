@@ -49,11 +49,13 @@ def counterfactual(run: RunDirectory, steps: range, overrides: list[str], *, fro
     for step in steps:
         read_batch_with_warning(run, step)
     going_on = config.run_path.exists() and _left_unfinished(config, run, last)
-    if config.run_path.exists() and not going_on:
+    try:
+        config.run_path.mkdir(parents=True, exist_ok=going_on)
+    except FileExistsError:  # perhaps just now: the same command may run several times at once
         raise RecordError(
             f"{config.run_path} already exists, and this command did not leave it unfinished. Choose another "
             f"trial=NAME, or remove it."
-        )
+        ) from None
     new = RunDirectory(config.run_path)
     if why := "it came as a bundle" if from_bundle else why_foreign(run):
         mark_foreign(new, why)  # it has the stranger's configuration

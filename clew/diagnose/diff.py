@@ -60,7 +60,7 @@ def diff(a: Path, b: Path, *, ignore: list[str], plot: Path | None) -> bool:
         exact, still_different = comparison.tolerance.exact, list[str]()
         if comparison.difference is None:
             still_different = [*_still_different(runs, steps), *held_out] if exact else []
-            print("what is compared agrees." if without_data else "every stage of every step agrees.")
+            print("everything that was compared agrees." if without_data else "every stage of every step agrees.")
             for line in still_different:
                 print(f"STILL DIFFERENT  {line}")
             causes.note_configuration(runs, steps, names, ignore)
@@ -126,7 +126,8 @@ def _without_data(runs: Pair, steps: range, names: tuple[str, str], *, exact: bo
         lacking = [step for step, of_step in zip(steps, having, strict=True) if of_step == case]
         if lacking:
             which = f"step{'s' * (len(lacking) > 1)} {few(lacking)}"
-            lines.append(f"{words} the sequences of {which}: {what} compared, not its stages")
+            whose = "their" if len(lacking) > 1 else "its"
+            lines.append(f"{words} the sequences of {which}: {what} compared, not {whose} stages")
     return lines
 
 
@@ -282,7 +283,8 @@ def _print_drift(runs: Pair, steps: range, names: tuple[str, str]) -> None:
     rows = [(step, *(run.steps.read(step).get("metrics", {}) for run in runs)) for step in chosen]
     metrics = [name for name in DRIFT if all(name in each for row in rows for each in row[1:])]
     console = EscapingConsole(wide=160)
-    console.print(causes.table_of_changes("step", metrics, rows, title=f"{names[0]} → {names[1]}"))
+    if metrics:  # another trainer may have recorded none
+        console.print(causes.table_of_changes("step", metrics, rows, title=f"{names[0]} → {names[1]}"))
     sides = [_evaluations(run) for run in runs]
     both = sorted({*sides[0]} & {*sides[1]} & {*steps, steps.stop})
     if both:

@@ -13,6 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from clew.console import EscapingConsole
+from clew.devices import gpus
+from clew.printing import counted
 from clew.processes import cores
 
 GIB = 2**30
@@ -25,7 +27,12 @@ def examine() -> bool:
         table.add_column(column, overflow="fold")
     sound = True
     for check in (_python, _packages, _devices, _threads, _ports, _tracing, _disk, _shared_memory, _open_files):
-        verdict, found, remedy = check()
+        try:
+            verdict, found, remedy = check()
+        except ImportError as error:  # torch is missing or does not load; the other checks still say something
+            verdict, found, remedy = "bad", f"not checked: {error}", "install torch, or repair its installation"
+        except RuntimeError as error:  # CUDA's errors, such as no memory left for another process
+            verdict, found, remedy = "bad", str(error).splitlines()[0], "nvidia-smi shows who uses the GPUs"
         sound &= verdict != "bad"
         mark = {"good": Text("ok", "green"), "warn": Text("warn", "yellow"), "bad": Text("bad", "red")}[verdict]
         table.add_row(mark, check.__name__.strip("_").replace("_", " "), found, remedy)
@@ -68,6 +75,9 @@ def _devices() -> tuple[str, str, str]:
     import torch
 
     if not torch.cuda.is_available():
+        if gpus():
+            found = f"torch {torch.__version__} cannot use the {counted(len(gpus()), 'GPU')} of this machine"
+            return "warn", found, "install a torch built for CUDA that the driver supports (nvidia-smi shows which)"
         return "good", f"no CUDA device; CPU, {torch.backends.cpu.get_cpu_capability()}", ""
     names = []
     for i in range(torch.cuda.device_count()):
@@ -80,7 +90,7 @@ def _threads() -> tuple[str, str, str]:
     import torch
 
     threads = torch.get_num_threads()
-    found = f"{cores()} cores, torch uses {threads} threads in each process unless told otherwise"
+    found = f"{cores()} cores, torch uses {threads} threads in each process by default"
     if threads > cores():
         return "warn", found, f"set launch.threads={cores()}"
     return "good", found, ""

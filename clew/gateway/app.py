@@ -121,7 +121,7 @@ def application(sessions: Sessions) -> FastAPI:
             except ClientDisconnect:
                 return GONE
             except Exception as error:
-                log.exception("a defect of the gateway, at %s", path)
+                log.exception("a bug in the gateway, at %s", path)
                 return json_response(dialect.refuse(Refusal(500, f"{type(error).__name__}: {error}")), 500)
 
         # A body's definitions stay within its schema, because several bodies have models of the same name.
@@ -170,7 +170,7 @@ def application(sessions: Sessions) -> FastAPI:
 
 
 STATUSES: dict[int | str, Any] = {
-    400: "invalid in this dialect, or asks for what cannot be honoured",
+    400: "invalid in this dialect, or asks for something that cannot be honoured",
     401: "unknown key",
     404: "unknown model, response or interaction",
     413: "too large",
@@ -244,9 +244,9 @@ STREAMED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 def _with_earlier(session: AgentSession, request: ModelRequest) -> ModelRequest:
-    """Return the request with the earlier messages that its client names instead of sending them.
+    """Return the request with the earlier messages, if the client names an earlier response instead of sending them.
 
-    These are the messages up to the named response, and that response. One of Anthropic's threads keeps its tools.
+    These are the messages up to the named response, and that response. A thread of Anthropic's API keeps its tools.
     Instructions apply to one response only, so those of earlier requests are left out.
     """
     if request.follows is None:
@@ -287,7 +287,7 @@ async def _stream(dialect: Dialect, request: ModelRequest, submission: Submissio
     except Refusal as refusal:
         yield dialect.refuse_in_stream(refusal, place)
     except Exception as error:
-        log.exception("a defect of the gateway, in a stream")
+        log.exception("a bug in the gateway, in a stream")
         yield dialect.refuse_in_stream(Refusal(500, f"{type(error).__name__}: {error}"), place)
     finally:
         submission.left = True

@@ -42,6 +42,7 @@ from clew.inference.protocol import (
     spans_of,
 )
 from clew.models.vision import Vision
+from clew.printing import counted
 from clew.record.weight_broadcast import Broadcast
 from clew.record.weights import WeightRef, read_digests
 from clew.seeds import derive_seed
@@ -313,8 +314,9 @@ class VLLMEngine(Backend):
             hint = ADAPTER_HINT if adapters else ""
             shown = "; ".join(wrong[:5]) + ("; …" if len(wrong) > 5 else "")
             raise EngineError(
-                f"vLLM at {self.address} did not load version {ref.version} as the trainer wrote it: {len(wrong)} "
-                f"tensors differ: {shown}. It serves nothing now.{hint}"
+                f"vLLM at {self.address} did not load version {ref.version} as the trainer wrote it: "
+                f"{counted(len(wrong), 'tensor')} {'differs' if len(wrong) == 1 else 'differ'}: {shown}. It serves "
+                f"nothing now.{hint}"
             )
         if self.labels:
             await self._post("/update_weight_version", {"new_version": str(ref.version)})

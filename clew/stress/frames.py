@@ -14,6 +14,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import clew
+from clew.asyncio_tasks import suspended
 
 _CLEW = str(Path(clew.__file__).parent) + os.sep  # without it, a user's clew_agents.py beside Clew would be Clew's
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -127,38 +128,17 @@ def stack_of_coroutine(awaited: Any) -> list[Line]:
     """
     lines: list[Line] = []
     while awaited is not None and len(lines) < 100:
-        code, frame, inner = _suspended(awaited)
+        code, frame, inner = suspended(awaited)
         if code is not None and frame is not None:
             lines.append((code, frame.f_lineno))
+            if inner is None and "clew_drives" in code.co_varnames:
+                inner = frame.f_locals.get("clew_drives")  # see agent_steps.driven
         if hasattr(awaited, "get_coro"):
             inner = awaited.get_coro()
         elif getattr(awaited, "_children", None):  # of asyncio.gather
             inner = next((child for child in awaited._children if not child.done()), None)
         awaited = inner
     return lines[::-1]
-
-
-def _suspended(awaited: Any) -> tuple[CodeType | None, FrameType | None, Any]:
-    """Return code, frame and awaited object of a coroutine, a generator or an asynchronous generator.
-
-    If another thread is running it, the awaited object is None. Python 3.11 must not be asked then: it looks for what
-    the running frame awaits all the same, takes something else for an object, and crashes. There is no call between the
-    check and the read, because a call lets other threads go on.
-    """
-    if hasattr(awaited, "cr_frame"):
-        inner = None if awaited.cr_running else awaited.cr_await
-        code, frame = awaited.cr_code, awaited.cr_frame
-    elif hasattr(awaited, "gi_frame"):
-        inner = None if awaited.gi_running else awaited.gi_yieldfrom
-        code, frame = awaited.gi_code, awaited.gi_frame
-    elif hasattr(awaited, "ag_frame"):
-        inner = None if awaited.ag_running else awaited.ag_await
-        code, frame = awaited.ag_code, awaited.ag_frame
-    else:
-        return None, None, None
-    if inner is None and frame is not None and "clew_drives" in code.co_varnames:
-        inner = frame.f_locals.get("clew_drives")  # see steps.driven
-    return code, frame, inner
 
 
 def working_directory() -> Path:

@@ -118,6 +118,12 @@ class CustomLoss:
                 f"{name} returned a loss without a gradient: it does not depend on logprobs_N, or was detached."
             )
         if isinstance(returned, PolicyLoss):
+            for key, value in returned.sums.items():
+                if key == "loss" or torch.as_tensor(value).numel() != 1:
+                    raise TrainingError(
+                        f"{name} returned sums[{key!r}]; expected one number, the sum over the tokens, and another "
+                        f"name than loss, which Clew computes itself."
+                    )
             return returned
         return PolicyLoss(
             per_token_N=loss_N, sums={f"loss/{key}": self._sum(key, returned[1][key], loss_N) for key in returned[1]}

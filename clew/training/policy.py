@@ -39,8 +39,8 @@ class Policy:
 
     Every rank calls the same methods in the same order, with the same rows, and gets the same results.
 
-    The model stays in eval mode: no dropout, so that logprobs here and in inference are of one distribution, and
-    so that a step repeats bit for bit (with the same number of ranks and threads, on the CPU or with
+    The model stays in eval mode: no dropout, so that logprobs here and in inference come from the same
+    distribution, and so that a step repeats bit for bit (with the same number of ranks and threads, on the CPU or with
     training.deterministic on CUDA).
     """
 
@@ -290,7 +290,7 @@ def check_tokens(tokens: Tokens, model: Any, name: str) -> None:
     ids = tokens.mask_ids
     if ids is not None and len(ids) and not 0 <= ids.min() <= ids.max() < vocabulary:
         raise TrainingError(
-            f"sampling_mask_ids of this batch go from {ids.min()} to {ids.max()}; {name} has embeddings for the ids 0 "
+            f"sampling_mask_ids of this batch go from {ids.min()} to {ids.max()}; {name} has embeddings for the IDs 0 "
             f"to {vocabulary - 1}."
         )
     unknown = np.flatnonzero((tokens.input_ids_S < 0) | (tokens.input_ids_S >= vocabulary))
@@ -299,5 +299,5 @@ def check_tokens(tokens: Tokens, model: Any, name: str) -> None:
         row = tokens.row_of_S[at]
         raise TrainingError(
             f"token {at - tokens.starts[row]} of {tokens.ids[row]} is {tokens.input_ids_S[at]}; {name} has "
-            f"embeddings for the ids 0 to {vocabulary - 1}."
+            f"embeddings for the IDs 0 to {vocabulary - 1}."
         )

@@ -215,18 +215,20 @@ class _Recording(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and tree_any(lambda each: id(each) in self._traced, (args, kwargs)):
-            self._calls.append((func, args, kwargs or {}, result))  # keeps the result alive, so its id stays unique
-            self._traced.add(id(result))
+        made = args[0] if func is Tensor.__setitem__ else result  # an assignment returns None
+        if isinstance(made, Tensor) and tree_any(lambda each: id(each) in self._traced, (args, kwargs)):
+            self._calls.append((func, args, kwargs or {}, made))  # keeps the tensor alive, so its id stays unique
+            self._traced.add(id(made))
         return result
 
     def repeat(self, other: Tensor, *, result: Tensor) -> Tensor:
         """Return what `result` would be if the computation had begun with `other`."""
         assert id(result) in self._traced, "the logits are not computed from the output embedding by torch's functions"
         values = {id(self._first): other}
-        for func, args, kwargs, found in self._calls:
+        for func, args, kwargs, made in self._calls:
             args, kwargs = tree_map(lambda each: values.get(id(each), each), (args, kwargs))
-            values[id(found)] = func(*args, **kwargs)
+            again = func(*args, **kwargs)
+            values[id(made)] = args[0] if again is None else again
         return values[id(result)]
 
 

@@ -66,7 +66,7 @@ def test_a_poisoned_sequence_comes_first(run: RunDirectory, capsys: pytest.Captu
     run.steps.write_data(3, rows.to_table(batch))
     lines = shown(run, 3, capsys)
     assert lines[2].startswith(row.id) and any(
-        line.startswith(f"{row.id}: the tokens that pull most") for line in lines
+        line.startswith(f"{row.id}: the tokens with the most pull") for line in lines
     )
     assert any(line.strip().startswith("prompt") for line in lines)
 
@@ -240,9 +240,7 @@ def test_a_step_that_failed_is_blamed_too(run: RunDirectory, capsys: pytest.Capt
     run.steps.json_path(5).unlink()  # not committed: its batch is there
     run.steps.index_path.write_text("".join(run.steps.index_path.read_text().splitlines(keepends=True)[:5]))
     assert "step 5: 9 sequences" in shown(run, 5, capsys, by="loss")[0]
-    with pytest.raises(
-        RecordError, match="has no batch of step 6: it has committed the steps 0 to 4, and begun step 5"
-    ):
+    with pytest.raises(RecordError, match="has no batch of step 6: it has committed steps 0 to 4, and begun step 5"):
         blame(run.path, 6, top=1, tokens=1, by="loss")
     with pytest.raises(ConfigError, match=r"--by size: expected gradient, loss, kl, .* or critic"):
         blame(run.path, 5, top=1, tokens=1, by="size")

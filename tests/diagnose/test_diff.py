@@ -518,7 +518,7 @@ def test_what_is_not_there_is_not_said_to_agree(
     shown = capsys.readouterr().out
     assert "only first has the sequences of step 2: digests and metrics are compared, not its stages\n" in shown
     assert "neither has the sequences of step 0: " in shown
-    assert "what is compared agrees.\n" in shown and "every stage" not in shown
+    assert "everything that was compared agrees.\n" in shown and "every stage" not in shown
     path = other.steps.json_path(2)
     path.write_text(re.sub('"grad_norm": [^,]*', '"grad_norm": 7', path.read_text()))
     shown = told(capsys, run.path, other.path)
@@ -528,7 +528,7 @@ def test_what_is_not_there_is_not_said_to_agree(
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"grad_norm": 1e-4}, "what is compared agrees.\n"),
+        ({"grad_norm": 1e-4}, "everything that was compared agrees.\n"),
         ({"grad_norm": 0.5}, "FIRST DIFFERENCE  step 1, metrics: grad_norm: first "),
         ({"groups": ["g000003", "g000004", "g9"]}, "FIRST DIFFERENCE  step 1, data: g000005: first present, second"),
     ],
@@ -545,7 +545,7 @@ def test_digests_of_another_environment_are_no_difference_where_the_sequences_ar
     path.write_text(json.dumps(summary))
     seal(other)
     run.steps.data_path(1).unlink()
-    assert diff(run.path, other.path, ignore=[], plot=None) is said.startswith("what")
+    assert diff(run.path, other.path, ignore=[], plot=None) is said.startswith("everything")
     shown = capsys.readouterr().out
     assert said in shown
     assert "only second has the sequences of step 1: only the groups, reward, loss and grad_norm are compared" in shown

@@ -235,7 +235,7 @@ def test_another_file_than_the_trainer_wrote_stops_the_update_and_names_the_tens
     name = "model.layers.1.self_attn.k_proj.weight"
     tensors[name][0, 0] += 1e-3
     save_file(tensors, file, metadata={"format": "pt", DIGESTS_KEY: json.dumps(digests)})
-    with pytest.raises(EngineError, match=r"1 tensors differ: model.layers.1.self_attn.k_proj.weight: holds other"):
+    with pytest.raises(EngineError, match=r"1 tensor differs: model.layers.1.self_attn.k_proj.weight: holds other"):
         serving.ask(lambda engine: engine.load_weights(ref))
     with pytest.raises(EngineUnreachable, match="loading version 8"):
         serving.generate(max_new_tokens=4)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from clew.asyncio_tasks import DUMP_SIGNAL
+from clew.asyncio_tasks import DUMP_SIGNAL, tasks_here, write_tasks_on_signal
 from clew.hang.observed import Process, Snapshot
 from clew.hang.task_dumps import catches, with_tasks
 from clew.waits import Reporter, waiting
@@ -111,6 +115,52 @@ def test_a_task_of_a_loop_in_another_thread_is_written_too(tmp_path: Path) -> No
     thread.join()
     loop.close()
     assert "of_the_gateway (test_task_dumps.py:" in text and '"what": "a thing"' in text
+
+
+def test_a_task_in_an_async_for_is_shown_down_to_what_it_awaits() -> None:
+    import asyncio
+
+    async def chunks() -> AsyncIterator[int]:
+        await asyncio.sleep(60)
+        yield 1
+
+    async def reads() -> None:
+        async for _ in chunks():
+            pass
+
+    async def look() -> list[str]:
+        task = asyncio.create_task(reads())
+        await asyncio.sleep(0)
+        stacks = tasks_here()
+        task.cancel()
+        return stacks
+
+    (stack,) = (each for each in asyncio.run(look()) if "reads" in each)
+    names = [line.partition(" (")[0].rpartition(".")[2] for line in stack.splitlines()]
+    assert names == ["reads", "chunks", "sleep"]
+
+
+@pytest.mark.skipif(DUMP_SIGNAL is None, reason="no such signals here")
+def test_a_second_signal_during_the_first_changes_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert DUMP_SIGNAL is not None
+    asked: list[int] = []
+
+    def waits() -> list[dict[str, Any]]:
+        asked.append(1)
+        if len(asked) < 3:
+            os.kill(os.getpid(), DUMP_SIGNAL)
+            time.sleep(0.01)
+        return []
+
+    before = signal.getsignal(DUMP_SIGNAL)
+    try:
+        write_tasks_on_signal(tmp_path / "mine.tasks", waits)
+        os.kill(os.getpid(), DUMP_SIGNAL)
+        time.sleep(0.1)
+    finally:
+        signal.signal(DUMP_SIGNAL, before)
+    assert len(asked) == 1 and json.loads((tmp_path / "mine.tasks").read_text())["pid"] == os.getpid()
+    assert capfd.readouterr().err == ""
 
 
 LOCKED = """

@@ -50,13 +50,17 @@ def test_a_batch_from_python_has_the_rows_and_tensors_of_training(folder: Path, 
 
 
 def test_a_failed_episode_is_in_the_batch_with_its_error(folder: Path) -> None:
-    batch = clew.rollout_batch(
-        ROWS[:2],
-        model=str(folder / "model"),
-        agent="tests.rollout.user_agents.Once",
-        workflow_kwargs={"give": "raise"},
-        sampling={"max_new_tokens": 4},
-    )
+    async def notebook() -> clew.api.RolloutBatch:
+        return await asyncio.to_thread(
+            clew.rollout_batch,
+            ROWS[:2],
+            model=str(folder / "model"),
+            agent="tests.rollout.user_agents.Once",
+            workflow_kwargs={"give": "raise"},
+            sampling={"max_new_tokens": 4},
+        )
+
+    batch = asyncio.run(notebook())
     assert not batch.rows and all("planted" in (row.error or "") for row in batch.failed)
 
 

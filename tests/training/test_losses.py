@@ -459,6 +459,14 @@ def misnamed(logprob_N: Tensor) -> Any:
     return logprob_N, {}
 
 
+def vector(logprobs_N: Tensor) -> Any:
+    return PolicyLoss(per_token_N=-logprobs_N, sums={"share": torch.ones(3)})
+
+
+def second_loss(logprobs_N: Tensor) -> Any:
+    return PolicyLoss(per_token_N=-logprobs_N, sums={"loss": torch.ones(())})
+
+
 def custom(name: str) -> Any:
     config = make_config("unused", algorithm={"loss": f"tests.training.test_losses.{name}"})
     return loss_function(config.algorithm)
@@ -497,6 +505,8 @@ def test_a_loss_of_the_users_own():
         ("leaving", TrainingError, r"raised SystemExit in .*test_losses.py:\d+: 4"),
         ("distance", TrainingError, "raised TypeError in .*reference_N is None without algorithm.kl_coef"),
         ("odd_metric", TrainingError, r"metric 'odd' as Tensor \[7\]; expected a number, or a tensor of shape \[3\]"),
+        ("vector", TrainingError, r"returned sums\['share'\]; expected one number"),
+        ("second_loss", TrainingError, r"returned sums\['loss'\]; expected .* another name than loss"),
         (
             "misnamed",
             ConfigError,
