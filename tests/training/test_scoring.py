@@ -88,6 +88,7 @@ class Masked(Qwen2ForCausalLM):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         returned = super().forward(*args, **kwargs)
+        assert returned.logits is not None
         returned.logits[..., 3:9] = -4.0
         return returned
 
