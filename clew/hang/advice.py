@@ -97,34 +97,18 @@ def _runner_up(verdict: Verdict, actors: Sequence[Actor]) -> str:
 
 def _next(verdict: Verdict, actors: Sequence[Actor]) -> str:
     """Return the next step after a verdict: a command, or a sentence."""
-    pids = " ".join(map(str, verdict.pids))
     first = verdict.pids[0] if verdict.pids else 0
-    text = "".join(actor.activity.text for actor in actors if actor.pid == first)
-    # DETAIL compares the collectives of the ranks, but neither their messages nor their roots.
-    operations = {(actor.activity.op, actor.activity.group) for actor in actors if actor.rank is not None}
-    compared = len(operations) > 1 and not any(op in POINT_TO_POINT for op, _ in operations)
-    if verdict.pattern in IN_DIFFERENT_CALLS and compared and (script := _script(actors)):
-        most = max([2, *(actor.process.local_world or 8 for actor in actors)])
-        # The smallest job that still has the ranks at fault, if one node can hold it.
-        count = min(most, max([2, *(rank + 1 for rank in verdict.ranks)]))
-        world = max((actor.process.world or 0 for actor in actors), default=0)
-        fewer = f"uses {count} of {world} ranks; " if count < world else ""
-        return f"TORCH_DISTRIBUTED_DEBUG=DETAIL torchrun --nproc-per-node {count} {script}  # {fewer}a mismatch raises"
+    if verdict.pattern in IN_DIFFERENT_CALLS and (again := _run_with_detail(verdict, actors)):
+        return again
     match verdict.pattern:
         case "stopped" if verdict.cause == "stopped":
-            return f"kill -CONT {pids}"
+            return f"kill -CONT {' '.join(map(str, verdict.pids))}"
         case "rollout blocked" if verdict.cause == "paused":
             return "Resume the engine. The log of its client says why the client has not resumed it."
         case "dead":
             return "Read the end of its log: it says why it ended."
-        case "external wait" | "rollout blocked" if verdict.cause == "network" and "accept(" in text:
-            return f"ss -ltnp | grep 'pid={first},' shows the port on which it waits for somebody to connect"
-        case "external wait" | "rollout blocked" if verdict.cause in ("network", "http") and "sleep(" not in text:
-            ports = {port for actor in actors if actor.pid == first for port in actor.process.peers}
-            servers = (a.pid for a in actors if a.rank is None and a.pid != first and ports & {*a.process.listens})
-            if server := next(servers, None):
-                return f"py-spy dump --locals --pid {server}"
-            return f"ss -tnp | grep 'pid={first},' shows the other side. Read its log, and look at what it does."
+        case "external wait" | "rollout blocked" if other_side := _look_at_other_side(first, verdict.cause, actors):
+            return other_side
         case "cpu" | "lock or I/O" | "data loading" | "event loop blocked" if first:
             return f"py-spy dump --native --pid {first}"
         case "same collective everywhere" | "shape mismatch":
@@ -133,6 +117,35 @@ def _next(verdict: Verdict, actors: Sequence[Actor]) -> str:
                 "NCCL_DEBUG=INFO, too, which shows the network."
             )
     return f"py-spy dump --locals --pid {first}" if first else f"clew hang --stacks --pid {actors[0].pid}"
+
+
+def _run_with_detail(verdict: Verdict, actors: Sequence[Actor]) -> str:
+    """Return the command that runs the job with DETAIL; "" if DETAIL would not show this mismatch."""
+    # DETAIL compares the collectives of the ranks, but neither their messages nor their roots.
+    operations = {(actor.activity.op, actor.activity.group) for actor in actors if actor.rank is not None}
+    script = _script(actors)
+    if not script or len(operations) < 2 or any(op in POINT_TO_POINT for op, _ in operations):
+        return ""
+    most = max([2, *(actor.process.local_world or 8 for actor in actors)])
+    # The smallest job that still has the ranks at fault, if one node can hold it.
+    count = min(most, max([2, *(rank + 1 for rank in verdict.ranks)]))
+    world = max((actor.process.world or 0 for actor in actors), default=0)
+    fewer = f"uses {count} of {world} ranks; " if count < world else ""
+    return f"TORCH_DISTRIBUTED_DEBUG=DETAIL torchrun --nproc-per-node {count} {script}  # {fewer}a mismatch raises"
+
+
+def _look_at_other_side(pid: int, cause: str, actors: Sequence[Actor]) -> str:
+    """Return how to see who should answer a process; "" if it waits for nobody on the network, or tries again later."""
+    text = "".join(actor.activity.text for actor in actors if actor.pid == pid)
+    if cause == "network" and "accept(" in text:
+        return f"ss -ltnp | grep 'pid={pid},' shows the port on which it waits for somebody to connect"
+    if cause not in ("network", "http") or "sleep(" in text:
+        return ""
+    ports = {port for actor in actors if actor.pid == pid for port in actor.process.peers}
+    servers = (a.pid for a in actors if a.rank is None and a.pid != pid and ports & {*a.process.listens})
+    if server := next(servers, None):
+        return f"py-spy dump --locals --pid {server}"
+    return f"ss -tnp | grep 'pid={pid},' shows the other side. Read its log, and look at what it does."
 
 
 def _script(actors: Sequence[Actor]) -> str:
