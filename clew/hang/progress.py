@@ -240,22 +240,27 @@ def moves(process: Process, sources: Mapping[str, str]) -> bool:
         return True
     if not asleep and busy(process) and _goes_steadily(process):
         return True
-    if moved and _threads_advance(newest, every[-1:], sources):
+    if (moved and _threads_advance(newest, every[-1:], sources)) or _gets_lock(newest, every[-1:], sources):
         return True
-    if every and every[-1].kind in ("thread", "pool", "future") and _passes_lock(newest, sources):
-        return True
-    woken = wakeups(newest)
-    if any(each.op == "backward" for each in every) and woken >= BACKWARD_HZ * (newest.last.at - newest.looks[0].at):
+    if (messages := _by_wakeups(process, newest, every)) is not None:
+        return messages
+    if goes_round(newest, every, sources):
+        return False
+    if wakeups(newest) and wakeups(process) >= 2 and not asleep and _waits_in_loop(newest, every, sources):
+        return True  # a round may take longer than half of the watch
+    return any(shows(newest, sources) for shows in (_passes_lines, _works_in_library, _moves_data))
+
+
+def _by_wakeups(process: Process, newest: Process, every: Sequence[Activity]) -> bool | None:
+    """Return whether wake-ups show that a process exchanges data with others; None if it does something else."""
+    woken, ops = wakeups(newest), [each.op for each in every]
+    if "backward" in ops and woken >= BACKWARD_HZ * (newest.last.at - newest.looks[0].at):
         return True  # the work that it waits for is within torch and has no address here; in a hang nothing wakes it up
     if every and all(each.kind in DISTRIBUTED for each in every):
         return _goes_through_collectives(newest, every, woken)
-    if wakeups(process) > 0 and every and all(each.op.endswith("sendall") for each in every):
+    if wakeups(process) > 0 and ops and all(op.endswith("sendall") for op in ops):
         return True  # it is woken up only when the other side has taken a third of a buffer, seconds apart
-    if goes_round(newest, every, sources):
-        return False
-    if woken and wakeups(process) >= 2 and not asleep and _waits_in_loop(newest, every, sources):
-        return True  # a round may take longer than half of the watch
-    return any(shows(newest, sources) for shows in (_passes_lines, _works_in_library, _moves_data))
+    return None
 
 
 def moves_inside(process: Process, main: Activity, decides: Activity, sources: Mapping[str, str]) -> bool:
@@ -428,8 +433,10 @@ def _tasks_end(process: Process) -> bool:
     return any(n[0] - n[-1] >= (1 if writes else 2) and (writes or n[-1] < n[len(n) // 2]) for n in every)
 
 
-def _passes_lock(process: Process, sources: Mapping[str, str]) -> bool:
-    """Return whether a thread that waited for a lock in one look was elsewhere in a later one: it got the lock."""
+def _gets_lock(process: Process, newest: Sequence[Activity], sources: Mapping[str, str]) -> bool:
+    """Return whether the main thread awaits others, and one that waited for a lock was elsewhere in a later look."""
+    if not newest or newest[0].kind not in ("thread", "pool", "future"):
+        return False
     waited: dict[int, int] = {}
     for look in process.looks:
         for thread in look.threads:
