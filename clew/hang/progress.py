@@ -539,36 +539,37 @@ def _works_in_library(process: Process, sources: Mapping[str, str]) -> bool:
 
 def _passes_lines(process: Process, sources: Mapping[str, str]) -> bool:
     """Return whether the stacks differ between looks, other than by the lines of one polling or spinning loop."""
-    found = {place for place in places(process) if place}
-    if len(found) < 2:
+    stacks = {place[::-1] for place in places(process) if place}  # the outermost frame first
+    if len(stacks) < 2:
         return False
-    depth, shortest = 0, min(len(place) for place in found)
-    while depth < shortest and len({place[-1 - depth] for place in found}) == 1:
-        depth += 1
+    levels = list(zip(*stacks, strict=False))
+    common = list(takewhile(lambda level: len({*level}) == 1, levels))
     if busy(process) and own_code_only(process):  # functions that an endless `while` calls pass lines for ever
-        common = (next(iter(found))[-1 - n] for n in range(depth))
-        if any(isinstance(source.outermost_loop(sources.get(f, ""), line), ast.While) for f, _, line in common):
+        callers = (source.outermost_loop(sources.get(file, ""), line) for (file, _, line), *_ in common)
+        if any(isinstance(loop, ast.While) for loop in callers):
             return False
     # The first frame, from the outside, in which the stacks differ. If one of them ends before, its caller decides.
-    at = depth if depth < shortest else depth - 1
-    differing = [place[-1 - at] for place in found]
-    if len({(file, function) for file, function, _ in differing}) > 1:
+    at = min(len(common), len(levels) - 1)
+    if len({(file, function) for file, function, _ in levels[at]}) > 1:
         if at == 0:
             return True
-        differing = [place[-at] for place in found]  # other functions: compare the lines of their common caller
-    outer = [source.outermost_loop(sources.get(file, ""), line) for file, _, line in differing]
-    if isinstance(outer[0], ast.While) and all(loop is outer[0] for loop in outer) and busy(process):
+        at -= 1  # other functions: compare the lines of their common caller
+    lines = [(sources.get(file, ""), line) for file, _, line in levels[at]]
+    outer = {source.outermost_loop(*line) for line in lines}
+    if len(outer) == 1 and isinstance(outer.pop(), ast.While) and busy(process):
         return False  # Lines of one `while` that is busy, and nothing in it advances: it goes round.
-    loops = [source.loop_at(sources.get(file, ""), line) for file, _, line in differing]
-    one = loops[0]
-    if one is not None and all(loop is one for loop in loops):
-        if _tries_for_ever(one):
-            return False  # an attempt that takes long, and the pause after it
-        if source.polls(one, sources.get(differing[0][0], "")):
-            return _tests_new_text(process, one)
-        # Without calls, or with one core busy in a `while`, it is a loop that spins.
-        return bool(source.calls_of(one)) and not (isinstance(one, ast.While) and busy(process))
-    return cpu_share(process) < 0.5 or any(loop is not one for loop in loops)
+    loops = {source.loop_at(*line) for line in lines}
+    if len(loops) > 1:
+        return True
+    loop = loops.pop()
+    if loop is None:
+        return cpu_share(process) < 0.5
+    if _tries_for_ever(loop):
+        return False  # an attempt that takes long, and the pause after it
+    if source.polls(loop, lines[0][0]):
+        return _tests_new_text(process, loop)
+    # Without calls, or with one core busy in a `while`, it is a loop that spins.
+    return bool(source.calls_of(loop)) and not (isinstance(loop, ast.While) and busy(process))
 
 
 def _tests_new_text(process: Process, loop: source.Loop) -> bool:
