@@ -201,22 +201,28 @@ def _puts_nothing(process: Process, sources: Mapping[str, str]) -> tuple[Activit
     every = seen(process, sources) if never_woken(process) else []
     if {each.kind for each in every} != {"queue"}:
         return None
-    for thread, frame in ((t, f) for t in process.threads for f in t.user_frames):
+    others = (t for t in process.threads if t.os_id != process.pid)
+    for thread, frame in ((t, f) for t in others for f in t.user_frames):
         loop = outermost_loop(sources.get(frame.file, ""), frame.line)
         puts = [name[:-4] for name in calls_of(loop) if name.endswith(".put")] if loop is not None else []
-        if loop is None or not any(same_name(name, every[-1].target) for name in puts):
-            continue
-        same = [t for look in process.looks for t in look.threads if t.os_id == thread.os_id != process.pid]
-        values = [f.locals for t in same for f in t.frames if f.function == frame.function]
-        rounds = _rounds(loop, loop)
-        counts = {*counted(loop), *rounds, "unfinished_tasks"}
-        moved = {n for each in values for n in each if n in values[0] and each[n] != values[0][n]}
-        moved = {n for n in moved if "len(" in n or n.rpartition(".")[2] in counts}
-        for name in moved if len(moved) == 1 else ():
-            numbers = [int(each[name]) for each in values if each.get(name, "").isdigit()]
-            if name.rpartition(".")[2] in rounds and numbers and numbers[-1] - numbers[0] >= BARREN:
-                return every[-1], replace(frame, line=loop.lineno), name
+        if loop is not None and any(same_name(name, every[-1].target) for name in puts):
+            same = [t for look in process.looks for t in look.threads if t.os_id == thread.os_id]
+            values = [f.locals for t in same for f in t.frames if f.function == frame.function]
+            if counter := _only_rounds(loop, values):
+                return every[-1], replace(frame, line=loop.lineno), counter
     return None
+
+
+def _only_rounds(loop: Loop, values: Sequence[Mapping[str, str]]) -> str:
+    """Return the counter of a loop's rounds if it grew by at least `BARREN`, and nothing else did; else ""."""
+    rounds = _rounds(loop, loop)
+    counts = {*counted(loop), *rounds, "unfinished_tasks"}
+    moved = {n for each in values for n in each if n in values[0] and each[n] != values[0][n]}
+    moved = {n for n in moved if "len(" in n or n.rpartition(".")[2] in counts}
+    name = moved.pop() if len(moved) == 1 else ""
+    numbers = [int(each[name]) for each in values if each.get(name, "").isdigit()]
+    counts_rounds = name.rpartition(".")[2] in rounds
+    return name if counts_rounds and numbers and numbers[-1] - numbers[0] >= BARREN else ""
 
 
 def rounds_without_put(process: Process, sources: Mapping[str, str]) -> tuple[str, str, int]:
