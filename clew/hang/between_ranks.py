@@ -496,8 +496,7 @@ def _wrong_group(sink: Sink) -> Verdict | None:
     calls = f"Rank {one.rank} calls {one.activity.op} in group {one.activity.group}"
     why = f"{calls}, and the other ranks of group {group} wait for it in that group at the same line. {sink.says}"
     text, line = sink.sources.get(one.activity.file, ""), one.activity.line
-    given = [source.keyword(call, "group") for call in source.calls_at(text, line)]
-    used = {n.id for each in given if each is not None for n in ast.walk(each) if isinstance(n, ast.Name)}
+    used = source.names_in(*(source.keyword(call, "group") for call in source.calls_at(text, line)))
     loop = source.loop_at(text, line)
     left_out = any(isinstance(n, ast.If) and n.lineno < line for n in (ast.walk(loop) if loop else ()))
     if left_out or not used & source.loop_variables(text, line):

@@ -82,8 +82,7 @@ def _starves_waiter(sink: Sink) -> Verdict | None:
         for name in sink.one.process.inside.ended_threads:
             if explains(name, by, sink.job, sink.sources):
                 why = f"Thread {name} of {sink.one.process.label} has ended. So nothing can end this wait: {by.says}."
-                found = sink.blame("dead", sink.culprits, why, cause="dead", confidence="medium")
-                return found.at(by.activity.site)
+                return sink.blame("dead", sink.culprits, why, cause="dead", confidence="medium").at(by.activity.site)
     return None
 
 

@@ -13,7 +13,18 @@ from clew.hang.activity import DISTRIBUTED, Activity
 from clew.hang.observed import Frame, Process, Snapshot
 from clew.hang.progress import accepts, counters_in, mains_of, moved_counters, never_woken, seen, wakeups, woken_in_vain
 from clew.hang.sink import Sink
-from clew.hang.source import Loop, calls_of, clocks, counted, dotted, filled, loop_at, outermost_loop, same_name
+from clew.hang.source import (
+    Loop,
+    calls_of,
+    clocks,
+    counted,
+    dotted,
+    filled,
+    loop_at,
+    names_in,
+    outermost_loop,
+    same_name,
+)
 from clew.hang.verdict import Actor, Verdict, sentences, words_of
 from clew.hang.waits_for import TO_OTHERS
 
@@ -85,8 +96,7 @@ def never_filled(sink: Sink) -> Verdict | None:
                 f"{by.process.label} rejects everything so far: its loop at {site} went round at least {rounds} times "
                 f"meanwhile, and has put nothing into {queue} since its start. {sentences(readers[:1])}"
             )
-            found = sink.blame("rollout blocked", [by], why, cause="refusing", confidence="medium")
-            return replace(found, sites=(site,))
+            return sink.blame("rollout blocked", [by], why, cause="refusing", confidence="medium", sites=(site,))
     return None
 
 
@@ -100,8 +110,7 @@ def never_holds(sink: Sink) -> Verdict | None:
                 f"{wakeups(one.process):,} times meanwhile, and the condition did not hold once. The number in "
                 f"it stands still."
             )
-            found = sink.blame("rollout blocked", [one], why, cause="condition", confidence="medium")
-            return replace(found, sites=(wait.site,))
+            return sink.blame("rollout blocked", [one], why, cause="condition", confidence="medium", sites=(wait.site,))
     return None
 
 
@@ -237,7 +246,7 @@ def rounds_without_put(process: Process, sources: Mapping[str, str]) -> tuple[st
         loop = loop_at(sources.get(frame.file, ""), frame.line)
         for test, put, built in _guarded_puts(loop) if isinstance(loop, ast.While) else ():
             queue = dotted(put.func).removesuffix(".put")
-            items = _names_in(test).intersection(*map(_names_in, put.args)) - built
+            items = names_in(test).intersection(*map(names_in, put.args)) - built
             items -= clocks(sources[frame.file], frame.line)
             if f"{queue}._opid" not in frame.locals or not items:  # an attribute that only these queues have
                 continue
@@ -257,7 +266,7 @@ def _guarded_puts(loop: ast.While) -> Iterator[tuple[ast.expr, ast.Call, set[str
     These are counters, collections that the loop fills, and names that are computed from their own last value.
     """
     assigned = [(each, node.value) for node in ast.walk(loop) if isinstance(node, ast.Assign) for each in node.targets]
-    built = {n for each, value in assigned for n in _names_in(each) & _names_in(value)} | counted(loop) | filled(loop)
+    built = {n for each, value in assigned for n in names_in(each) & names_in(value)} | counted(loop) | filled(loop)
     for place, node in enumerate(loop.body):
         # A test of a size, or one whose branch pauses, waits for a full batch or for new input.
         if (
@@ -270,10 +279,6 @@ def _guarded_puts(loop: ast.While) -> Iterator[tuple[ast.expr, ast.Call, set[str
         for each in (n for part in (loop.body[place + 1 :] if skips else node.body) for n in ast.walk(part)):
             if isinstance(each, ast.Call) and dotted(each.func).endswith(".put"):
                 yield node.test, each, built
-
-
-def _names_in(node: ast.AST) -> set[str]:
-    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
 
 
 def _frame_and_name(counter: str) -> tuple[str, str]:

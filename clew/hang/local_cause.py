@@ -82,8 +82,7 @@ def _not_woken(sink: Sink) -> Verdict | None:
                 f"But its event loop sleeps: another thread set the result without waking the loop. Use "
                 f"loop.call_soon_threadsafe in that thread."
             )
-            found = sink.blame("rollout blocked", [one], why, cause="condition")
-            return replace(found, sites=(task.site,))
+            return sink.blame("rollout blocked", [one], why, cause="condition", sites=(task.site,))
     return None
 
 
@@ -374,8 +373,7 @@ def _both_poll(sink: Sink) -> Verdict | None:
         f"{by.says}. Its worker {sink.one.process.label} waits for work at {sink.act.place}. So what "
         f"is awaited was never given to a worker, or was lost."
     )
-    found = sink.blame("rollout blocked", [by], why, cause="sleep", confidence="medium")
-    return found.at(sink.act.site)
+    return sink.blame("rollout blocked", [by], why, cause="sleep", confidence="medium").at(sink.act.site)
 
 
 def _wait_for_each_other(one: Actor, other: Actor, sources: Mapping[str, str]) -> bool:
@@ -415,7 +413,7 @@ def _asks_as_told(sink: Sink) -> Verdict | None:
     if sink.act.kind != "sleep" or sink.act.task or helper is None or loop is None:
         return None
     given, nodes = {each.arg for each in helper.args.args}, list(ast.walk(loop))
-    used = given & {each.id for each in nodes if isinstance(each, ast.Name)}
+    used = given & source.names_in(loop)
     if len(frames) < 2 or frames[0].line != sink.act.line or not used:
         return None
     there = [a for a in sink.job if a.activity.site == sink.act.site and len(a.process.user_frames) > 1]
@@ -434,8 +432,7 @@ def _asks_as_told(sink: Sink) -> Verdict | None:
         why += f" {one.process.label[:1].upper()}{one.process.label[1:]} asks at {place}."
     why += (" They may wait for one another." if others else "") + sink.who_waits
     confidence = "high" if sink.blocked_ranks else "medium"
-    found = sink.blame("external wait", asking, why, cause="sleep", confidence=confidence)
-    return found.at(*sites)
+    return sink.blame("external wait", asking, why, cause="sleep", confidence=confidence).at(*sites)
 
 
 def _polling(sink: Sink) -> Verdict | None:
@@ -514,8 +511,7 @@ def _blocked(sink: Sink) -> Verdict | None:
     locking = sink.act.kind == "lock" or (sink.act.task and sink.act.op == "acquire")
     holders = lock_holders(sink.one, sink.act, sink.sources) if locking else {}
     why += "".join(f" {held}." for held in [*holders][:2]) or left_locked(sink)
-    found = sink.blame(pattern, sink.culprits, why, confidence=confidence, cause=sink.act.kind)
-    return found.at(*holders.values())
+    return sink.blame(pattern, sink.culprits, why, confidence=confidence, cause=sink.act.kind).at(*holders.values())
 
 
 def _condition(sink: Sink) -> str:
@@ -546,13 +542,11 @@ def _through_server(sink: Sink) -> Verdict | None:
     waiting = [a for a in sink.waiters if a.activity.kind in ("http", "network") and not a.moving]
     asking = [a for a in waiting if ports & set(a.process.peers)]
     places = {tuple((f.file, f.line) for f in a.process.user_frames) for a in asking}
-    others = [
-        a for a in sink.waiters if a not in asking and not done(a) and a.activity.kind not in ("process", "thread")
-    ]
+    others = [a for a in sink.waiters if a not in asking and a.activity.kind not in ("process", "thread")]
     handlers = [each for each in server.threads if each.kind == "condition" and _waits_as_asked(each, sink.sources)]
     working = [each for each in server.threads if each.of_user and each not in handlers and each.kind != "select"]
     working = [each for each in working if "serve_forever(" not in each.text]
-    if len(places) < 2 or len(handlers) < len(asking) or others or working or sink.blocked_ranks:
+    if len(places) < 2 or len(handlers) < len(asking) or not all(map(done, others)) or working or sink.blocked_ranks:
         return None
     why = (
         f"{', '.join(a.process.label for a in asking)} wait for one another through {server.process.label}: its "
@@ -565,16 +559,15 @@ def _through_server(sink: Sink) -> Verdict | None:
 def _waits_as_asked(one: Activity, sources: Mapping[str, str]) -> bool:
     """Return whether a handler waits without a limit for a condition that depends on its request."""
     text = sources.get(one.file, "")
-    calls = [
-        each for each in source.calls_at(text, one.line) if source.dotted(each.func).endswith((".wait", ".wait_for"))
-    ]
-    if any(each.keywords or len(each.args) > source.dotted(each.func).endswith("wait_for") for each in calls):
-        return False
+    calls = source.calls_at(text, one.line)
+    for call, name in ((each, source.dotted(each.func)) for each in calls):
+        if name.endswith((".wait", ".wait_for")) and (call.keywords or len(call.args) > name.endswith("wait_for")):
+            return False
     handler, loop = source.enclosing_function(text, one.line), source.loop_at(text, one.line)
     given = {each.arg for each in handler.args.args} - {"self"} if handler is not None else set[str]()
     tests = [loop.test] if isinstance(loop, ast.While) else []
-    tests += [each for call in source.calls_at(text, one.line) for each in call.args if isinstance(each, ast.Lambda)]
-    return any(node.id in given for test in tests for node in ast.walk(test) if isinstance(node, ast.Name))
+    tests += [each for call in calls for each in call.args if isinstance(each, ast.Lambda)]
+    return bool(given & source.names_in(*tests))
 
 
 def _parties(sink: Sink) -> str:

@@ -165,7 +165,7 @@ def deadlines(text: str, line: int) -> set[str]:
     calls = [call for call in ast.walk(loop.test) if isinstance(call, ast.Call)]
     if not any(source.CLOCK.search(source.dotted(call.func)) for call in calls):
         return set()
-    return {node.id for node in ast.walk(loop.test) if isinstance(node, ast.Name)}
+    return source.names_in(loop.test)
 
 
 def hidden(name: str, skipped: set[str]) -> bool:
@@ -182,12 +182,12 @@ def polling_counters(text: str, line: int) -> set[str]:
     if source.retries(loop):
         tested = set()
     elif isinstance(loop, ast.While) and (source.polls(loop, text) or not source.calls_of(loop)):
-        tested = {node.id for node in ast.walk(loop.test) if isinstance(node, ast.Name)}
+        tested = source.names_in(loop.test)
     else:
         return clocks
     changed = source.counted(loop)
     if isinstance(loop, ast.For):
-        changed |= {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
+        changed |= source.names_in(loop.target)
     return (changed - tested) | clocks
 
 
@@ -348,7 +348,7 @@ def _may_go_round(frame: Frame, text: str) -> bool:
         if isinstance(loop, ast.While):
             hidden_rounds = any(name != "len" and ".wait" not in name for name in source.calls_of(loop))
         else:
-            names = [node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)]
+            names = source.names_in(loop.target)
             hidden_rounds = any(frame.locals.get(name, "<cell").startswith("<cell") for name in names)
         if hidden_rounds:
             return True
@@ -574,9 +574,7 @@ def _passes_lines(process: Process, sources: Mapping[str, str]) -> bool:
 
 def _tests_new_text(process: Process, loop: source.Loop) -> bool:
     """Return whether a text that the test of a `while` reads has changed: then it does not just ask the same again."""
-    names = (
-        {node.id for node in ast.walk(loop.test) if isinstance(node, ast.Name)} if isinstance(loop, ast.While) else ()
-    )
+    names = source.names_in(loop.test) if isinstance(loop, ast.While) else set[str]()
     frames = [f for t in mains_of(process) for f in t.user_frames]
     return any(len({f.locals[n] for f in frames if re.match("['\"]", f.locals.get(n, ""))}) > 1 for n in names)
 

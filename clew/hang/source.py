@@ -129,6 +129,11 @@ def same_name(one: str, other: str) -> bool:
     return bool(short) and (long == short or long.endswith(f".{short}"))
 
 
+def names_in(*nodes: ast.AST | None) -> set[str]:
+    """Return the names of the variables that occur in some nodes; None counts as an empty node."""
+    return {each.id for node in nodes if node is not None for each in ast.walk(node) if isinstance(each, ast.Name)}
+
+
 def calls_at(text: str, line: int) -> list[ast.Call]:
     """Return the calls that begin at or cover a line, those that begin there first, short before long."""
     path = enclosing(text, line)
@@ -327,7 +332,7 @@ def loop_variables(text: str, line: int) -> frozenset[str]:
     """Return the variables of all `for` loops in the function around a line, or in the module if there is none."""
     around = enclosing_function(text, line) or parse(text)
     loops = (each for each in (ast.walk(around) if around else ()) if isinstance(each, (ast.For, ast.AsyncFor)))
-    return frozenset(name.id for each in loops for name in ast.walk(each.target) if isinstance(name, ast.Name))
+    return frozenset(names_in(*(each.target for each in loops)))
 
 
 def goes_on_for_ever(loop: ast.AST | None) -> bool:
@@ -359,7 +364,7 @@ def clocks(text: str, line: int) -> set[str]:
     for node in ast.walk(function) if function else ():
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             calls = {dotted(each.func) for each in ast.walk(node.value) if isinstance(each, ast.Call)} - NUMBERS
-            used = {each.id for each in ast.walk(node.value) if isinstance(each, ast.Name)}
+            used = names_in(node.value)
             if (calls or used & found) and all(map(CLOCK.search, calls)):
                 found.add(node.targets[0].id)
     return found

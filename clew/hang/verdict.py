@@ -151,21 +151,21 @@ def verdict_about(pattern: str, culprits: Sequence[Actor], why: str, others: Seq
     """Return a verdict that blames some processes, with what they and the others do as evidence.
 
     The call site is that of the culprits. If they have none, because they have ended, it is that of a waiting process.
-    `others` are processes whose state is evidence, too; `more` has further fields of the verdict.
+    `others` are processes whose state is evidence, too; `more` has other fields, or replaces these.
     """
     sites = {a.activity.site for a in culprits if a.activity.site and not a.activity.site.startswith("<")}
     if culprits and not sites:  # one that waits for a process to end is less telling than others
         waiting = [a.activity for a in others if a not in culprits and a.activity.site and not a.dead]
         sites = {each.site for each in sorted(waiting, key=lambda each: each.kind in ("process", "thread"))[:1]}
-    return Verdict(
+    verdict = Verdict(
         pattern=pattern,
         ranks=tuple(sorted({a.rank for a in culprits if a.rank is not None})),
         pids=tuple(sorted(a.pid for a in culprits)),
         sites=tuple(sorted(sites)),
         explanation=why[:1].upper() + why[1:],
         evidence=tuple(a.says for a in [*culprits, *(o for o in others if o not in culprits)])[:12],
-        **more,
     )
+    return replace(verdict, **more)
 
 
 def sentences(actors: Sequence[Actor]) -> str:

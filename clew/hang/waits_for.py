@@ -52,11 +52,8 @@ def collective_edges(ranks: Sequence[Actor]) -> Edges:
 
 def _present(one: Activity, ranks: Sequence[Actor]) -> set[int]:
     """Return the pids of the ranks that are in the same operation of the same group."""
-    return {
-        a.pid
-        for a in ranks
-        if a.activity.kind == one.kind and key_of(a.activity) == key_of(one) and a.activity.op == one.op
-    }
+    same = [a for a in ranks if (a.activity.kind, a.activity.op) == (one.kind, one.op)]
+    return {a.pid for a in same if key_of(a.activity) == key_of(one)}
 
 
 def _members(one: Activity, ranks: Sequence[Actor]) -> set[int]:
