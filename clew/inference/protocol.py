@@ -143,6 +143,17 @@ class GenerateRequest:
     sampling_mask: bool = False
     """True asks for `Completion.sampling_mask` if `params` cut the distribution, with logprobs relative to it."""
 
+    def continued(self, output_ids: list[int]) -> GenerateRequest:
+        """Return the request for the rest of a completion that begins with `output_ids`."""
+        params, done = self.params, len(output_ids)
+        left = replace(
+            params,
+            max_new_tokens=params.max_new_tokens - done,
+            min_new_tokens=max(0, params.min_new_tokens - done),
+            continues=params.continues + done,
+        )
+        return replace(self, input_ids=self.input_ids + output_ids, params=left)
+
 
 class Span(TypedDict):
     """Tokens from `start` to `end` (excluded) that one server sampled."""
@@ -201,6 +212,19 @@ class Completion:
             sampling_mask=masks,
             sampled_by=self.sampled_by + shift_spans(more.sampled_by, done),
             routed_experts=experts,
+        )
+
+    def without_last(self) -> Completion:
+        """Return this completion without its last token, to be followed by others."""
+        count = len(self.output_ids) - 1
+        spans = [Span(**{**span, "end": min(span["end"], count)}) for span in self.sampled_by if span["start"] < count]
+        return replace(
+            self,
+            output_ids=self.output_ids[:-1],
+            logprobs=self.logprobs[:-1],
+            versions=self.versions[:-1],
+            sampling_mask=self.sampling_mask and self.sampling_mask[:-1],
+            sampled_by=spans,
         )
 
 

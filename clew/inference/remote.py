@@ -37,6 +37,7 @@ from clew.record.files import write_json
 from clew.record.run import RunDirectory
 from clew.record.weight_broadcast import Broadcast
 from clew.record.weights import WeightRef
+from clew.seeds import derive_seed
 from clew.waits import Reporter, waiting
 
 log = logging.getLogger("clew.inference")
@@ -162,7 +163,7 @@ class RemoteEngine:
         asked = replace(request, params=replace(request.params, stop_token_ids=ends))
         try:
             await self._refuse_another()
-            completion = await self._backend.generate(asked)
+            completion = await self._drawn(asked)
         except EngineUnreachable as error:  # the connections to a server that is given up are closed
             self._was_away = True
             if self.failure is None:
@@ -174,6 +175,32 @@ class RemoteEngine:
         self.core.generated_tokens += len(completion.output_ids)
         completion = replace(completion, versions=[version] * len(completion.output_ids))
         return self._unless_over(request, completion) if completion.finish_reason == "abort" else completion
+
+    async def _drawn(self, request: GenerateRequest) -> Completion:
+        """Return the server's completion, without the token that stands for images: another is drawn in its place.
+
+        No image would belong to it, and the trainer would end. A ban would change the other tokens' logprobs. At
+        temperature 0 the same token would be drawn each time, so it is left there.
+        """
+        vision, params, tell = self.core.vision, request.params, request.on_token
+        if vision is None or params.temperature == 0:
+            return await self._backend.generate(request)
+        image = vision.image_id
+        ends = replace(params, stop_token_ids=(*(params.stop_token_ids or ()), image))
+        asked = replace(
+            request,
+            params=ends,
+            on_token=tell and (lambda token, logprob: None if token == image else tell(token, logprob)),
+        )
+        so_far = Completion(output_ids=[], logprobs=[], versions=[], finish_reason="abort")
+        while True:
+            part = await self._backend.generate(asked)
+            if part.output_ids[-1:] != [image]:
+                return so_far.followed_by(part)
+            part = part.without_last()
+            so_far = so_far.followed_by(part)
+            asked = asked.continued(part.output_ids)
+            asked = replace(asked, params=replace(asked.params, seed=derive_seed(asked.params.seed, "image")))
 
     def _refuse_other_label(self, completion: Completion, label: str | None) -> None:
         """Set `failure` if the server says that other weights made the tokens than those that it was given.

@@ -56,20 +56,12 @@ async def generate_through_aborts(engine: Engine, request: GenerateRequest, *, r
     faults = empty = 0
     version: int | None = None
     while True:
-        rest = request
-        if done := len(so_far.output_ids):
-            left = replace(
-                params,
-                max_new_tokens=params.max_new_tokens - done,
-                min_new_tokens=max(0, params.min_new_tokens - done),
-                continues=params.continues + done,
-            )
-            rest = replace(request, input_ids=request.input_ids + so_far.output_ids, params=left)
+        rest = request.continued(so_far.output_ids)
         try:
             with waiting(f"completion {request.id}".strip(), unblocks="the inference engine"):
                 part = await engine.generate(rest)
         except RequestTooLong:
-            if not done:
+            if not so_far.output_ids:
                 raise
             return replace(so_far, finish_reason="length")  # what it has generated fills the context
         except EngineUnreachable as error:

@@ -46,7 +46,7 @@ from clew.record.weights import DIGESTS_KEY, WeightRef
 from clew.waits import current_waits
 from tests.inference.test_faulty_servers import serving
 from tests.inference.test_sglang_client import broadcast
-from tests.models import tiny_model, tiny_tokenizer
+from tests.models import seeing_model, tiny_model, tiny_tokenizer
 
 
 def config(**inference: Any) -> Config:
@@ -618,6 +618,37 @@ def served_model(folder: Path) -> tuple[Config, dict[str, list[Any]]]:
     tiny_model(folder / "model")
     held = {name: [digest, 1, 1, []] for name, digest in hex_digests(load_file(folder / "model.safetensors")).items()}
     return config().model_copy(update={"model": Model(path=str(folder / "model"))}), held
+
+
+def test_a_token_that_stands_for_images_is_drawn_again(tmp_path: Path) -> None:
+    """No image belongs to it: the trainer ended, as the row had more such tokens than its images need."""
+    seeing_model(tmp_path / "model")
+    named = config().model_copy(update={"model": Model(path=str(tmp_path / "model"))})
+    core = RemoteCore(named)
+    assert core.vision is not None
+    image = core.vision.image_id
+    asked: list[dict[str, Any]] = []
+    drawn, reasons = iter([[7, image], [image], [8, 9]]), iter(["stop", "stop", "length"])
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append(await request.json())
+        ids = next(drawn)
+        choice = {"token_ids": ids, "logprobs": {"token_logprobs": [-1.0 * token for token in ids]}}
+        return web.json_response({"choices": [{**choice, "finish_reason": next(reasons)}]})
+
+    async def scenario(address: str) -> Completion:
+        engine = RemoteEngine(named, core, VLLMEngine.client(named, address, core.vision))
+        try:
+            return await engine.generate(GenerateRequest([5], SamplingParams(max_new_tokens=3)))
+        finally:
+            await engine.close()
+
+    with serving(answer) as address:
+        completion = asyncio.run(scenario(address))
+    assert (completion.output_ids, completion.logprobs) == ([7, 8, 9], [-7.0, -8.0, -9.0])
+    assert (completion.versions, completion.finish_reason) == ([0, 0, 0], "length")
+    assert [(body["prompt"], body["max_tokens"]) for body in asked] == [([5], 3), ([5, 7], 2), ([5, 7], 2)]
+    assert len({body["seed"] for body in asked}) == 3 and all(image in body["stop_token_ids"] for body in asked)
 
 
 def test_a_server_that_names_other_weights_than_it_was_given_serves_nothing_until_it_is_started_again(
