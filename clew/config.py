@@ -500,7 +500,7 @@ def server_addresses() -> list[str]:
     addresses = [address.strip() for address in os.environ.get(name, "").split(",") if address.strip()]
     for address in addresses:
         host, _, port = address.rpartition(":")
-        if not host or "/" in host or not port.isdigit():
+        if not host or "/" in host or not port.isdecimal() or int(port) > 65535:
             raise ConfigError(f"{name} holds {address!r}, expected host:port, such as 127.0.0.1:20082.")
     servers = [f"127.0.0.1:{a.removeprefix('localhost:')}" if a.startswith("localhost:") else a for a in addresses]
     if twice := [address for address, server in zip(addresses, servers, strict=True) if servers.count(server) > 1]:

@@ -78,6 +78,9 @@ def test_servers_that_run_already_are_attached_to(
     monkeypatch.setenv(variable, "http://node1:7000/v1")
     with pytest.raises(ConfigError, match=rf"{variable} holds 'http://node1:7000/v1', expected host:port"):
         started(tmp_path, "d1", backend="sglang")
+    monkeypatch.setenv(variable, "127.0.0.1:99999")  # the client ended with a traceback
+    with pytest.raises(ConfigError, match=rf"{variable} holds '127\.0\.0\.1:99999', expected host:port"):
+        started(tmp_path, "d1", backend="sglang")
     monkeypatch.setenv(variable, "localhost:7000,127.0.0.1:7000")
     with pytest.raises(ConfigError, match=rf"{variable} holds one server twice: "):
         started(tmp_path, "d1", backend="sglang")
