@@ -507,7 +507,7 @@ def _native(base: Activity, place: Place) -> Activity:
 
 
 def _without_frame(base: Activity, name: str, call: ast.Call, place: Place) -> Activity | None:
-    """Return the wait that a call is by its name, if it has no Python frame of its own; None if it is none of these."""
+    """Return the wait that a call is by its name, if it has no Python frame of its own; None for other calls."""
     owner, _, method = name.rpartition(".")
     sleeps, text = not place.thread.active, place.text
     match method:

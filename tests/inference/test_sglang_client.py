@@ -291,7 +291,7 @@ def test_broadcast_weights_are_received_in_a_session_that_is_ended() -> None:
 
 
 def test_sglang_is_not_sent_to_a_meeting_that_was_called_off() -> None:
-    """It would try to connect for half an hour."""
+    """SGLang would try to connect for half an hour."""
 
     async def body(engine: SGLangEngine) -> None:
         with socket.create_server(("127.0.0.1", 0)) as closed:
