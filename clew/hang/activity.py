@@ -262,9 +262,8 @@ def activity_of(process: Process, thread: Thread, sources: Mapping[str, str], wo
     )
     if thread.task:
         return _coroutine(base, thread, user, text)
-    place = Place(
-        process=process, thread=thread, user=user, sources=sources, names=names_for(process, frames, text, world)
-    )
+    names = names_for(process, frames, text, world)
+    place = Place(process=process, thread=thread, user=user, sources=sources, names=names)
     # DDP, for example, imports modules on first use: its frames are on the stack then, but no collective has begun.
     if importing(thread):
         return _native(base, place)

@@ -634,10 +634,8 @@ def _left_a_loop(ranks: Sequence[Actor], sources: Mapping[str, str]) -> tuple[li
         past = [a for a, f in zip(ranks, level, strict=True) if f.line > end and source.follows(text, end, f.line)]
         within = [a for a, loop in zip(ranks, loops, strict=True) if around is not None and loop is around]
         if around is not None and past and within and len(past) + len(within) == len(ranks):
-            place = f"{PurePath(level[0].file).name}:{around.lineno}"
-            told = (
-                f"{subject(past, 'has', 'have')} left the loop at {place}. {subject(within, 'is', 'are')} still in it."
-            )
+            left = f"{subject(past, 'has', 'have')} left the loop at {PurePath(level[0].file).name}:{around.lineno}."
+            told = f"{left} {subject(within, 'is', 'are')} still in it."
             return (past if len(past) <= len(within) else within), told
         if len({(frame.function, frame.line) for frame in level}) > 1:
             return None

@@ -186,9 +186,7 @@ def watch(
         while True:
             began = time.monotonic()
             looks = pool.map(lambda process: look_at(process.pid, program), processes)
-            processes = [
-                replace(process, looks=(*process.looks, look)) for process, look in zip(processes, looks, strict=True)
-            ]
+            processes = [replace(p, looks=(*p.looks, look)) for p, look in zip(processes, looks, strict=True)]
             processes = _with_programs(processes, pids, program)
             if until(processes, time.monotonic() - first):
                 break

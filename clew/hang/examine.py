@@ -89,14 +89,10 @@ def examine(pids: Sequence[int], named: dict[int, Process] | None = None, *, onc
         for each in seen.processes
     )
     seen_pids = {process.pid for process in processes}
-    gone = tuple(
-        replace(
-            each, exit="(its status file does not say that it ended)" if each.doing != "failed" else "with an error"
-        )
-        for pid, each in by_pid.items()
-        if pid not in seen_pids
-    )
-    seen = replace(seen, processes=processes + gone)
+    gone = [each for pid, each in by_pid.items() if pid not in seen_pids]
+    says = {"failed": "with an error"}
+    ended = (replace(p, exit=says.get(p.doing, "(its status file does not say that it ended)")) for p in gone)
+    seen = replace(seen, processes=(*processes, *ended))
     if not once and just_stopped(seen):
         just = "nothing moved in the last three looks: if the job has just begun to hang, ask again in a few seconds"
         seen = replace(seen, notes=(*seen.notes, just))

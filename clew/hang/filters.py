@@ -267,13 +267,9 @@ def _guarded_puts(loop: ast.While) -> Iterator[tuple[ast.expr, ast.Call, set[str
     """
     assigned = [(each, node.value) for node in ast.walk(loop) if isinstance(node, ast.Assign) for each in node.targets]
     built = {n for each, value in assigned for n in names_in(each) & names_in(value)} | counted(loop) | filled(loop)
-    for place, node in enumerate(loop.body):
+    for place, node in ((n, each) for n, each in enumerate(loop.body) if isinstance(each, ast.If)):
         # A test of a size, or one whose branch pauses, waits for a full batch or for new input.
-        if (
-            not isinstance(node, ast.If)
-            or NO_FILTER.search(ast.unparse(node.test))
-            or "sleep" in " ".join(calls_of(node))
-        ):
+        if NO_FILTER.search(ast.unparse(node.test)) or "sleep" in " ".join(calls_of(node)):
             continue
         skips = isinstance(node.body[-1], ast.Continue)
         for each in (n for part in (loop.body[place + 1 :] if skips else node.body) for n in ast.walk(part)):

@@ -43,9 +43,8 @@ def as_html(report: Report) -> str:
         _list("Evidence", verdict.evidence),
     ]
     for site, lines in report.source() if verdict.exit_code else ():
-        body = "\n".join(
-            f"<span class='{'at' if one else ''}'>{number:5} {in_html(text)}</span>" for number, text, one in lines
-        )
+        rows = (f"<span class='{'at' if one else ''}'>{n:5} {in_html(text)}</span>" for n, text, one in lines)
+        body = "\n".join(rows)
         parts.append(f"<h2>{in_html(site)}</h2><pre>{body}</pre>")
     if verdict.exit_code and verdict.runner_up:
         parts.append(f"<h2>What it is not</h2><p>{in_html(verdict.runner_up)}</p>")
@@ -55,24 +54,13 @@ def as_html(report: Report) -> str:
     parts.append("<h2>Stacks</h2>")
     for stack, pairs in report.classes.items():
         count = sum(last - first + 1 for first, last in pairs)
-        frames = in_html("\n".join(reversed(stack)))
-        inner = in_html(stack[-1]) if stack else "no Python frame"
-        parts.append(
-            f"<details><summary>{count} x {in_html(ranges_text(pairs))}: {inner}</summary><pre>{frames}</pre></details>"
-        )
+        inner = stack[-1] if stack else "no Python frame"
+        parts.append(_details(f"{count} x {ranges_text(pairs)}: {inner}", "\n".join(reversed(stack))))
     if tasks := report.tasks():
         parts.append("<h2>Tasks of asyncio</h2>")
-        parts += [
-            f"<details><summary>{in_html(label)}: {in_html(task.partition(chr(10))[0])}</summary>"
-            f"<pre>{in_html(task)}</pre></details>"
-            for label, task in tasks
-        ]
-    parts += [
-        f"<details><summary>{in_html(each.label)}: native frames</summary>"
-        f"<pre>{in_html(chr(10).join(each.native))}</pre></details>"
-        for each in report.seen.processes
-        if each.native
-    ]
+        parts += [_details(f"{label}: {task.partition(chr(10))[0]}", task) for label, task in tasks]
+    native = [each for each in report.seen.processes if each.native]
+    parts += [_details(f"{each.label}: native frames", "\n".join(each.native)) for each in native]
     parts.append(_list("GPUs and NCCL", report.seen.machine))
     parts.append("<h2>Processes</h2>")
     head = ("process", "host", "role", "does", "at")
@@ -83,6 +71,10 @@ def as_html(report: Report) -> str:
     ]  # fmt: skip
     parts.append(_table(rows, head))
     return "\n".join(part for part in parts if part) + "\n"
+
+
+def _details(summary: str, text: str) -> str:
+    return f"<details><summary>{in_html(summary)}</summary><pre>{in_html(text)}</pre></details>"
 
 
 def _list(title: str, entries: Iterable[str]) -> str:

@@ -31,12 +31,11 @@ def inside(pid: int, threads: tuple[Thread, ...] = ()) -> Inside:
     try:
         with Memory(pid) as memory:
             modules = memory.modules()
+            started = {child[0]: child for child in [*children(memory), *_programs(memory, threads)]}
             return Inside(
                 groups=groups(memory) if C10D in modules else (),
                 ended_threads=tuple(ended_threads(memory)),
-                children=tuple(
-                    {child[0]: child for child in [*children(memory), *_programs(memory, threads)]}.values()
-                ),
+                children=tuple(started.values()),
             )
     except (Unreadable, OSError, KeyError, ValueError):
         return Inside()
@@ -268,10 +267,7 @@ def with_numbers(pid: int, threads: tuple[Thread, ...]) -> tuple[Thread, ...]:
     """
     try:
         with Memory(pid) as memory:
-            return tuple(
-                replace(thread, frames=tuple(_with_numbers(memory, frame) for frame in thread.frames))
-                for thread in threads
-            )
+            return tuple(replace(t, frames=tuple(_with_numbers(memory, f) for f in t.frames)) for t in threads)
     except (Unreadable, OSError):
         return threads
 

@@ -188,9 +188,8 @@ def _retrying(sink: Sink) -> Verdict | None:
     clients = [a for a in pausing if _failing(sink, a) or _polls(sink, a)]
     if not clients or (clients[0] is not sink.one and not sink.one.process.listens):
         return None
-    said = {
-        f"{a.process.label} answers {a.process.answers['health']}." for a in sink.job if "health" in a.process.answers
-    }
+    asked = [a.process for a in sink.job if "health" in a.process.answers]
+    said = {f"{process.label} answers {process.answers['health']}." for process in asked}
     label, site, looks = clients[0].process.label, clients[0].activity.site, clients[0].process.looks
     why = f"{label} asks again and again, and each attempt fails: it is at {site}."
     if clients[0].activity.kind == "sleep" and looks[-1].switches == looks[0].switches:
@@ -378,9 +377,8 @@ def _both_poll(sink: Sink) -> Verdict | None:
 
 def _wait_for_each_other(one: Actor, other: Actor, sources: Mapping[str, str]) -> bool:
     """Return whether each of two processes sleeps until something holds that the function of the other one sets."""
-    return all(
-        _asked_at(a.activity, sources) & _set_around(b.activity, sources) for a, b in ((one, other), (other, one))
-    )
+    both = ((one.activity, other.activity), (other.activity, one.activity))
+    return all(_asked_at(asks, sources) & _set_around(sets, sources) for asks, sets in both)
 
 
 def _asked_at(one: Activity, sources: Mapping[str, str]) -> set[str]:

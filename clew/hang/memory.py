@@ -116,9 +116,8 @@ class Memory:
             raise Unreadable("no string")
         if not self.bytes_at(address + 32, 1)[0] & 0x40:
             return "<text>"
-        return self.bytes_at(address + self.layout["text"], min(self.count(address + 16), 1000)).decode(
-            "ascii", "replace"
-        )
+        length = min(self.count(address + 16), 1000)
+        return self.bytes_at(address + self.layout["text"], length).decode("ascii", "replace")
 
     def integer(self, address: int) -> int:
         """Return an int of up to 60 bits."""

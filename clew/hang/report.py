@@ -42,9 +42,7 @@ class Report:
         note = f"{who} were not seen{where}"
         if verdict.pattern == "same collective everywhere":
             why = f"All ranks that were seen wait in the same collective, and {note}: the cause may be there."
-            return replace(
-                verdict, pattern="undetermined", explanation=why, confidence="low", notes=(*verdict.notes, note)
-            )
+            verdict = replace(verdict, pattern="undetermined", explanation=why, confidence="low")
         lower = {"high": "medium"}.get(verdict.confidence, verdict.confidence)
         return replace(verdict, confidence=lower, notes=(*verdict.notes, note))
 
@@ -145,10 +143,8 @@ class Report:
             lines += ["", "Stacks (all of them with --stacks):"]
             for stack, pairs in list(self.classes.items())[:12]:
                 lines.append(f"  {ranges_text(pairs)}: {stack[-1] if stack else 'no Python frame'}")
-        lines += [
-            "",
-            f"{self.count} {'process' if self.count == 1 else 'processes'}, watched for {self.seen.seconds:.1f} s",
-        ]
+        noun = "process" if self.count == 1 else "processes"
+        lines += ["", f"{self.count} {noun}, watched for {self.seen.seconds:.1f} s"]
         return "\n".join(lines)
 
     def stacks_in_text(self) -> str:

@@ -166,9 +166,8 @@ def _by_order(found: list[tuple[Process, str]]) -> list[tuple[Process, str]]:
     parents = {p.parent for p, role in found if role == "rank"}
     kin = [p for p, role in found if role == "other" and p.parent in parents and p.pid not in parents]
     beside = [p for p in kin if p.threads or p.last.state in "ZX"]
-    worlds = {len(group.members) for p, _ in found if (group := world_group(p))} | {
-        p.world for p, _ in found if p.world
-    }
+    worlds = {p.world for p, _ in found if p.world}
+    worlds |= {len(group.members) for p, _ in found if (group := world_group(p))}
     # Only if they and the known ranks make up the world, and the known ranks are in the order of their pids, too.
     order = sorted([*ranks_by_pid, *(p.pid for p in beside)])
     if not beside or worlds != {len(order)} or any(ranks_by_pid.get(pid, n) != n for n, pid in enumerate(order)):
@@ -196,13 +195,11 @@ def actors_of(snapshot: Snapshot) -> list[Actor]:
     for process, role in with_ranks(snapshot.processes, snapshot.sources):
         process = without_torn(process)
         every = activities(process, snapshot.sources, world)
-        activity = effective(_without_idle_readers(every, process, snapshot), snapshot.sources)
-        work = awaited_work(process, activity, snapshot.processes, snapshot.sources)
+        act = effective(_without_idle_readers(every, process, snapshot), snapshot.sources)
+        work = awaited_work(process, act, snapshot.processes, snapshot.sources)
         moving = moves(process, snapshot.sources) or bool(work)
-        moving = moving or (bool(every) and moves_inside(process, every[0], activity, snapshot.sources))
-        found.append(
-            Actor(process=process, activity=activity, threads=tuple(every), moving=moving, role=role, work=work)
-        )
+        moving = moving or (bool(every) and moves_inside(process, every[0], act, snapshot.sources))
+        found.append(Actor(process=process, activity=act, threads=tuple(every), moving=moving, role=role, work=work))
     return [_without_shared_thread(actor, found, snapshot.sources) for actor in found]
 
 

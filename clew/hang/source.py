@@ -147,9 +147,8 @@ def calls_at(text: str, line: int) -> list[ast.Call]:
         roots = [node]
         if hasattr(node, "body"):
             roots = [each for each in ast.iter_child_nodes(node) if not isinstance(each, (ast.stmt, ast.ExceptHandler))]
-        calls += [
-            call for root in roots for call in ast.walk(root) if isinstance(call, ast.Call) and _covers(call, line)
-        ]
+        inner = (each for root in roots for each in ast.walk(root))
+        calls += [each for each in inner if isinstance(each, ast.Call) and _covers(each, line)]
     return sorted(calls, key=lambda call: (call.lineno != line, (call.end_lineno or 0) - call.lineno))
 
 
@@ -557,10 +556,8 @@ def unflushed(text: str, line: int, written: re.Pattern[str]) -> int:
         nodes = [node for each in (around, *called) if each for node in ast.walk(each)]
         calls = [node for node in nodes if isinstance(node, ast.Call)]
         writes = [n.lineno for n in calls if written.search(dotted(n.func)) and keyword(n, "file") is None]
-        if any(
-            FLUSHES.search(dotted(each.func)) or getattr(keyword(each, "flush"), "value", None) is True
-            for each in calls
-        ):
+        flushes = [getattr(keyword(each, "flush"), "value", None) is True for each in calls]
+        if any(flushes) or any(FLUSHES.search(dotted(each.func)) for each in calls):
             return 0
         if writes:
             return max((n for n in writes if n <= line), default=min(writes))
