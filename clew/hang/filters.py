@@ -5,13 +5,24 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import PurePath
 
 from clew.hang.activity import DISTRIBUTED, Activity
 from clew.hang.observed import Frame, Process, Snapshot
-from clew.hang.progress import accepts, counters_in, mains_of, moved_counters, never_woken, seen, wakeups, woken_in_vain
+from clew.hang.progress import (
+    STEADY_LOOKS,
+    accepts,
+    counters_in,
+    mains_of,
+    moved_counters,
+    never_woken,
+    seen,
+    wakeups,
+    woken_in_vain,
+)
 from clew.hang.sink import Sink
 from clew.hang.source import (
     Loop,
@@ -100,6 +111,20 @@ def never_filled(sink: Sink) -> Verdict | None:
     return None
 
 
+def takes_in_vain(sink: Sink) -> Verdict | None:
+    """Find a main thread that takes item after item from a queue, and whose loop keeps none of them."""
+    for by in (
+        a for a in sink.job if not a.moving and not a.dead and a.threads and _keeps_no_item(a.process, sink.sources)
+    ):
+        get = by.threads[0]
+        why = (
+            f"{by.process.label} rejects everything: it took item after item from a queue at {get.place} and was "
+            f"woken up {wakeups(by.process):,} times meanwhile, and its loop kept nothing, so its batch never fills."
+        )
+        return sink.blame("rollout blocked", [by], why, cause="refusing", confidence="medium", sites=(get.site,))
+    return None
+
+
 def never_holds(sink: Sink) -> Verdict | None:
     """Find a main thread that is woken up again and again for a condition that never holds."""
     for one in (a for a in [*sink.culprits, *sink.waiters] if a.threads and not a.moving):
@@ -112,6 +137,38 @@ def never_holds(sink: Sink) -> Verdict | None:
             )
             return sink.blame("rollout blocked", [one], why, cause="condition", confidence="medium", sites=(wait.site,))
     return None
+
+
+def _keeps_no_item(process: Process, sources: Mapping[str, str]) -> bool:
+    """Return whether the main thread's loop takes items from a queue, and the list that it fills does not grow.
+
+    A `get` with a limit computes its deadline anew. A later deadline, before the last one has passed, means that the
+    `get` before it returned an item.
+    """
+    main = process.user_frames[:1]
+    loop = loop_at(sources.get(main[0].file, ""), main[0].line) if main else None
+    if not isinstance(loop, ast.While) or wakeups(process) < BARREN:
+        return False
+    if {each.kind for each in seen(process, sources)} != {"queue"}:
+        return False
+    lists = [f"len({name})" for name in filled(loop) if f"len({name})" in ast.unparse(loop.test)]
+    every = [frame.locals for thread in mains_of(process) for frame in thread.user_frames[:1]]
+    if not lists or any(len({each.get(name) for each in every}) > 1 for name in lists):
+        return False
+    limits = [
+        (_number(frame.locals.get("deadline", frame.locals.get("endtime"))), _number(frame.locals.get("timeout")))
+        for thread in mains_of(process)
+        for frame in [each for each in thread.frames if {"deadline", "endtime"} & {*each.locals}][:1]
+    ]
+    taken = (0 < after - before < limit for (before, limit), (after, _) in pairwise(limits) if before and after)
+    return sum(taken) >= STEADY_LOOKS
+
+
+def _number(text: str | None) -> float:
+    """Return the number in a text; 0 if there is none."""
+    with suppress(ValueError):
+        return float(text or "")
+    return 0.0
 
 
 def _rejecting(process: Process, sources: Mapping[str, str]) -> str:

@@ -14,7 +14,7 @@ from clew.hang.activity import DISTRIBUTED, Activity, line_of
 from clew.hang.between_ranks import with_callers
 from clew.hang.collective_calls import behind, different_counts, first_different_call
 from clew.hang.ended import dead, done, joined_too_early, lost_task, outlived, pipe_kept_open
-from clew.hang.filters import never_filled, never_holds, rejecting, rounds_without_put, starved
+from clew.hang.filters import never_filled, never_holds, rejecting, rounds_without_put, starved, takes_in_vain
 from clew.hang.locks import left_locked, lock_holders, locked_by, locked_crosswise, locked_outside
 from clew.hang.progress import busy, cpu_share, fails_in_loop, mains_of, moved_counters, own_code_only, pace, places
 from clew.hang.roles import WAITS_INSIDE
@@ -593,9 +593,9 @@ def _beside(sink: Sink) -> str:
 
 
 RULES: tuple[Callable[[Sink], Verdict | None], ...] = (
-    _paused, _blocked_loop, _not_woken, rejecting, starved, never_filled, outlived, locked_outside, pipe_kept_open,
-    joined_too_early, _joins_its_producer, dead, _own_waits, never_holds, _slow, locked_crosswise, locked_by,
-    _cleaned_up, _store, _unexplained, _loader, _silent_server, _outside, _retrying, device, _unscheduled,
+    _paused, _blocked_loop, _not_woken, rejecting, starved, never_filled, takes_in_vain, outlived, locked_outside,
+    pipe_kept_open, joined_too_early, _joins_its_producer, dead, _own_waits, never_holds, _slow, locked_crosswise,
+    locked_by, _cleaned_up, _store, _unexplained, _loader, _silent_server, _outside, _retrying, device, _unscheduled,
     _computing, _both_poll, _threads_poll, _asks_as_told, _polling, _one_at_a_time, _through_server, lost_task,
     _unflushed, _blocked,
 )  # fmt: skip

@@ -435,11 +435,12 @@ def _without_nested(around: ast.AST) -> Iterator[ast.AST]:
 @lru_cache(maxsize=4096)
 def calls_of(loop: ast.AST) -> tuple[str, ...]:
     """Return the names of the calls in a loop. One that waits without a limit gets (), so that POLLS does not match."""
-    calls = [call for call in ast.walk(loop) if isinstance(call, ast.Call)]
+    calls = [(dotted(node.func), node) for node in ast.walk(loop) if isinstance(node, ast.Call)]
     return tuple(
-        dotted(call.func)
-        + ("()" if UNLIMITED.search(dotted(call.func)) and not call.args and not call.keywords else "")
-        for call in calls
+        "get"  # a TCPStore's counter is read so
+        if name.endswith(".add") and [ast.unparse(each) for each in call.args[1:]] == ["0"]
+        else name + ("()" if UNLIMITED.search(name) and not call.args and not call.keywords else "")
+        for name, call in calls
     )
 
 
@@ -469,7 +470,10 @@ def polls(loop: ast.AST, text: str, depth: int = 2, also: re.Pattern[str] | None
         if POLLS.search(name) or (also is not None and also.search(name)):
             continue
         function = function_named(text, name.rpartition(".")[2])
-        if function is None or not depth or not polls(function, text, depth - 1, also):
+        if function is None or not depth:
+            return False
+        only_returns = all(isinstance(each, (ast.Return, ast.Expr)) for each in function.body)
+        if not (only_returns and not calls_of(function)) and not polls(function, text, depth - 1, also):
             return False
     return True
 

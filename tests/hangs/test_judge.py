@@ -2303,3 +2303,44 @@ def test_a_task_that_could_go_on_while_its_loop_sleeps_is_named(woken: bool, wak
     verdict = watched(text, *([main_in(*LOOP), works, task] for _ in range(6)), kernel="do_epoll_wait", wakes=wakes)
     assert verdict.sites == (f"train.py:{line}",)
     assert ("call_soon_threadsafe" in verdict.explanation) == (line == 6)
+
+
+@pytest.mark.parametrize(
+    "apart, wakes, kept, rejects",
+    [
+        (0.5, 40, "3", True),
+        (5.0, 40, "3", False),  # each `get` may have reached its limit
+        (0.5, 4, "3", False),  # too few items to say so
+        (0.5, 40, "", False),
+    ],
+)
+def test_a_loop_that_takes_items_from_a_queue_and_keeps_none_rejects_everything(
+    apart: float, wakes: int, kept: str, rejects: bool
+) -> None:
+    text = (
+        "while len(batch) < 16:\n    item = inbox.get(timeout=5)\n    if stale(item):\n        continue\n"
+        "    batch.append(item)\n"
+    )
+    looks = []
+    for n in range(9):
+        get = within("Queue.get", "multiprocessing/queues.py", deadline=str(90.25 + apart * n), timeout="5.0")
+        looks.append([main_in(get, at(2, "collect", **{"len(batch)": kept or str(n)}))])
+    verdict = watched(text, *looks, kernel="poll_schedule_timeout", wakes=wakes)
+    assert verdict.pattern == ("rollout blocked" if kept else "healthy")
+    assert ("rejects everything" in verdict.explanation) == rejects
+
+
+@pytest.mark.parametrize("amount, pattern", [("0", "missing rank"), ("1", "healthy")])
+def test_a_rank_that_reads_a_counter_of_the_store_by_adding_nothing_polls(amount: str, pattern: str) -> None:
+    text = (
+        f"def key(step):\n    return f'read/{{step}}'\nwhile store.add(key(step), {amount}) < 2:\n    time.sleep(0.05)\n"
+        "store.wait(['weights'])\n"
+    )
+    looks = []
+    for n in range(6):
+        looks.append(Look(at=0.5 * n, switches=7 + 9 * n, threads=(main_in(at(3 if n == 3 else 4, "publish")),)))
+    polls = replace(rank(0, 3), looks=tuple(looks))
+    waits = replace(rank(1, 5), looks=tuple(replace(x, threads=(main_in(at(5)),)) for x in STILL))
+    waits = replace(waits, looks=tuple(replace(x, threads=(replace(x.threads[0], os_id=101),)) for x in waits.looks))
+    verdict = judge(Snapshot(processes=(polls, waits), seconds=3.0, sources={"train.py": text}))
+    assert verdict.pattern == pattern
