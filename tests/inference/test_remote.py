@@ -979,7 +979,7 @@ def test_an_embedded_engine_that_missed_a_broadcast_asks_for_it(
     async def scenario() -> None:
         assert engine.holds(ref)
         with pytest.raises(EngineError, match="version 1 was not received"):
-            await engine.receive_weights(broadcast(1))
+            await engine.receive_weights(replace(broadcast(1), port=1))  # where nobody listens
         assert not engine.holds(ref), "it would serve version 0 until the trainer publishes again"
         await engine.load_weights(ref)
         assert engine.holds(ref)
