@@ -106,6 +106,8 @@ def _next(verdict: Verdict, actors: Sequence[Actor]) -> str:
         case "rollout blocked" if verdict.cause == "paused":
             return "Resume the engine. The log of its client says why the client has not resumed it."
         case "dead":
+            if any(a.pid in verdict.pids and "signal 9" in a.process.exit for a in actors):
+                return "Look whether the kernel killed it for lack of memory: dmesg -T | grep -i killed"
             return "Read the end of its log: it says why it ended."
         case "external wait" | "rollout blocked" if other_side := _look_at_other_side(first, verdict.cause, actors):
             return other_side

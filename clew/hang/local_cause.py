@@ -370,7 +370,7 @@ def _both_poll(sink: Sink) -> Verdict | None:
         return sink.blame("rollout blocked", circle, why, cause="sleep", confidence="medium")
     why = (
         f"{by.says}. Its worker {sink.one.process.label} waits for work at {sink.act.place}. So what "
-        f"is awaited was never given to a worker, or was lost."
+        f"is awaited was never given to a worker, or was lost; or each of the two waits for the other."
     )
     return sink.blame("rollout blocked", [by], why, cause="sleep", confidence="medium").at(sink.act.site)
 
