@@ -2335,8 +2335,8 @@ def test_a_loop_that_takes_items_from_a_queue_and_keeps_none_rejects_everything(
 @pytest.mark.parametrize("amount, pattern", [("0", "missing rank"), ("1", "healthy")])
 def test_a_rank_that_reads_a_counter_of_the_store_by_adding_nothing_polls(amount: str, pattern: str) -> None:
     text = (
-        f"def key(step):\n    return f'read/{{step}}'\nwhile store.add(key(step), {amount}) < 2:\n    time.sleep(0.05)\n"
-        "store.wait(['weights'])\n"
+        f"def key(step):\n    return f'read/{{step}}'\nwhile store.add(key(step), {amount}) < 2:\n"
+        "    time.sleep(0.05)\nstore.wait(['weights'])\n"
     )
     looks = []
     for n in range(6):

@@ -143,12 +143,12 @@ def test_a_task_in_an_async_for_is_shown_down_to_what_it_awaits() -> None:
 @pytest.mark.skipif(DUMP_SIGNAL is None, reason="no such signals here")
 def test_a_second_signal_during_the_first_changes_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert DUMP_SIGNAL is not None
-    asked: list[int] = []
+    number, asked = int(DUMP_SIGNAL), list[int]()
 
     def waits() -> list[dict[str, Any]]:
         asked.append(1)
         if len(asked) < 3:
-            os.kill(os.getpid(), DUMP_SIGNAL)
+            os.kill(os.getpid(), number)
             time.sleep(0.01)
         return []
 

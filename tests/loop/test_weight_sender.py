@@ -281,7 +281,8 @@ def refuse_to_join(config: Config, **options: Any) -> None:
     """Serve, and join no broadcast."""
     from clew.inference import local
 
-    local.joined = lambda sent, worker: local.receive_buckets(sent, None, None)
+    none: Any = None
+    local.joined = lambda sent, worker: local.receive_buckets(sent, none, none)
     refuse(config, **options)
 
 
