@@ -37,8 +37,8 @@ def advantages_batch_std(sequences: SequenceABC[Sequence]) -> np.ndarray:
     """Return (r_i - mean of the group) / (std of the batch + EPSILON) for each sequence of a step: [sequences] float32.
 
     The deviation is of the rewards of all E episodes of the step, about their own mean, and divides by E - 1. This form
-    is Lite PPO's (arXiv 2508.08221) and TRL's scale_rewards="batch". Groups whose answers are
-    nearly all right or all wrong have a small deviation of their own; here they count no more than others.
+    is Lite PPO's (arXiv 2508.08221) and TRL's scale_rewards="batch". Groups whose answers are nearly all right or all
+    wrong have a small deviation of their own; here they count no more than others.
     """
 
     def repeated(rewards_ES: Rewards) -> np.ndarray:

@@ -31,8 +31,6 @@ def examine() -> bool:
             verdict, found, remedy = check()
         except ImportError as error:  # torch is missing or does not load; the other checks still say something
             verdict, found, remedy = "bad", f"not checked: {error}", "install torch, or repair its installation"
-        except RuntimeError as error:  # CUDA's errors, such as no memory left for another process
-            verdict, found, remedy = "bad", str(error).splitlines()[0], "nvidia-smi shows who uses the GPUs"
         sound &= verdict != "bad"
         mark = {"good": Text("ok", "green"), "warn": Text("warn", "yellow"), "bad": Text("bad", "red")}[verdict]
         table.add_row(mark, check.__name__.strip("_").replace("_", " "), found, remedy)
@@ -80,9 +78,12 @@ def _devices() -> tuple[str, str, str]:
             return "warn", found, "install a torch built for CUDA that the driver supports (nvidia-smi shows which)"
         return "good", f"no CUDA device; CPU, {torch.backends.cpu.get_cpu_capability()}", ""
     names = []
-    for i in range(torch.cuda.device_count()):
-        free, total = torch.cuda.mem_get_info(i)
-        names.append(f"{torch.cuda.get_device_name(i)} ({free / GIB:.0f} of {total / GIB:.0f} GiB free)")
+    try:
+        for i in range(torch.cuda.device_count()):
+            free, total = torch.cuda.mem_get_info(i)
+            names.append(f"{torch.cuda.get_device_name(i)} ({free / GIB:.0f} of {total / GIB:.0f} GiB free)")
+    except RuntimeError as error:  # such as no memory left for another process
+        return "bad", str(error).splitlines()[0], "nvidia-smi shows who uses the GPUs"
     return "good", ", ".join(names), ""
 
 

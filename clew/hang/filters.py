@@ -153,8 +153,8 @@ def _keeps_no_item(process: Process, sources: Mapping[str, str]) -> bool:
         return False
     lists = [f"len({name})" for name in filled(loop) if f"len({name})" in ast.unparse(loop.test)]
     every = [frame.locals for thread in mains_of(process) for frame in thread.user_frames[:1]]
-    if not lists or any(len({each.get(name) for each in every}) > 1 for name in lists):
-        return False
+    if not lists or any(len({each.get(name, look) for look, each in enumerate(every)}) > 1 for name in lists):
+        return False  # it grows, or it was not read
     limits = [
         (_number(frame.locals.get("deadline", frame.locals.get("endtime"))), _number(frame.locals.get("timeout")))
         for thread in mains_of(process)

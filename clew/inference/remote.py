@@ -42,6 +42,8 @@ from clew.waits import Reporter, waiting
 
 log = logging.getLogger("clew.inference")
 
+DRAWS = 1000  # of the token that stands for images, after which a completion fails
+
 POLL_S = 0.2
 """Seconds between two checks of a server that is starting."""
 
@@ -193,7 +195,7 @@ class RemoteEngine:
             on_token=tell and (lambda token, logprob: None if token == image else tell(token, logprob)),
         )
         so_far = Completion(output_ids=[], logprobs=[], versions=[], finish_reason="abort")
-        while True:
+        for _ in range(DRAWS):
             part = await self._backend.generate(asked)
             if part.output_ids[-1:] != [image]:
                 return so_far.followed_by(part)
@@ -201,6 +203,7 @@ class RemoteEngine:
             so_far = so_far.followed_by(part)
             asked = asked.continued(part.output_ids)
             asked = replace(asked, params=replace(asked.params, seed=derive_seed(asked.params.seed, "image")))
+        raise EngineError(f"The model drew token {image}, which stands for images, {DRAWS} times in one completion.")
 
     def _refuse_other_label(self, completion: Completion, label: str | None) -> None:
         """Set `failure` if the server says that other weights made the tokens than those that it was given.

@@ -449,7 +449,7 @@ class VLLMEngine(Backend):
         return GENERATE, body
 
     def _check_request(self, answer: dict[str, Any], request: GenerateRequest, address: str) -> None:
-        """Raise ImageError if vLLM's own processor has expanded the images to other tokens than the request has."""
+        """Raise FaultyAnswer for another request's answer, and ImageError if vLLM expanded images to other tokens."""
         super()._check_request(answer, request, address)
         if request.images and (seen := answer.get("prompt_token_ids")) != request.input_ids:
             raise ImageError(

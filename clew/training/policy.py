@@ -39,8 +39,8 @@ class Policy:
 
     Every rank calls the same methods in the same order, with the same rows, and gets the same results.
 
-    The model stays in eval mode: no dropout, so that logprobs here and in inference come from the same
-    distribution, and so that a step repeats bit for bit (with the same number of ranks and threads, on the CPU or with
+    The model stays in eval mode: no dropout, so that logprobs here and in inference come from the same distribution,
+    and so that a step repeats bit for bit (with the same number of ranks and threads, on the CPU or with
     training.deterministic on CUDA).
     """
 

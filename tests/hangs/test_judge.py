@@ -2314,6 +2314,7 @@ def test_a_task_that_could_go_on_while_its_loop_sleeps_is_named(woken: bool, wak
         (5.0, 40, "3", False),  # each `get` may have reached its limit
         (0.5, 4, "3", False),  # too few items to say so
         (0.5, 40, "", False),
+        (0.5, 40, "unread", False),
     ],
 )
 def test_a_loop_that_takes_items_from_a_queue_and_keeps_none_rejects_everything(
@@ -2326,7 +2327,8 @@ def test_a_loop_that_takes_items_from_a_queue_and_keeps_none_rejects_everything(
     looks = []
     for n in range(9):
         get = within("Queue.get", "multiprocessing/queues.py", deadline=str(90.25 + apart * n), timeout="5.0")
-        looks.append([main_in(get, at(2, "collect", **{"len(batch)": kept or str(n)}))])
+        values = {} if kept == "unread" else {"len(batch)": kept or str(n)}
+        looks.append([main_in(get, at(2, "collect", **values))])
     verdict = watched(text, *looks, kernel="poll_schedule_timeout", wakes=wakes)
     assert verdict.pattern == ("rollout blocked" if kept else "healthy")
     assert ("rejects everything" in verdict.explanation) == rejects
