@@ -159,8 +159,9 @@ def choose(logits_RV: Tensor, params: RowParams, uniforms_R: Tensor, banned_RV: 
     if params.temperatures is not None:
         logits_RV = logits_RV / params.temperatures
     logprobs_RV = torch.log_softmax(logits_RV, -1)
+    # Of two tokens whose probabilities round to the same number, the logprobs know the likelier one.
+    allowed_RV = logprobs_RV if banned_RV is None else logprobs_RV.masked_fill(banned_RV, -torch.inf)
     if params.all_greedy:
-        allowed_RV = logprobs_RV if banned_RV is None else logprobs_RV.masked_fill(banned_RV, -torch.inf)
         ids_R1 = allowed_RV.argmax(-1, keepdim=True)
         return Drawn(ids_R1.squeeze(1), logprobs_RV.gather(1, ids_R1).squeeze(1), None)
     probs_RV = logprobs_RV.exp()
@@ -176,7 +177,7 @@ def choose(logits_RV: Tensor, params: RowParams, uniforms_R: Tensor, banned_RV: 
         cdf_RV = rising(cdf_RV, drawable_RV)
     ids_R1 = torch.searchsorted(cdf_RV, uniforms_R.unsqueeze(1) * cdf_RV[:, -1:], right=True)
     if params.greedy is not None:
-        ids_R1 = torch.where(params.greedy.unsqueeze(1), probs_RV.argmax(-1, keepdim=True), ids_R1)
+        ids_R1 = torch.where(params.greedy.unsqueeze(1), allowed_RV.argmax(-1, keepdim=True), ids_R1)
     ids_R1 = ids_R1.clamp_(max=logprobs_RV.shape[1] - 1)  # with NaN logits, searchsorted returns V, which is no token
     logprobs_R = logprobs_RV.gather(1, ids_R1).squeeze(1)
     return Drawn(ids_R1.squeeze(1), logprobs_R, None if params.truncation is None else drawable_RV)

@@ -53,6 +53,16 @@ def test_logprob_is_after_temperature_and_before_truncation() -> None:
     assert ids.tolist() == [3, 3] and logprobs[0] == pytest.approx(torch.log_softmax(logits, -1)[0, 3].item())
 
 
+def test_a_greedy_row_chooses_the_same_token_beside_others() -> None:
+    greedy, other = SamplingParams(temperature=0), SamplingParams()
+    numbers = torch.linspace(0, 1, 2000)[:, None]
+    second = torch.nextafter(numbers, torch.tensor(9.0))  # in many rows its probability rounds to that of the first
+    logits_RV = torch.cat((numbers, second, numbers - 2, numbers - 2), 1)
+    alone, _, _ = choose(logits_RV, params(*[greedy] * 2000), torch.zeros(2000))
+    beside, _, _ = choose(logits_RV, params(*[greedy] * 1999, other), torch.zeros(2000))
+    assert torch.equal(alone[:-1], beside[:-1])
+
+
 def kept(probs: list[float], top_k: int = 4, top_p: float = 1.0, min_p: float = 0.0) -> list[bool]:
     cut = truncate(
         torch.tensor([probs]),
