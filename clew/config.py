@@ -1,4 +1,4 @@
-"""The typed configuration: one YAML file plus `key=value` overrides. Importing this imports no torch.
+"""The typed configuration: one YAML file plus `key=value` overrides. It does not import torch.
 
 OmegaConf merges and resolves `${...}`; pydantic checks types and ranges. A field that is unknown or contradicts another
 is an error at once. The error names the file and line (or the override) and the nearest valid name.
@@ -112,9 +112,9 @@ class Config(Section):
         implied: dict[str, Any] = {}
         if devices.inference is not None:
             implied["inference.backend"] = devices.inference.name
-            if devices.inference.t > 1:
-                args = {SHARED_BY[-1]: devices.inference.t} | _section(_section(values, "inference"), "args")
-                values = _with(values, "inference.args", args)
+            args = _section(values, "inference").get("args") or {}
+            if devices.inference.t > 1 and isinstance(args, Mapping):
+                values = _with(values, "inference.args", {SHARED_BY[-1]: devices.inference.t, **args})
         if devices.training is not None:
             implied |= {"launch.ranks": devices.training.size, "training.tp": devices.training.t}
         for name, value in implied.items():
@@ -260,8 +260,8 @@ class Config(Section):
             cuts &= {"min_new_tokens"}
             if self.sampling.top_k == 0 or self.sampling.temperature == 0:
                 raise ValueError(
-                    f"inference.args.{masks_by} needs sampling.top_k and sampling.temperature above 0: {backend} "
-                    f"refuses other requests then. Set both"
+                    f"inference.args.{masks_by} needs sampling.top_k and sampling.temperature "
+                    f"above 0: {backend} then refuses requests in which one is 0. Set both"
                 )
         if wrong := self.sampling.model_dump(include=cuts, exclude_defaults=True):
             masks = f", or inference.args.{masks_by}=true (on GPUs)" if masks_by else ""
@@ -315,7 +315,7 @@ class Config(Section):
         return max(1, cores() // 2) if side_by_side else cores()
 
     def evaluates(self, version: int) -> bool:
-        """Return whether to evaluate this version: 0, N, 2N, … (N is eval.every_steps) and the last one are."""
+        """Return True for versions to evaluate: the last, and each multiple of eval.every_steps."""
         asked = version % self.eval.every_steps == 0 or version == self.training.steps
         return self.eval.path is not None and asked
 
@@ -337,7 +337,8 @@ def check_critic_fields(config: Config, *, with_critic: bool) -> None:
         if config.reward.turn_discount != 1:
             raise ConfigError(
                 f"reward.turn_discount ({config.reward.turn_discount:g}) discounts whole turns, and algorithm."
-                f"advantages={algorithm.advantages} gets the rewards of tokens. Discount there, by options.gamma"
+                f"advantages={algorithm.advantages} gets the rewards of tokens. "
+                f"Apply options.gamma in that function instead"
             )
         return
     for field in ("critic", "critic_lr", "bootstrap_truncated"):
@@ -366,22 +367,29 @@ def parse(text: str, path: Path, overrides: Sequence[str] = ()) -> Config:
 
     try:
         merged = _merged(text)
-        if any(override.startswith("algorithm.preset=") for override in overrides):
+        if not OmegaConf.is_dict(merged):
+            found = type(OmegaConf.to_container(merged)).__name__
+            raise ConfigError(f"{path}: expected sections such as model: and data:, found {found}.")
+        changes = [_values_of(override) for override in overrides]
+        if any("preset" in _section(change, "algorithm") for change in changes):
             _forget_preset(merged)
-        for override in overrides:
-            if "=" not in override:
-                raise ConfigError(f"override {override!r}: expected key=value, for example training.steps=100.")
-            name, _, text_of_value = override.partition("=")
-            new: Any = OmegaConf.to_container(OmegaConf.from_dotlist([override]))
-            if name in ("experiment", "trial") and not isinstance(new[name], str):
-                new = {name: text_of_value}  # a name: 010 is no number here
-            merged = OmegaConf.merge(merged, new)
-        values = OmegaConf.to_container(merged, resolve=True)
+        values = OmegaConf.to_container(OmegaConf.merge(merged, *changes), resolve=True)
     except (yaml.YAMLError, OmegaConfBaseException, ValueError, AssertionError) as error:
         raise ConfigError(f"{path}: {' '.join(str(error).split())[:500]}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: expected sections such as model: and data:, found {type(values).__name__}.")
     return checked(values, path, text, overrides)
+
+
+def _values_of(override: str) -> dict[str, Any]:
+    """Return the sections and fields that a `key=value` override sets. Raises ConfigError if it has no key."""
+    from omegaconf import OmegaConf
+
+    name, _, text = override.partition("=")
+    if "=" not in override or not all(name.split(".")):
+        raise ConfigError(f"override {override!r}: expected key=value, for example training.steps=100.")
+    values: Any = OmegaConf.to_container(OmegaConf.from_dotlist([override]))
+    if name in ("experiment", "trial") and not isinstance(values[name], str):
+        return {name: text}  # in a name, 010 stays text
+    return values
 
 
 def checked(values: Any, path: Path, text: str = "", overrides: Sequence[str] = ()) -> Config:
@@ -406,6 +414,8 @@ def _merged(text: str) -> Any:
 def _with(values: Any, name: str, value: Any) -> dict[str, Any]:
     """Return the unchecked values with one field set, by its dotted name."""
     section, field = name.split(".")
+    if not isinstance(values.get(section) or {}, Mapping):
+        return values  # the check of the section will say so
     return {**values, section: {**_section(values, section), field: value}}
 
 
@@ -450,22 +460,25 @@ def _spells_out_all_fields(algorithm: Mapping[str, Any]) -> bool:
 
 
 def _forget_preset(values: Any) -> None:
-    """Remove the fields that presets set, where the file only repeats the default or its own preset's value.
+    """Remove the fields of presets whose value is only the default or the old preset's value.
 
     Without this, another preset on the command line would have no effect on a file that spells out all fields, such as
     a run's config.yaml.
     """
+    from omegaconf import OmegaConf
+
+    written = OmegaConf.to_container(values, resolve=False)  # another override may replace an unknown ${...}
     try:
-        chosen = _preset_values(values)
+        chosen = _preset_values(written)
     except ConfigError:
-        if _spells_out_all_fields(_section(values, "algorithm")):
-            raise  # nobody knows which of them the preset set
-        chosen = {}  # a user's module that is gone: another preset is the way out
+        if _spells_out_all_fields(_section(written, "algorithm")):
+            raise  # it is unknown which of these fields the old preset had set
+        chosen = {}  # the user's module is gone; the new preset replaces it
     for name in {*chosen, *(field for preset in PRESETS for field in preset_options(preset))}:
         section, field = name.split(".")
         kind: Any = Config.model_fields[section].annotation
         default = kind.model_fields[field].get_default(call_default_factory=True)
-        if _section(values, section).get(field, ...) == chosen.get(name, default):
+        if _section(written, section).get(field, ...) == chosen.get(name, default):
             del values[section][field]
 
 
@@ -500,7 +513,7 @@ def server_addresses() -> list[str]:
     addresses = [address.strip() for address in os.environ.get(name, "").split(",") if address.strip()]
     for address in addresses:
         host, _, port = address.rpartition(":")
-        if not host or "/" in host or not port.isdecimal() or int(port) > 65535:
+        if not host or "/" in host or not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) < 65536:
             raise ConfigError(f"{name} holds {address!r}, expected host:port, such as 127.0.0.1:20082.")
     servers = [f"127.0.0.1:{a.removeprefix('localhost:')}" if a.startswith("localhost:") else a for a in addresses]
     if twice := [address for address, server in zip(addresses, servers, strict=True) if servers.count(server) > 1]:
@@ -541,7 +554,8 @@ def nested_section(field: FieldInfo) -> type[BaseModel] | None:
 def _explain(problem: Any, path: Path, text: str, overrides: Sequence[str]) -> str:
     name = ".".join(str(part) for part in problem["loc"])
     message = problem["msg"].removeprefix("Value error, ")
-    # The place of a check across fields is a section, or nothing: its message begins with the field.
+    # For a check across fields, pydantic names only a section, or nothing.
+    # The message begins with the field.
     begins = re.split("[ =]", message, maxsplit=1)[0]
     where = _where(begins if not name or begins.startswith(f"{name}.") else name, path, text, overrides)
     if problem["type"] == "extra_forbidden":
@@ -568,7 +582,7 @@ def _where(name: str, path: Path, text: str, overrides: Sequence[str]) -> str:
 
 
 def _line_of(name: str, text: str) -> int | None:
-    """Return the line, from 1, of the deepest part of the dotted `name` in the YAML; None if no part is there."""
+    """Return the line, from 1, of the deepest part of `name` in the YAML; None if it has none."""
     import yaml
 
     node, line = yaml.compose(text), None

@@ -203,6 +203,9 @@ def test_a_section_that_may_be_null_is_set_and_unset_like_a_field(good: Path) ->
             "debug.format=pt needs debug.dump_rollout_data=true. Set it, or leave both out",
         ),
         ("", ["training.lr"], "override 'training.lr': expected key=value"),
+        ("", ["=3"], "override '=3': expected key=value"),
+        ("rollout: mine.exact\nalgorithm: {preset: dapo}\n", [], "rollout: "),
+        ("inference: {args: [a]}\nlaunch: {devices: sglang.d1t2}\n", [], "inference.args: "),
         ("data: [\n", [], "good.yaml"),
         ("", ["root=${nowhere}"], "nowhere"),
     ],
@@ -213,6 +216,12 @@ def test_a_field_that_cannot_be_meant_stops_at_once(good: Path, addition: str, o
         config.load(good, overrides)
     assert said in str(caught.value)
     assert not str(caught.value).endswith(("?.", ".."))
+
+
+def test_a_list_is_no_configuration(good: Path) -> None:
+    good.write_text("- a\n")
+    with pytest.raises(ConfigError, match="expected sections such as model: and data:, found list"):
+        config.load(good, ["training.steps=3"])
 
 
 def test_numbers_are_names_of_experiments_and_trials(good: Path) -> None:
@@ -250,7 +259,12 @@ def test_a_preset_sets_what_nothing_else_sets(good: Path, tmp_path: Path) -> Non
         7,
         None,
     )
-    assert other.clip_high == 0.5 and not config.load(resolved, ["algorithm.preset=gspo"]).rollout.drop_equal_rewards
+    assert other.clip_high == 0.5
+    for gspo in ("algorithm.preset=gspo", "algorithm={preset: gspo}"):
+        changed = config.load(resolved, [gspo])
+        assert not changed.rollout.drop_equal_rewards and changed.algorithm.clip_low == 3e-4
+    good.write_text(GOOD + "algorithm: {preset: dapo, clip_low: '${oc.env:NOT_SET_ANYWHERE}'}\n")
+    assert config.load(good, ["algorithm.preset=ppo", "algorithm.clip_low=0.1"]).algorithm.clip_low == 0.1
 
 
 @pytest.mark.parametrize("preset", PRESETS)
