@@ -88,9 +88,10 @@ async def generate_through_aborts(engine: Engine, request: GenerateRequest, *, r
             reason = "the server cut short what it held to a JSON schema, and cannot continue there"
             raise EngineUnreachable("", f"Cannot finish this completion: {reason}. Send the request again.")
         if not has_tokens:  # the engine is about to load weights, or it never returns a token for this request
+            before = version
             with suppress(EngineUnreachable, FaultyAnswer):
-                before, version = version, await engine.version()
-                empty = empty + 1 if version == before else 0
+                version = await engine.version()
+            empty = empty + 1 if version == before else 0
             if empty == MAX_EMPTY_ABORTS:
                 raise FaultyAnswer("", ALWAYS_EMPTY)
             await asyncio.sleep(min(RETRY_S * 2**empty, 2.0))
