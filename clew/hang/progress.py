@@ -238,7 +238,7 @@ def moves(process: Process, sources: Mapping[str, str]) -> bool:
     own = r"main\d" if asleep else "main"
     if any(re.match(own, name) for name in moved) or _tasks_end(process):
         return True
-    if not asleep and busy(process) and _goes_steadily(process):
+    if (not asleep and busy(process) and _goes_steadily(process)) or _imports_on(newest):
         return True
     if (moved and _threads_advance(newest, every[-1:], sources)) or _gets_lock(newest, every[-1:], sources):
         return True
@@ -249,6 +249,13 @@ def moves(process: Process, sources: Mapping[str, str]) -> bool:
     if wakeups(newest) and wakeups(process) >= 2 and not asleep and _waits_in_loop(newest, every, sources):
         return True  # a round may take longer than half of the watch
     return any(shows(newest, sources) for shows in (_passes_lines, _works_in_library, _moves_data))
+
+
+def _imports_on(process: Process) -> bool:
+    """Return whether the main thread imports modules, and was elsewhere in an earlier look."""
+    mains = mains_of(process)
+    lines = {tuple((frame.file, frame.line) for frame in main.frames) for main in mains}
+    return len(lines) > 1 and importing(mains[-1])
 
 
 def _by_wakeups(process: Process, newest: Process, every: Sequence[Activity]) -> bool | None:
@@ -621,6 +628,8 @@ def pace(process: Process, sources: Mapping[str, str]) -> str:
         if seconds > 0 and last > first:
             counter = name.rpartition(":")[2].partition(".")[2]
             return f": {'a loop' if counter == '_' else counter} went from {first} to {last} in {seconds:.1f} s"
+    if _imports_on(process):
+        return ": it imports modules"
     begun, last = process.looks[0] if process.looks else process.last, process.last
     if last.written > begun.written:
         return f": it wrote {last.written - begun.written:,} bytes in {seconds:.1f} s"

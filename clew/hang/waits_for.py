@@ -85,6 +85,10 @@ def application_edges(job: Sequence[Actor]) -> Edges:
     return {actor.pid: _could_end(actor, job, listening) - {actor.pid} for actor in job}
 
 
+PROCESSES = {"clew serve": "server", "the inference engine": "server", "the trainer": "trainer"}
+"""Names of the processes that end waits which Clew reports, where the first word is another one."""
+
+
 def _could_end(actor: Actor, job: Sequence[Actor], listening: Mapping[tuple[str, int], Actor]) -> set[int]:
     """Return the pids of the processes that could end the wait of `actor`.
 
@@ -121,7 +125,7 @@ def _could_end(actor: Actor, job: Sequence[Actor], listening: Mapping[tuple[str,
             pids = _children(actor, job) & working
         case "condition" | "sleep":
             pids = _children(actor, job) - _asking(actor, job)
-    reported = {wait["unblocks"].partition(" ")[0] for wait in process.waits}  # by a process of Clew itself
+    reported = {PROCESSES.get(wait["unblocks"], wait["unblocks"].partition(" ")[0]) for wait in process.waits}
     return pids | {a.pid for a in job if a.process.name.partition("-")[0] in reported}
 
 

@@ -877,6 +877,25 @@ def below(pid: int, *frames: Frame, waits_in: str = "futex_do_wait", **more: Any
     return Process(pid=pid, looks=looks, waits_in=waits_in, **more)
 
 
+def test_a_server_that_still_imports_is_slow() -> None:
+    """A look found vLLM at its start, and the next one where it imports: nothing else of it had moved."""
+    imports = Frame(function="_find_and_load", file="<frozen importlib._bootstrap>", line=1176)
+    module = within("<module>", "site-packages/vllm/routers.py")
+    bottom = (within("run", "asyncio/runners.py"), within("main", "site-packages/vllm/api_server.py"))
+    begun = (within("poll", "site-packages/zmq/sugar/poll.py"), *bottom)
+    server = below(101, *begun)
+    for last, pattern in (((imports, module, *bottom), "slow"), (begun, "undetermined")):
+        threads = (replace(server.looks[0].threads[0], frames=last),)
+        looks = (*server.looks[:-1], replace(server.looks[-1], threads=threads))
+        asks = replace(below(100, at(1), waits_in="ep_poll"), name="rollout", waits=({
+            "what": "an inference server", "unblocks": "clew serve", "numbers": "", "for_s": 60.0},))  # fmt: skip
+        serve = replace(below(102, at(8), waits_in="hrtimer_nanosleep"), name="server")
+        every = (asks, serve, replace(server, parent=102, looks=looks))
+        verdict = judge(Snapshot(processes=every, sources={"train.py": SCRIPT}))
+        assert verdict.pattern == pattern, verdict
+        assert "it imports modules" in verdict.explanation or pattern != "slow"
+
+
 @pytest.mark.parametrize("taken, pids", [("replay", (101, 102)), ("other", (101,))])
 def test_two_processes_that_lock_each_other_out_are_both_at_fault(taken: str, pids: tuple[int, ...]) -> None:
     text = (

@@ -1,4 +1,4 @@
-"""No hang: a service whose workers were forked with its socket. Nobody calls, and the master waits for one to end."""
+"""No hang: an idle service. Its forked workers share its socket, and the master waits for one."""
 
 import multiprocessing as mp
 import os

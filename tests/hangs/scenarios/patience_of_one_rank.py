@@ -1,4 +1,4 @@
-"""Rank 1 stops early by its own validation loss and gathers, while rank 0 trains on."""
+"""Rank 1 stops early on its own validation loss and gathers. Rank 0 goes on training."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Programs fill the pipe of their output, and their parent waits for their end before it reads."""
+"""Child programs fill their output pipe, while the parent waits for them to end before it reads."""
 
 import asyncio
 import sys
