@@ -16,6 +16,7 @@ processed_logprobs          after temperature and truncation             with to
 from __future__ import annotations
 
 import base64
+import logging
 import math
 import os
 import subprocess
@@ -42,10 +43,12 @@ from clew.inference.protocol import (
     spans_of,
 )
 from clew.models.vision import Vision
-from clew.printing import counted
+from clew.printing import counted, few
 from clew.record.weight_broadcast import Broadcast
 from clew.record.weights import WeightRef, read_digests
 from clew.seeds import derive_seed
+
+log = logging.getLogger("clew.inference")
 
 LogprobsMode = Literal["raw", "processed", "unknown"]
 
@@ -126,6 +129,8 @@ class VLLMEngine(Backend):
         self._masks = False
         self._sent: dict[str, str] = {}
         """The trainer's digests of the tensors that were sent last."""
+        self._first_sent: dict[str, str] = {}
+        """Those of the first version that was sent."""
         self._adapts = False
         """True if only adapters are sent."""
         self.logprobs_mode: LogprobsMode = "unknown"
@@ -309,8 +314,13 @@ class VLLMEngine(Backend):
     async def verify(self, ref: WeightRef) -> None:
         adapters = ref.holds_adapters()
         call = {"method": "clew_adapters", "args": [ref.path]} if adapters else {"method": "clew_held"}
-        wrong = await self._post("/collective_rpc", call, lambda answer, _: differences(self._sent, answer["results"]))
-        if wrong:
+
+        def compare(answer: dict[str, Any], _: str) -> list[str]:
+            left_out = [] if adapters else self._left_out(answer["results"])
+            sent = {name: digest for name, digest in self._sent.items() if name not in left_out}
+            return differences(sent, answer["results"])
+
+        if wrong := await self._post("/collective_rpc", call, compare):
             hint = ADAPTER_HINT if adapters else ""
             shown = "; ".join(wrong[:5]) + ("; …" if len(wrong) > 5 else "")
             raise EngineError(
@@ -320,6 +330,27 @@ class VLLMEngine(Backend):
             )
         if self.labels:
             await self._post("/update_weight_version", {"new_version": str(ref.version)})
+
+    def _left_out(self, workers: list[dict[str, list[Any]]]) -> list[str]:
+        """Return the tensors that vLLM does not read, and that the trainer has not changed since the first version.
+
+        Some models have layers that nothing computes with, such as the last one of LLaVA's vision tower. vLLM leaves
+        them out, and training does not change them. A warning names those of the first version.
+        """
+        first, self._first_sent = not self._first_sent, self._first_sent or self._sent
+        read = {name for worker in workers for name in worker}
+        unread = [name for name in self._sent if name not in read and self._sent[name] == self._first_sent.get(name)]
+        if not read:  # the update has done nothing
+            return []
+        if first and unread:
+            log.warning(
+                "vLLM at %s does not read %s of the model: %s. This does no harm if nothing computes with them. A "
+                "later version that changes one is refused.",
+                self.address,
+                counted(len(unread), "tensor"),
+                few(unread),
+            )
+        return unread
 
     async def score(self, input_ids: list[int]) -> float:
         body = {"model": self.model, "prompt": input_ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}

@@ -252,7 +252,7 @@ class Extension:
         Returns:
             By name: the digest of the elements held, in hexadecimal; how many elements are held, each counted as often
             as it is held; how many the tensor has; and the types that hold them, if the engine has cast any. Only
-            elements that the engine still computes from count.
+            elements that the engine still computes from count. A tensor that vLLM's loader passed over is missing.
         """
         model = self.model_runner.model
         alive = {storage_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
@@ -260,6 +260,8 @@ class Extension:
         for name, (written, pieces) in self.copies.items():
             if name in self.before_packing:
                 result[name] = self.before_packing[name]
+                continue
+            if not pieces:
                 continue
             digest = count = 0
             cast: set[str] = set()

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from clew.inference.vllm import differences
+from clew.inference.vllm import VLLMEngine, differences
 from clew.inference.vllm_worker import Extension
 from clew.models.tensor_digest import hex_digests
 
@@ -104,9 +104,22 @@ def test_rows_that_the_engine_holds_in_another_order_are_named(published: tuple[
 
 def test_a_tensor_that_the_loader_forgot_is_named(published: tuple[Path, dict[str, str]]) -> None:
     folder, digests = published
-    assert differences(digests, [loaded(Fused(forget="k"), folder)]) == [
-        "k: 0 of 32 elements are held where the engine computes from"
-    ]
+    assert differences(digests, [loaded(Fused(forget="k"), folder)]) == ["k: not loaded"]
+
+
+def test_a_tensor_that_the_engine_does_not_read_may_stay_as_it_was(
+    published: tuple[Path, dict[str, str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, digests = published
+    workers = [loaded(Fused(forget="k"), folder)]
+    engine = VLLMEngine("127.0.0.1:1")
+    for version in range(3):
+        engine._sent = {**digests, "q": f"{version:016x}"}
+        assert engine._left_out(workers) == ["k"]
+    assert caplog.text.count("vLLM at 127.0.0.1:1 does not read 1 tensor of the model: k.") == 1
+    assert engine._left_out([{}]) == [], "an update that did nothing is none"
+    engine._sent = {**digests, "k": f"{1:016x}"}
+    assert engine._left_out(workers) == [], "the trainer has changed it"
 
 
 def test_another_file_than_the_trainer_wrote_is_named(published: tuple[Path, dict[str, str]]) -> None:
