@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def train(config: Config | Path | str, overrides: Sequence[str] = ()) -> Run:
+def train(config: Config | Path | str, overrides: Sequence[str] | str = ()) -> Run:
     """Train with reinforcement learning until the last step, as `clew train` does, and print a line for each step. ::
 
         run = clew.train("examples/addition/grpo.yaml", ["training.steps=5", "trial=try"])
@@ -39,7 +39,7 @@ def train(config: Config | Path | str, overrides: Sequence[str] = ()) -> Run:
 
     Args:
         config: A configuration, or the YAML file with one.
-        overrides: Fields to override, as key=value.
+        overrides: Fields to override, as key=value. One can be given as a string.
 
     Returns:
         The run. Its weights are in `run.path / "checkpoints" / "latest"`.
@@ -48,6 +48,7 @@ def train(config: Config | Path | str, overrides: Sequence[str] = ()) -> Run:
         ClewError: The configuration is invalid, or the run ended before its last step.
     """
     with explain_missing(), _as_file(config) as path:
+        overrides = _listed(overrides)
         loaded = configuration.load(path, overrides)
         if loaded.debug.replay_rollout_data and loaded.launch.ranks > 1:
             raise ConfigError(
@@ -92,7 +93,10 @@ def train_as_configured(config: Config, arguments: Sequence[str], *, live: bool)
 
 @contextmanager
 def drawing_curve(run: RunDirectory) -> Iterator[None]:
-    """Draw the learning curve at the end of the block, on rank 0; after an error, only if a new step was committed."""
+    """Draw the learning curve on rank 0 when the block ends.
+
+    After an error, draw it only if the block committed a new step.
+    """
     from clew.training.ranks import rank_here
     from clew.view.learning_curve import draw_learning_curve
 
@@ -112,10 +116,10 @@ def replay(
     run: Path | str,
     step: int | str | None = None,
     *,
-    stages: Sequence[str] = (),
+    stages: Sequence[str] | str = (),
     reward: bool = False,
-    overrides: Sequence[str] = (),
-    trust: Sequence[str] = (),
+    overrides: Sequence[str] | str = (),
+    trust: Sequence[str] | str = (),
 ) -> bool:
     """Train recorded steps again and compare each stage with the record, as `clew replay` does, and print the result.
 
@@ -126,6 +130,8 @@ def replay(
         reward: Run the workflow and the reward again on the recorded answers instead.
         overrides: Train with these fields changed, as key=value, into a new run.
         trust: Modules that a stranger's record may load.
+
+    A single stage, override or module can be given as a string.
 
     Returns:
         True if everything agrees with the record.
@@ -138,10 +144,10 @@ def replay(
 
         options = Options(
             steps=None if step is None else str(step),
-            stages=",".join(stages) or None,
+            stages=",".join(_listed(stages)) or None,
             reward=reward,
-            overrides=overrides,
-            trust=trust,
+            overrides=_listed(overrides),
+            trust=_listed(trust),
         )
         with kept_signals():
             return rerun(Path(run), options)
@@ -177,7 +183,7 @@ def rollout_batch(
     sampling: Mapping[str, Any] | None = None,
     **rollout: Any,
 ) -> RolloutBatch:
-    """Run a workflow or agent on each row of the data, n_samples times, all concurrently. ::
+    """Run a workflow or agent n_samples times on each row, up to 256 episodes at a time. ::
 
         batch = clew.rollout_batch(rows, model="runs/mine", reward="my_rewards.exact", n_samples=4)
         tensors = batch.to_tensors()
@@ -188,7 +194,7 @@ def rollout_batch(
         data: Rows, or anything that data.path accepts.
         model: A folder or hub name. With `server`, only its tokenizer is loaded; without it, the model too.
         server: The host:port of `clew serve` or SGLang.
-        n_samples: Episodes for each row. At most 256 episodes run at a time.
+        n_samples: Number of episodes for each row.
         seed: The seed from which all others derive.
         sampling: Fields of the configuration's section `sampling`.
         rollout: Fields of the configuration's section `rollout`, such as workflow="my_project.MyWorkflow" or
@@ -197,7 +203,7 @@ def rollout_batch(
     Raises:
         ClewError: The options contradict one another, or the data or the model cannot be loaded.
     """
-    with suppress(RuntimeError):  # which says that no event loop runs in this thread
+    with suppress(RuntimeError):  # raised if no event loop runs in this thread, which is fine
         asyncio.get_running_loop()
         raise ConfigError(
             "clew.rollout_batch starts an event loop of its own, and one already runs here, as in a notebook. Call it "
@@ -320,6 +326,10 @@ class Run:
         return _pandas().concat(frames, ignore_index=True)
 
 
+def _listed(given: Sequence[str] | str) -> list[str]:
+    return [given] if isinstance(given, str) else list(given)
+
+
 def _pandas() -> Any:
     """Return pandas, an optional dependency. Raises MissingPart if it is not installed."""
     with explain_missing():
@@ -335,5 +345,5 @@ def _as_file(config: Config | Path | str) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="clew-") as folder:
         path = Path(folder) / "config.yaml"
-        path.write_text(configuration.dump(config))
+        path.write_text(configuration.dump(config), encoding="utf-8")
         yield path

@@ -138,7 +138,7 @@ def diff(
     """
     from clew.diagnose.diff import diff as compare
 
-    if not compare(a, b, ignore=[field for field in ignore.split(",") if field], plot=plot):
+    if not compare(a, b, ignore=[field.strip() for field in ignore.split(",") if field.strip()], plot=plot):
         raise SystemExit(1)
 
 
@@ -146,7 +146,7 @@ def blame(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, or a file that `clew bundle` wrote.")],
     step: Annotated[int, typer.Option(help="The step. It may be one that failed and has only its batch on record.")],
     top: Annotated[int, typer.Option(min=1, help="How many sequences to show.")] = 10,
-    tokens: Annotated[int, typer.Option(min=1, help="How many tokens of the worst to show.")] = 8,
+    tokens: Annotated[int, typer.Option(min=1, help="How many tokens of the worst sequence to show.")] = 8,
     by: Annotated[
         str | None,
         typer.Option(
@@ -169,12 +169,17 @@ def bundle(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
     step: Annotated[int, typer.Option(help="The step.")],
     stages_only: Annotated[
-        bool, typer.Option("--stages-only", help="Without weights: for `clew replay --stage`, show and diff.")
+        bool,
+        typer.Option(
+            "--stages-only",
+            help="Leave out the weights: enough for `clew replay --stage`, show and diff.",
+        ),
     ] = False,
     to: Annotated[
         Path | None,
         typer.Option(
-            help="File to write, or folder for one that is named after the run and the step. Default: this folder."
+            help="File to write, or a folder. In a folder, the file is named after run and step. "
+            "Default: the current folder."
         ),
     ] = None,
 ) -> None:
@@ -206,11 +211,12 @@ def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
     form: Annotated[str, typer.Option("--format", metavar="parquet|jsonl|pt", help="What to write.")] = "parquet",
     steps: Annotated[
-        str, typer.Option("--steps", metavar="FIRST:END", help="Steps; 130:140 are 130 to 139, 137 is one.")
+        str,
+        typer.Option("--steps", metavar="FIRST:END", help="Steps: 130:140 means 130 to 139; 137 is one step."),
     ] = "",
     to: Annotated[Path | None, typer.Option("--to", metavar="FOLDER", help="RUN/exported by default.")] = None,
 ) -> None:
-    """Write steps of a run, tokens and what was computed from them, as files that work anywhere, one per step.
+    """Write steps as portable files, one per step: tokens and what was computed from them.
 
     Example: clew export runs/addition/grpo --format pt --steps 0:3 --to runs/addition/exported
     """

@@ -1,7 +1,7 @@
 """Checks of a step's record that need neither model nor checkpoint.
 
-They find out whether a batch is what was trained on, and recompute the stages that follow from recorded inputs alone
-(`clew replay --stage`).
+They check that a batch is the one that was trained on, and recompute the stages that need only
+recorded inputs (`clew replay --stage`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def check_stages(
     Args:
         stages: Names of the stages, out of `WITHOUT_MODEL`.
         only: ID of a group, an episode or a sequence; only its rows are compared.
-        algorithm: How another trainer computed advantages and loss; None: not known. Clew's own steps record it.
+        algorithm: Options with which another trainer computed advantages and loss; None if unknown.
+            It is ignored for Clew's own steps, which record theirs.
 
     Raises:
         ConfigError: A stage needs the model.
@@ -60,7 +61,7 @@ def check_stages(
         then = {name: digest for name, digest in recorded.digests.items() if only is None or name in kept}
         whole = summary["digests"].get("data") if only is None else None
         altered = differences.in_batch(step, then, rows, whole, rewards_add_up=run.steps.by_clew)
-        if altered is not None:  # the other stages would only differ because of it, or fail
+        if altered is not None:  # all other stages would differ or fail because of it
             return [altered]
     if run.steps.by_clew:
         algorithm = configured(run.steps.json_path(step), summary)[1]
@@ -72,7 +73,8 @@ def check_stages(
     for stage in ("advantages", "loss"):
         if stage in stages and algorithm is not None:
             _check_recorded(run, step, batch, recorded, stage, algorithm, summary["plan"])
-            # With a critic, advantages come from values, which are recorded in fewer bits than a float64 critic has.
+            # A float64 critic computes values more exactly than they are recorded, so
+            # advantages that are recomputed from recorded values may differ slightly.
             of_clew = TOLERANCES["recomputed"] if stage == "loss" or needs_critic(algorithm) else EXACT
             tolerance = of_clew if run.steps.by_clew else TOLERANCES["another trainer"]
             again = COMPUTED[stage](batch, recorded, summary["plan"], algorithm)
@@ -87,17 +89,19 @@ def check_stages(
 def read_batch_with_warning(run: RunDirectory, step: int) -> list[Sequence]:
     """Return the batch of a step. If it is not what was trained on, print the first difference to stderr."""
     batch = run.steps.read_data(step)
-    if run.steps.json_path(step).exists():  # otherwise it failed, and may have stages of only some ranks
+    if run.steps.json_path(step).exists():  # a failed step may have the stages of only some ranks
         warn_if_altered(run, batch, run.steps.read_stages(step), run.steps.read(step))
     return batch
 
 
 def chain_holds(run: RunDirectory, steps: range, whose: str = "") -> bool:
-    """Print what does not fit in the chain of commits, and what has no digest in it; return whether everything fits.
+    """Check the chain of commits: print its breaks, and what has no digest in it.
+
+    Return True if there is no break.
 
     Args:
         steps: The steps whose data and stages are compared with their digests.
-        whose: Prefix that names the run, where there are two.
+        whose: Prefix of each printed line that names the run, if two runs are checked.
     """
     found = chain.breaks(run, steps)
     for each in found[:_BREAKS_SHOWN]:
@@ -110,9 +114,13 @@ def chain_holds(run: RunDirectory, steps: range, whose: str = "") -> bool:
 
 
 def suggestions(found: Difference, runs: Mapping[str, RunDirectory]) -> Iterator[str]:
-    """Yield lines on what may have caused a difference: what it looks like, and how its step stands out in each run.
+    """Yield lines that suggest the cause of a difference.
 
-    `runs` are the runs that were compared, each by the prefix of the line about it.
+    One line says what the difference itself suggests. The others say what is unusual about its
+    step in each run.
+
+    Args:
+        runs: The compared runs, by the prefix of the line about each.
     """
     if found.suggests:
         yield f"this suggests: {found.suggests}"
@@ -122,7 +130,7 @@ def suggestions(found: Difference, runs: Mapping[str, RunDirectory]) -> Iterator
 
 
 def _stands_out(run: RunDirectory, step: int) -> str:
-    """Return what differs in a step from the steps before and after it, which agree; empty if nothing does."""
+    """Return the setting that differs from both neighbours, which agree; empty if there is none."""
     around = [each for each in (step - 1, step, step + 1) if run.steps.json_path(each).exists()]
     if len(around) < 3:
         return ""

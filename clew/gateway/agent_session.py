@@ -49,7 +49,10 @@ class Submission:
     left: bool = False
     """True if the client left before it had the reply, and no retry has come since."""
     delivered: bool = False
-    """True once a client has received the reply. A retry may do so before the old connection is known to be broken."""
+    """True once a client has received the reply.
+
+    A retry may receive it before the server notices that the first connection is broken.
+    """
 
     @property
     def abandoned(self) -> bool:
@@ -116,7 +119,7 @@ class AgentSession:
         return list(self.engine.warnings)
 
     async def submit(self, request: ModelRequest, fingerprint: bytes, *, retry: bool, size: int = 0) -> Submission:
-        """Begin to answer a request, or return the earlier submission of which it is a retry.
+        """Start to answer a request. If it is a retry, return the earlier submission instead.
 
         Args:
             fingerprint: Equal for a request and its retries.
@@ -158,12 +161,12 @@ class AgentSession:
     # One request -----------------------------------------------------------------------------------------------------
 
     def _earlier(self, fingerprint: bytes, retry: bool) -> Submission | None:
-        """Return the earlier submission of which a request is a retry; None if the request is a new attempt."""
+        """Return the submission that this request repeats; None if the request is a new attempt."""
         if retry and self._failed[fingerprint] > 0:
             retry = False
             self._failed[fingerprint] -= 1
         # Two equal requests may run side by side. So a request is a retry only if its client says so, or if the client
-        # of an equal request has left without its reply. A request that was left is preferred.
+        # of an equal request has left without its reply. Such a request is preferred.
         equal = [each for each in reversed(self._submissions) if each.fingerprint == fingerprint]
         possible = [each for each in equal if retry or each.abandoned]
         earlier = max(possible, key=lambda each: (each.abandoned, not each.delivered), default=None)
@@ -225,8 +228,8 @@ class AgentSession:
             self.engine.warn(note, kind=note)
         if request.response_format is not None:
             self.engine.warn(
-                "replies follow a JSON schema: their logprobs are relative to the tokens that the schema allows, not "
-                "the policy's own. Do not train on them"
+                "replies follow a JSON schema: their logprobs are computed over only the tokens "
+                "that the schema allows, so they are not the policy's own. Do not train on them"
             )
         if "seed" in request.sampling:
             self.engine.warn(

@@ -1,4 +1,4 @@
-"""Description, for people, of how a request differs from the recorded conversation that it should have continued."""
+"""Describe in words how a request departs from the conversation that it should continue."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def first_difference(recorded: Sequence[Message], sent: Sequence[Message]) -> Di
         sent: The messages of a later request.
 
     Returns:
-        None if `sent` goes on from all of `recorded`.
+        None if `sent` begins with all of `recorded`.
     """
     last = len(recorded) - 1
     for index, before in enumerate(recorded):
@@ -79,7 +79,7 @@ def _missing_or_new(recorded: Sequence[Message], sent: Sequence[Message], index:
     """Return a difference if messages were removed or inserted before the next one that both share; else None."""
     before, after = ([key_of(message) for message in messages[index:]] for messages in (recorded, sent))
     removed, inserted = after[0] in before, before[0] in after
-    if removed == inserted:  # equal keys set both: the two then differ only in what keys leave out, such as reasoning
+    if removed == inserted:  # both True: the keys are equal, and only fields outside them differ
         return None
     count = before.index(after[0]) if removed else after.index(before[0])
     numbers = f"message {index + 1}" if count == 1 else f"messages {index + 1} to {index + count}"

@@ -1,4 +1,7 @@
-"""The `engine` that a workflow gets: the model and the reward, for one episode, with every interaction kept."""
+"""The `engine` that a workflow gets for one episode.
+
+It asks the model, calls the reward function, and keeps every interaction.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +102,9 @@ class EpisodeEngine:
         return self.resources.prompt_column
 
     def warn(self, warning: str, kind: str | None = None) -> None:
-        """Warn the owner of the workflow or agent. Drop repetitions, and more than MAX_WARNINGS warnings of one kind.
+        """Warn the owner of the workflow or agent.
+
+        Repeated warnings are dropped, and of each kind only the first MAX_WARNINGS are kept.
 
         By default, warnings that differ only in numbers and IDs are of one kind.
         """
@@ -137,8 +142,8 @@ class EpisodeEngine:
         Args:
             input_ids: Tokens of the prompt.
             prompt: Text or messages that were turned into `input_ids`, for the record.
-            images: Image files (PNG, JPEG) that tokens of the prompt stand for, in order.
-                `engine.see` makes such tokens.
+            images: Image files (PNG, JPEG), in the order in which they appear in the prompt.
+                `engine.see` makes the tokens that stand for them.
             index: Index from `reserve`, if the request's place in the episode was fixed earlier; None: the next one.
             on_token: Called with each token and its logprob in order; never if the engine does not stream.
             details: Further entries for the record, such as the name of the model that a client asked for.

@@ -1,7 +1,9 @@
 """Program that runs an inference server, and kills it with all its child processes when Clew's process dies.
 
-When Clew dies, the kernel could kill only the server itself. Processes that the server has started, such as vLLM's
-engine, would live on and keep their memory. Python runs this file as a script, so it imports only the standard library.
+The kernel can kill the server when Clew dies, but not the processes that the server has started,
+such as vLLM's engine. They would live on and keep their memory.
+
+Python runs this file as a script, so it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -14,12 +16,15 @@ import signal
 import sys
 
 COMMAND_VARIABLE = "CLEW_SERVER_COMMAND"
-"""Environment variable with the server's command, as JSON. With the command among its arguments, this process would be
-mistaken for the server."""
+"""Environment variable with the server's command, as JSON. It is not passed as arguments,
+because this process would then be mistaken for the server."""
 
 
 def _signal_when_parent_dies(number: int, parent: int) -> None:
-    """Ask the kernel (on Linux) to send this process a signal when its parent dies; send it if the parent is dead."""
+    """Ask the kernel (on Linux) to send this process a signal when its parent dies.
+
+    If the parent is already dead, send the signal now.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG, see prctl(2)
     if os.getppid() != parent:
@@ -51,7 +56,7 @@ def main(parent: int, command: list[str]) -> int:
     code = os.waitstatus_to_exitcode(os.waitpid(server, 0)[1])
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # do not overwrite the server's core file
-        if -code != signal.SIGKILL:  # which has no handler
+        if -code != signal.SIGKILL:  # SIGKILL has no handler to reset
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     return code

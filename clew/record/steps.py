@@ -58,6 +58,8 @@ def parse_steps(text: str, count: int) -> range:
         raise RecordError(
             f"--steps {text}: expected one step, such as 137, or FIRST:END, such as 130:140 (130 to 139) or -5:."
         )
+    if not count:
+        raise RecordError("This run has no committed step.")
     meant = range(count)[slice(*bounds)]
     if not meant:
         raise RecordError(f"--steps {text} names no committed step: there are {count}, counted from 0.")

@@ -42,16 +42,20 @@ def written_aside(folder: Path) -> Iterator[Path]:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder in such a way that nobody ever sees a part of it. Does nothing if there is no such folder."""
+    """Remove a folder, if it exists. It is renamed first, so that no reader sees a part of it."""
     if folder.exists():
         doomed = folder.with_name(f".{folder.name}.{os.getpid()}.removed")
+        shutil.rmtree(doomed, ignore_errors=True)  # what a process with this ID could not remove
         folder.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 
 
 def save_model(model: Any, folder: Path, weights: dict[str, Tensor]) -> None:
-    """Write the weights of `model` (safetensors, with transformers' names, a tied head once) and config.json. Raises
-    ModelError if transformers cannot save them."""
+    """Write the weights of `model` (safetensors) and config.json.
+
+    Names are those of transformers, and a tied head is stored once.
+    Raises ModelError if transformers cannot save them.
+    """
     try:
         model.save_pretrained(folder, state_dict=dict(weights))
     except ValueError as error:  # transformers refuses, for example, a generation configuration that contradicts itself

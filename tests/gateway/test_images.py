@@ -137,7 +137,7 @@ def test_a_turn_that_goes_on_extends_the_tokens_and_shows_all_images(folder: Pat
     one, two, other = asyncio.run(talk())
     assert two.interaction.input_ids[: len(one.interaction.all_ids)] == one.interaction.all_ids
     assert seeing.engine.images == [[RED], [RED, BLUE], [BLUE, BLUE]]
-    assert two.interaction.input_ids == other.interaction.input_ids  # but for what they show
+    assert two.interaction.input_ids == other.interaction.input_ids  # only images differ
     assert [len(chain) for chain in assemble(seeing.session.engine.interactions)] == [2, 1]
     assert "follows" not in other.interaction.details and two.interaction.details["follows"] == one.id
 
@@ -184,7 +184,7 @@ PARTS = (
     "{% for part in message['content'] | selectattr('type', 'equalto', 'text') %}{{ part['text'] }}{% endfor %}"
     "{% endfor %}<|assistant|>"
 )
-"""Chat template as LLaVA's own, which goes through the content part by part."""
+"""Chat template like LLaVA's, which goes through the content part by part."""
 
 
 def test_a_template_that_takes_parts_alone_gets_parts(folder: Path) -> None:
@@ -196,7 +196,7 @@ def test_a_template_that_takes_parts_alone_gets_parts(folder: Path) -> None:
 
 
 def test_two_first_requests_side_by_side_both_get_parts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first one tries out on a short message, in a thread, what the template takes. The second comes meanwhile."""
+    """The first tests, in a thread, what the template takes. The second arrives meanwhile."""
     seeing = Seeing(folder, PARTS)
     apply = seeing.tokenizer.apply_chat_template
 

@@ -259,7 +259,7 @@ def test_a_bundle_without_weights_is_said_to_be_checked_not_run(
 
 
 def test_a_record_in_the_making(run: RunDirectory) -> None:
-    """Committed, but killed before the line in the index; half-written files beside."""
+    """The step is committed, but not in the index yet. A killed process left stray files."""
     run.steps.write_data(3, rows.to_table(group("g000006")))
     write_json(
         run.steps.json_path(3), json.loads(run.steps.json_path(2).read_text()) | {"step": 3, "groups": ["g000006"]}
