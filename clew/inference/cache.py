@@ -1,4 +1,4 @@
-"""Keys and values of the running rows, all ending at the same column.
+"""Keys and values of the running rows, all ending at the same column. They are forgotten when a row ends.
 
 ::
 
