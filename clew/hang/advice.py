@@ -109,8 +109,8 @@ def _next(verdict: Verdict, actors: Sequence[Actor]) -> str:
             if any(a.pid in verdict.pids and "signal 9" in a.process.exit for a in actors):
                 return "Look whether the kernel killed it for lack of memory: dmesg -T | grep -i killed"
             return "Read the end of its log: it says why it ended."
-        case "external wait" | "rollout blocked" if other_side := _look_at_other_side(first, verdict.cause, actors):
-            return other_side
+        case "external wait" | "rollout blocked" if first and (other := _look_at_other_side(first, verdict, actors)):
+            return other
         case "cpu" | "lock or I/O" | "data loading" | "event loop blocked" if first:
             return f"py-spy dump --native --pid {first}"
         case "same collective everywhere" | "shape mismatch":
@@ -136,12 +136,12 @@ def _run_with_detail(verdict: Verdict, actors: Sequence[Actor]) -> str:
     return f"TORCH_DISTRIBUTED_DEBUG=DETAIL torchrun --nproc-per-node {count} {script}  # {fewer}a mismatch raises"
 
 
-def _look_at_other_side(pid: int, cause: str, actors: Sequence[Actor]) -> str:
+def _look_at_other_side(pid: int, verdict: Verdict, actors: Sequence[Actor]) -> str:
     """Return how to see who should answer a process; "" if it waits for nobody on the network, or tries again later."""
     text = "".join(actor.activity.text for actor in actors if actor.pid == pid)
-    if cause == "network" and "accept(" in text:
+    if verdict.cause == "network" and "accept(" in text:
         return f"ss -ltnp | grep 'pid={pid},' shows the port on which it waits for somebody to connect"
-    if cause not in ("network", "http") or "sleep(" in text:
+    if verdict.cause not in ("network", "http") or "sleep(" in text:
         return ""
     ports = {port for actor in actors if actor.pid == pid for port in actor.process.peers}
     servers = (a.pid for a in actors if a.rank is None and a.pid != pid and ports & {*a.process.listens})

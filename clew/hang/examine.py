@@ -81,8 +81,10 @@ def examine(pids: Sequence[int], named: dict[int, Process] | None = None, *, onc
         named: Processes from the status files of a Clew run, by pid; see `processes_of_run`.
         once: Take one look, which is enough to print stacks, instead of watching until a verdict is certain.
     """
-    every = [pid for pid in jobs.with_peers(pids) if pid != os.getpid()]
+    every = _living(pids)
     seen = snapshot(every, (lambda processes, seconds: True) if once else enough)
+    if not once and judge(seen).exit_code == 1 and (born := [pid for pid in _living(pids) if pid not in every]):
+        seen = snapshot([*every, *born], enough)  # what hangs may wait for processes that it has just started
     by_pid = named or {}
     processes = tuple(
         replace(each, name=by_pid[each.pid].name, waits=by_pid[each.pid].waits) if each.pid in by_pid else each
@@ -97,6 +99,10 @@ def examine(pids: Sequence[int], named: dict[int, Process] | None = None, *, onc
         just = "nothing moved in the last three looks: if the job has just begun to hang, ask again in a few seconds"
         seen = replace(seen, notes=(*seen.notes, just))
     return seen
+
+
+def _living(pids: Sequence[int]) -> list[int]:
+    return [pid for pid in jobs.with_peers(pids) if pid != os.getpid()]
 
 
 def run_of(pids: Sequence[int]) -> Path | None:

@@ -54,7 +54,7 @@ def evaluate(node: ast.AST, names: Mapping[str, Any]) -> Any:
     if isinstance(node, ast.Compare) and len(node.ops) == 1:
         return _compare(node.ops[0], evaluate(node.left, names), evaluate(node.comparators[0], names))
     if isinstance(node, ast.Call):
-        return _call(node, names)
+        return names[ast.unparse(node)] if ast.unparse(node) in names else _call(node, names)
     if isinstance(node, (ast.ListComp, ast.GeneratorExp, ast.SetComp)) and len(node.generators) == 1:
         loop = node.generators[0]
         if isinstance(loop.target, ast.Name):

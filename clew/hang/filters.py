@@ -48,6 +48,8 @@ BARREN = 100
 """Number of rounds without anything kept, or put into a queue, from which a loop seems endless."""
 FRUITLESS = 20
 """Number of rounds without anything put into a queue from which a filter is taken to reject everything."""
+UNFORWARDED = 50
+"""Number of wake-ups by items from a queue, without one that was put on, from which a filter seems to reject all."""
 NO_FILTER = re.compile(
     r"^(not )?\w+$|\blen\(|size|shape|numel|count|empty|full|\bstart|resume|offset|\bseen|consumed|already|processed"
 )
@@ -113,15 +115,18 @@ def never_filled(sink: Sink) -> Verdict | None:
 
 def takes_in_vain(sink: Sink) -> Verdict | None:
     """Find a main thread that takes item after item from a queue, and whose loop keeps none of them."""
-    for by in (
-        a for a in sink.job if not a.moving and not a.dead and a.threads and _keeps_no_item(a.process, sink.sources)
-    ):
-        get = by.threads[0]
-        why = (
-            f"{by.process.label} rejects everything: it took item after item from a queue at {get.place} and was "
-            f"woken up {wakeups(by.process):,} times meanwhile, and its loop kept nothing, so its batch never fills."
-        )
-        return sink.blame("rollout blocked", [by], why, cause="refusing", confidence="medium", sites=(get.site,))
+    for by in (a for a in sink.job if not a.dead and a.threads):
+        get, result = by.threads[0], ""
+        if not by.moving and _keeps_no_item(by.process, sink.sources):
+            result = "its loop kept nothing, so its batch never fills"
+        elif test := _forwards_no_item(by.process, sink.sources):
+            result = f"it wrote nothing: {test} decides whether the rest of the loop puts an item into the next queue"
+        if result:
+            why = (
+                f"{by.process.label} rejects everything: it took item after item from a queue at {get.place} and was "
+                f"woken up {wakeups(by.process):,} times meanwhile, and {result}."
+            )
+            return sink.blame("rollout blocked", [by], why, cause="refusing", confidence="medium", sites=(get.site,))
     return None
 
 
@@ -162,6 +167,22 @@ def _keeps_no_item(process: Process, sources: Mapping[str, str]) -> bool:
     ]
     taken = (0 < after - before < limit for (before, limit), (after, _) in pairwise(limits) if before and after)
     return sum(taken) >= STEADY_LOOKS
+
+
+def _forwards_no_item(process: Process, sources: Mapping[str, str]) -> str:
+    """Return the test that keeps a main thread from putting on what it takes from another process; "" without one.
+
+    It reads between all looks, and writes nothing in the whole watch: neither an item nor a line of its log.
+    """
+    main, looks = process.user_frames[:1], process.looks
+    loop = loop_at(sources.get(main[0].file, ""), main[0].line) if main else None
+    if not isinstance(loop, ast.While) or wakeups(process) < UNFORWARDED or looks[0].written != looks[-1].written:
+        return ""
+    if not all(one.read < other.read for one, other in pairwise(looks)):
+        return ""
+    if any(each.kind not in ("queue", "compute") for each in seen(process, sources)):
+        return ""
+    return next((f"{PurePath(main[0].file).name}:{test.lineno}" for test, _, _ in _guarded_puts(loop)), "")
 
 
 def _number(text: str | None) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import PurePath
@@ -14,9 +15,21 @@ from clew.hang.activity import DISTRIBUTED, Activity, line_of
 from clew.hang.between_ranks import with_callers
 from clew.hang.collective_calls import behind, different_counts, first_different_call
 from clew.hang.ended import dead, done, joined_too_early, lost_task, outlived, pipe_kept_open
+from clew.hang.expressions import Unknown, evaluate
 from clew.hang.filters import never_filled, never_holds, rejecting, rounds_without_put, starved, takes_in_vain
 from clew.hang.locks import left_locked, lock_holders, locked_by, locked_crosswise, locked_outside
-from clew.hang.progress import busy, cpu_share, fails_in_loop, mains_of, moved_counters, own_code_only, pace, places
+from clew.hang.observed import Look
+from clew.hang.progress import (
+    STEADY_LOOKS,
+    busy,
+    cpu_share,
+    fails_in_loop,
+    mains_of,
+    moved_counters,
+    own_code_only,
+    pace,
+    places,
+)
 from clew.hang.roles import WAITS_INSIDE
 from clew.hang.sink import Sink
 from clew.hang.verdict import LOCAL, MESSAGES, Actor, Verdict, names, sentences, subject, words_of
@@ -84,6 +97,50 @@ def _not_woken(sink: Sink) -> Verdict | None:
             )
             return sink.blame("rollout blocked", [one], why, cause="condition", sites=(task.site,))
     return None
+
+
+def _held_already(sink: Sink) -> Verdict | None:
+    """Find a thread that waits for a condition which holds: `notify()` has woken another thread."""
+    for one in (a for a in sink.culprits if not a.moving and len(a.process.looks) >= STEADY_LOOKS):
+        for thread in one.threads:
+            text = sink.sources.get(thread.file, "")
+            loop = source.loop_at(text, thread.line)
+            if thread.kind != "condition" or not isinstance(loop, ast.While) or not _only_waits(loop):
+                continue
+            numbers = [_numbers_at(look, thread) for look in one.process.looks]
+            with suppress(Unknown):
+                if not any(evaluate(loop.test, names) for names in numbers):
+                    why = (
+                        f"{thread.thread} of {one.process.label} waits at {thread.place}, although `while "
+                        f"{ast.unparse(loop.test)}` does not hold any more: it was not woken up. If several threads "
+                        f"wait for this condition, notify() may wake another one of them. Use notify_all()."
+                    )
+                    return sink.blame("rollout blocked", [one], why, cause="condition", sites=(thread.site,))
+    return None
+
+
+def _only_waits(loop: ast.While) -> bool:
+    """Return whether the body of a loop is one call of `wait` without a time limit."""
+    (first, *rest) = loop.body
+    call = first.value if isinstance(first, ast.Expr) and not rest else None
+    if not isinstance(call, ast.Call) or call.args or call.keywords:
+        return False
+    return source.dotted(call.func).endswith(".wait")
+
+
+def _numbers_at(look: Look, at: Activity) -> dict[str, int]:
+    """Return the numbers in a thread's frame by name; those of `self` may come from other threads in its methods."""
+    inner = [thread.user_frames[0] for thread in look.threads if thread.user_frames]
+    here = next((frame for frame in inner if (frame.file, frame.line) == (at.file, at.line)), None)
+    if here is None:
+        return {}
+    of_class = here.function.rpartition(".")[0]
+    beside = [f for f in inner if f.file == at.file and f.function.rpartition(".")[0] == of_class]
+    beside = [f for f in beside if not f.locals.get("self", "<cell").startswith("<cell")]
+    if not of_class or len({f.addresses.get("self") for f in beside}) > 1:
+        beside = []  # they belong to several objects
+    every = {name: value for f in beside for name, value in f.locals.items() if "self." in name} | here.locals
+    return {name: int(value) for name, value in every.items() if re.fullmatch(r"-?\d{1,15}", value)}
 
 
 def _unscheduled(sink: Sink) -> Verdict | None:
@@ -593,11 +650,11 @@ def _beside(sink: Sink) -> str:
 
 
 RULES: tuple[Callable[[Sink], Verdict | None], ...] = (
-    _paused, _blocked_loop, _not_woken, rejecting, starved, never_filled, takes_in_vain, outlived, locked_outside,
-    pipe_kept_open, joined_too_early, _joins_its_producer, dead, _own_waits, never_holds, _slow, locked_crosswise,
-    locked_by, _cleaned_up, _store, _unexplained, _loader, _silent_server, _outside, _retrying, device, _unscheduled,
-    _computing, _both_poll, _threads_poll, _asks_as_told, _polling, _one_at_a_time, _through_server, lost_task,
-    _unflushed, _blocked,
+    _paused, _blocked_loop, _not_woken, _held_already, rejecting, starved, never_filled, takes_in_vain, outlived,
+    locked_outside, pipe_kept_open, joined_too_early, _joins_its_producer, dead, _own_waits, never_holds, _slow,
+    locked_crosswise, locked_by, _cleaned_up, _store, _unexplained, _loader, _silent_server, _outside, _retrying,
+    device, _unscheduled, _computing, _both_poll, _threads_poll, _asks_as_told, _polling, _one_at_a_time,
+    _through_server, lost_task, _unflushed, _blocked,
 )  # fmt: skip
 """Rules in the order in which they are tried: the first that answers decides, so facts come before guesses.
 

@@ -37,9 +37,11 @@ def locked_by(sink: Sink) -> Verdict | None:
 
 
 def locked_crosswise(sink: Sink) -> Verdict | None:
-    """Find processes of which each waits for a lock that another one of them has locked."""
+    """Find processes of which each waits for a lock or a file that another one of them has locked."""
     circle = sink.culprits
-    if len(circle) < 2 or not all(is_shared_lock(a.activity, sink.sources) and not a.moving for a in circle):
+    if len(circle) < 2 or any(a.moving for a in circle):
+        return None
+    if not all(is_shared_lock(a.activity, sink.sources) or lockers(a, circle, sink.sources) for a in circle):
         return None
     why = f"{sentences(circle)} Each has locked what another one of them waits for. Take these locks in one order."
     return sink.blame("lock or I/O", circle, why, cause="lock", structural=True)

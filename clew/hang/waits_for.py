@@ -123,6 +123,8 @@ def _could_end(actor: Actor, job: Sequence[Actor], listening: Mapping[tuple[str,
         case "sleep" if actor.rank is not None:  # it may ask whether a server that it has started is ready
             working = {a.pid for a in job if a.moving and a.role != "loader" and not a.activity.periodic}
             pids = _children(actor, job) & working
+        case "store" if actor.rank is None:  # those that still start may set the key that it waits for
+            pids = _children(actor, job) & {a.pid for a in job if a.moving}
         case "condition" | "sleep":
             pids = _children(actor, job) - _asking(actor, job)
     reported = {PROCESSES.get(wait["unblocks"], wait["unblocks"].partition(" ")[0]) for wait in process.waits}

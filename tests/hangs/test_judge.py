@@ -877,6 +877,52 @@ def below(pid: int, *frames: Frame, waits_in: str = "futex_do_wait", **more: Any
     return Process(pid=pid, looks=looks, waits_in=waits_in, **more)
 
 
+@pytest.mark.parametrize(("wanted", "cause"), [("4", "already"), ("5", "nobody signals")])
+def test_a_condition_that_holds_already_was_signalled_to_another_thread(wanted: str, cause: str) -> None:
+    text = (
+        "class Buffer:\n    def take(self, n):\n        while len(self.items) < n:\n            self.cond.wait()\n"
+        "    def put(self, item):\n        while len(self.items) >= 4:\n            self.cond.wait()\n"
+    )
+    takes, puts = at(4, "Buffer.take", n=wanted, self="<cell at 0x7>"), at(7, "Buffer.put", **{"len(self.items)": "4"})
+    puts = replace(puts, locals={**puts.locals, "self": "<Buffer>"}, addresses={"self": 7})
+    wait = within("Condition.wait", "threading.py")
+    other = Thread(name="producer", os_id=101, frames=(wait, puts))
+    verdict = watched(text, *[[main_in(wait, takes), other]] * 6)
+    assert verdict.pattern == "rollout blocked"
+    assert ("although `while len(self.items) < n` does not hold any more" in verdict.explanation) == (
+        cause == "already"
+    )
+    assert cause == "already" or cause in verdict.explanation
+
+
+def test_two_processes_that_each_lock_the_file_of_the_other() -> None:
+    text = "def a():\n    with FileLock(one):\n        pass\ndef b():\n    with FileLock(two):\n        pass\n"
+    lock = within("acquire", "site-packages/filelock/_api.py")
+    first = below(101, lock, at(2, "a"), waits_in="hrtimer_nanosleep", files=(7,), wants=(8,))
+    second = below(102, lock, at(5, "b"), waits_in="hrtimer_nanosleep", files=(8,), wants=(7,))
+    verdict = judge(Snapshot(processes=(first, second), sources={"train.py": text}))
+    assert (verdict.pattern, verdict.pids) == ("lock or I/O", (101, 102))
+    assert "Each has locked what another one of them waits for" in verdict.explanation
+
+
+@pytest.mark.parametrize(("written", "wakes", "rejects"), [(9, 12, True), (90, 12, False), (9, 3, False)])
+def test_a_filter_between_two_processes_takes_and_puts_nothing_on(written: int, wakes: int, rejects: bool) -> None:
+    text = (
+        "def score(inbox, outbox):\n    while True:\n        texts = inbox.get()\n        if not usable(texts):\n"
+        "            continue\n        outbox.put(texts)\ndef fit(scored):\n    while True:\n        scored.get()\n"
+    )
+    read, take = within("Connection._recv", "multiprocessing/connection.py"), "multiprocessing/queues.py"
+    trains = below(100, read, within("Queue.get", take), at(9, "fit"), waits_in="pipe_read")
+    scores = below(101, read, within("Queue.get", take), at(3, "score"), waits_in="pipe_read")
+    looks = [replace(look, read=100 * n, switches=wakes * n, written=9) for n, look in enumerate(scores.looks, 1)]
+    scores = replace(scores, looks=(*looks[:-1], replace(looks[-1], written=written)))
+    verdict = judge(Snapshot(processes=(trains, scores), seconds=5.0, sources={"train.py": text}))
+    assert ("rejects everything" in verdict.explanation) == rejects
+    if rejects:
+        assert (verdict.pattern, verdict.pids) == ("rollout blocked", (101,))
+        assert "train.py:4 decides" in verdict.explanation
+
+
 def test_a_server_that_still_imports_is_slow() -> None:
     """A look found vLLM at its start, and the next one where it imports: nothing else of it had moved."""
     imports = Frame(function="_find_and_load", file="<frozen importlib._bootstrap>", line=1176)
