@@ -123,7 +123,7 @@ class Application:
             if call.stream:
                 await self._stream(call, requests, receive, send)
                 return
-            answers = [asyncio.ensure_future(self._one(call, request)) for request in requests]
+            answers = [asyncio.ensure_future(self._one(call, each)) for each in enumerate(requests)]
             work = answers[0] if call.single else asyncio.gather(*answers)
             gone = asyncio.ensure_future(_disconnected(receive, work))
             try:
@@ -148,16 +148,19 @@ class Application:
             code = 503
         return {"error": {"message": str(error), "type": type(error).__name__, "code": code}}
 
-    async def _one(self, call: Call, request: GenerateRequest) -> dict[str, Any]:
-        return self.part_of_response(call, request, await self.engine.generate(request))
+    async def _one(self, call: Call, numbered: tuple[int, GenerateRequest]) -> dict[str, Any]:
+        index, request = numbered
+        return self.part_of_response(call, index, request, await self.engine.generate(request))
 
-    def part_of_response(self, call: Call, request: GenerateRequest, completion: Completion) -> dict[str, Any]:
-        """Return one sequence's part of the response."""
+    def part_of_response(
+        self, call: Call, index: int, request: GenerateRequest, completion: Completion
+    ) -> dict[str, Any]:
+        """Return the part of the response with the sequence of this index in the call."""
         if call.return_logprob and completion.wrong_logprobs:  # nobody may train on them unknowingly
             raise EngineError(completion.wrong_logprobs)
         text = ""
         if call.with_text and self.engine.core.tokenizer is not None:
-            text = self.engine.core.tokenizer.decode(completion.output_ids, skip_special_tokens=True)
+            text = call.sequences[index].text_of(completion, self.engine.core.tokenizer)
         return answer(request.id, request, completion, text=text, logprobs=call.return_logprob)
 
     async def _ids(self, wanted: RequestedSequence) -> list[int]:
@@ -240,7 +243,7 @@ class _SequenceStream:
 
     async def run(self) -> None:
         completion = await self._application.engine.generate(replace(self._request, on_token=self._on_token))
-        self._put(self._application.part_of_response(self._call, self._request, completion))
+        self._put(self._application.part_of_response(self._call, self._index, self._request, completion))
 
     def _on_token(self, token: int, logprob: float) -> None:
         if not self._output:  # not earlier: the request may have waited for an update to end
@@ -259,7 +262,7 @@ class _SequenceStream:
         part = Completion(
             output_ids=ids, logprobs=logprobs, versions=[self._version] * len(ids), finish_reason="length"
         )
-        event = self._application.part_of_response(self._call, self._request, part)
+        event = self._application.part_of_response(self._call, self._index, self._request, part)
         event["meta_info"] |= {"finish_reason": None, "completion_tokens": ready}
         self._put(event)
 

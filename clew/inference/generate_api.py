@@ -33,7 +33,7 @@ SAMPLING_FIELDS = (
 """Fields of sampling_params."""
 
 TEXT_FIELDS = ("skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim")
-"""Fields of sampling_params that are accepted but change nothing, because the text is only for people."""
+"""Fields of sampling_params that change the text and nothing else; the second one has no effect."""
 
 NEUTRAL = {"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1}
 """Fields of sampling_params that clients send with the value that changes nothing; no other value is accepted."""
@@ -54,6 +54,16 @@ class RequestedSequence:
     params: SamplingParams
     rid: str
     images: tuple[bytes, ...] = ()
+    skip_special_tokens: bool = True
+    no_stop_trim: bool = False
+
+    def text_of(self, completion: Completion, tokenizer: Any) -> str:
+        """Return a completion as text, without the stop string or token that ended it, as SGLang returns it."""
+        ids, matched = completion.output_ids, None if self.no_stop_trim else completion.matched
+        if isinstance(matched, int) and ids[-1:] == [matched]:
+            ids = ids[:-1]
+        text = str(tokenizer.decode(ids, skip_special_tokens=self.skip_special_tokens))
+        return text.partition(matched)[0] if isinstance(matched, str) and matched else text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +91,8 @@ def parse_call(body: Any, default_stop_ids: tuple[int, ...]) -> Call:
     for name in SAMPLING_FIELDS:
         if body.get(name) is not None:  # SGLang ignores it, and samples with the defaults
             raise EngineError(f"SGLang would ignore {name} outside sampling_params. Write it into sampling_params.")
+    if body.get("lora_path"):
+        raise EngineError(f"lora_path is {_shown(body['lora_path'])}, and Clew serves only the run's own weights.")
     clew = body.get("clew") or {}
     if not isinstance(clew, dict):
         raise EngineError(f"clew is {type(clew).__name__}, expected an object.")
@@ -95,6 +107,7 @@ def parse_call(body: Any, default_stop_ids: tuple[int, ...]) -> Call:
     sequences: list[RequestedSequence] = []
     for prompt, given, rid, shown in zip(prompts, samplings, rids, images, strict=True):
         params, copies = _params(given, clew, default_stop_ids)
+        of_text = {name: _flag(given, name, name == "skip_special_tokens") for name in (TEXT_FIELDS[0], TEXT_FIELDS[2])}
         if len(sequences) + copies > MAX_SEQUENCES:
             raise EngineError(
                 f"Cannot generate more than {MAX_SEQUENCES} sequences in one call: {count} prompts, with n {copies}. "
@@ -102,7 +115,7 @@ def parse_call(body: Any, default_stop_ids: tuple[int, ...]) -> Call:
             )
         for copy in range(copies):  # each copy draws other tokens
             drawn = params if copies == 1 else replace(params, seed=params.seed + copy)
-            sequences.append(RequestedSequence(prompt=prompt, params=drawn, rid=rid, images=shown))
+            sequences.append(RequestedSequence(prompt=prompt, params=drawn, rid=rid, images=shown, **of_text))
     return Call(
         sequences=sequences,
         single=not batch and len(sequences) == 1,
@@ -191,6 +204,8 @@ def _flat(given: Any) -> list[Any]:
 
 
 def _image(given: Any) -> bytes:
+    if isinstance(given, dict):
+        given = given.get("url")
     try:
         return base64.b64decode("".join(given.rpartition("base64,")[2].split()), validate=True)
     except (AttributeError, ValueError):
@@ -204,7 +219,7 @@ def _params(given: Any, clew: dict[str, Any], default_stop_ids: tuple[int, ...])
         raise EngineError(f"sampling_params is {type(given).__name__}, expected an object.")
     known = SAMPLING_FIELDS + TEXT_FIELDS
     for name, value in given.items():
-        if name not in known and (name not in NEUTRAL or value not in (None, NEUTRAL[name])):
+        if value is not None and name not in known and (name not in NEUTRAL or value != NEUTRAL[name]):
             hint = did_you_mean(name, known)
             raise EngineError(f"sampling_params has no field {name!r}.{hint} Known: {', '.join(SAMPLING_FIELDS)}.")
     stop = given.get("stop") or ()

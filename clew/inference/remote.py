@@ -25,7 +25,7 @@ from clew.errors import EngineError, ModelError, described
 from clew.inference.backend import Backend, Launch, leaves
 from clew.inference.client import FROZEN_S, HEALTH_S
 from clew.inference.detect_server import BACKENDS
-from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, Timings, UpdateTimer
+from clew.inference.protocol import Completion, EngineUnreachable, FaultyAnswer, GenerateRequest, Timings, UpdateTimer
 from clew.inference.request_checks import PROBE_TOLERANCE, ServedModel, matched_stop
 from clew.inference.server_process import AttachedServer, ServerProcess
 from clew.models.loading import load_tokenizer
@@ -301,6 +301,13 @@ class RemoteEngine:
                 nothing until a load succeeds.
             EngineUnreachable: The server died or froze meanwhile.
         """
+        try:
+            return await self._load_weights(ref)
+        except FaultyAnswer as error:  # such as an answer that a proxy cut short
+            log.warning("%s; loading version %d again", str(error).rstrip("."), ref.version)
+            return await self._load_weights(ref)
+
+    async def _load_weights(self, ref: WeightRef) -> Timings:
         if ref.was_broadcast() and self.unchecked_version != ref.version:
             raise EngineError(f"version {ref.version} was broadcast (weights.via), and this server did not get it.")
         async with self._updating(ref.version) as clock:

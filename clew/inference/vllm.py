@@ -130,7 +130,7 @@ class VLLMEngine(Backend):
         self._sent: dict[str, str] = {}
         """The trainer's digests of the tensors that were sent last."""
         self._first_sent: dict[str, str] = {}
-        """Those of the first version that was sent."""
+        """Digests of the first version that was sent."""
         self._adapts = False
         """True if only adapters are sent."""
         self.logprobs_mode: LogprobsMode = "unknown"

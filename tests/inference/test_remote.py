@@ -1213,6 +1213,37 @@ def test_clew_serve_names_the_server_behind_it_that_is_away(tmp_path: Path) -> N
     assert f"inference server {address}: Cannot connect" in asyncio.run(generate())
 
 
+@pytest.mark.parametrize("faults", [1, 2])
+def test_an_answer_that_is_cut_short_in_an_update_is_asked_for_again_once(
+    tmp_path: Path, version: WeightRef, faults: int
+) -> None:
+    named, held = served_model(tmp_path)
+    choice = {"token_ids": [7], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "length"}
+    cut = 0
+
+    async def answer(request: web.Request) -> web.Response:
+        nonlocal cut
+        if b"clew_held" in await request.read() and cut < faults:
+            cut += 1
+            return web.Response(text='{"results": [{"a":', content_type="application/json")
+        return web.json_response({"results": [held], "choices": [choice]})
+
+    async def scenario(address: str) -> None:
+        engine = RemoteEngine(named, RemoteCore(named), VLLMEngine.client(named, address))
+        try:
+            await engine.load_weights(version)
+            assert engine.core.version == version.version
+        finally:
+            await engine.close()
+
+    with serving(answer) as address:
+        if faults == 1:
+            asyncio.run(scenario(address))
+        else:
+            with pytest.raises(FaultyAnswer, match="cannot be read"):
+                asyncio.run(scenario(address))
+
+
 FROZEN_WORKER = """
 import http.server, time
 class Answers(http.server.BaseHTTPRequestHandler):

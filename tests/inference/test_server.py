@@ -254,6 +254,7 @@ def test_a_long_text_holds_nobody_up_while_its_tokens_are_made(server: ServerPro
         ("/generate", [], "expected a JSON object"),
         ("/generate", {}, "input_ids"),
         ("/generate", {"input_ids": []}, "empty"),
+        ("/generate", {"input_ids": PROMPT, "lora_path": "x"}, "lora_path is 'x', and Clew serves only the run's own"),
         ("/generate", {"input_ids": [7] * 256}, "context"),
         ("/generate", {"input_ids": [5000]}, "5000"),
         ("/generate", {"text": "a" * 1_000_001}, "1000001 characters"),
