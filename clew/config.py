@@ -374,6 +374,11 @@ def parse(text: str, path: Path, overrides: Sequence[str] = ()) -> Config:
         if any("preset" in _section(change, "algorithm") for change in changes):
             _forget_preset(merged)
         values = OmegaConf.to_container(OmegaConf.merge(merged, *changes), resolve=True)
+    except yaml.MarkedYAMLError as error:
+        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+        begins = f" in line {error.context_mark.line + 1}" if error.context_mark else ""
+        context = f" ({error.context}{begins})" if error.context else ""
+        raise ConfigError(f"{path}{line}: this is not YAML: {error.problem}{context}.") from None
     except (yaml.YAMLError, OmegaConfBaseException, ValueError, AssertionError) as error:
         raise ConfigError(f"{path}: {' '.join(str(error).split())[:500]}") from None
     return checked(values, path, text, overrides)

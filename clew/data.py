@@ -158,6 +158,8 @@ def _read_parquet(file: Path) -> Iterator[dict]:
 def _read_with_datasets(path: str, split: str) -> Iterator[dict]:
     import datasets
 
+    if Path(path).expanduser().is_file():
+        raise DataError(f"Cannot read the data file {path}: its name must end with one of {', '.join(LOCAL)}.")
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     if looks_local and not Path(path).expanduser().is_dir():
         raise DataError(

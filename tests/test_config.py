@@ -206,7 +206,8 @@ def test_a_section_that_may_be_null_is_set_and_unset_like_a_field(good: Path) ->
         ("", ["=3"], "override '=3': expected key=value"),
         ("rollout: mine.exact\nalgorithm: {preset: dapo}\n", [], "rollout: "),
         ("inference: {args: [a]}\nlaunch: {devices: sglang.d1t2}\n", [], "inference.args: "),
-        ("data: [\n", [], "good.yaml"),
+        ("data: [\n", [], "good.yaml:9: this is not YAML: "),
+        ("data:\n\tpath: a\n", [], "good.yaml:9: this is not YAML: found character that cannot start any token"),
         ("", ["root=${nowhere}"], "nowhere"),
     ],
 )

@@ -43,9 +43,10 @@ def _train(config: Config, run: RunDirectory, arguments: Sequence[str]) -> None:
     elif config.launch.mode == "inline":
         set_up_log()
         print("launch.mode=inline: one process; time limits are off; breakpoint() works everywhere.", flush=True)
+    before = run.steps.count()
     train_as_configured(config, arguments, live=True)
     if config.devices.training is not None:
-        _say_trained(config, run)
+        _say_trained(config, run, before)
 
 
 def _learn(config: Config, run: RunDirectory) -> None:
@@ -56,14 +57,20 @@ def _learn(config: Config, run: RunDirectory) -> None:
         learn(config)
 
 
-def _say_trained(config: Config, run: RunDirectory) -> None:
-    """Print how many steps a complete run has trained, what it rejected, and where its weights and its curve are."""
+def _say_trained(config: Config, run: RunDirectory, before: int) -> None:
+    """Print how many steps a complete run has trained, what it rejected, and where its weights and its curve are.
+
+    before: Number of steps when this command began.
+    """
     from clew.record.rejected import count_rejected
 
     done, wanted = run.steps.count(), config.training.steps
     outcome = f"trained {counted(done, 'step')}."
-    if done > wanted:
-        outcome = f"{done} steps were trained before, and training.steps is {wanted}: there is nothing to do."
+    if before >= wanted:
+        outcome = (
+            f"{counted(done, 'step')} had been trained before, and training.steps is {wanted}: nothing was left to do. "
+            f"Raise training.steps, or begin another run with trial=NAME."
+        )
     for line in count_rejected(run).lines():
         print(line)
     weights = f"{run.checkpoints / 'latest'}{run.best_in_words()}"

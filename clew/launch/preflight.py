@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from clew import dotted
 from clew.config import Config, check_critic_fields
 from clew.data import LOCAL, load_demonstrations, load_rows
+from clew.errors import DataError
 from clew.models.model_folder import check_folder
 
 ROWS = 10_000
 """Number of rows of the data that are looked at; the processes read them all."""
+
+
+def _is_local(path: str) -> bool:
+    return Path(path).suffix.lower() in LOCAL or Path(path).expanduser().is_file()
+
+
+@contextmanager
+def _naming(field: str) -> Iterator[None]:
+    """Put a field's name before the message of a DataError."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{field}: {error}") from None
 
 
 def check_named(config: Config, *, supervised: bool = False) -> None:
@@ -26,16 +42,19 @@ def check_named(config: Config, *, supervised: bool = False) -> None:
     """
     check_folder(config.model.path, "config.json", "model", "Save the model there with save_pretrained.")
     data, algorithm = config.data, config.algorithm
-    paths = [path for path in (data.path, config.eval.path) if path is not None and Path(path).suffix.lower() in LOCAL]
+    named_paths = {"data.path": data.path, "eval.path": config.eval.path}
+    paths = {field: path for field, path in named_paths.items() if path is not None and _is_local(path)}
     if supervised:
-        for path in paths:
-            load_demonstrations(config, path, limit=ROWS)
+        for field, path in paths.items():
+            with _naming(field):
+                load_demonstrations(config, path, limit=ROWS)
         return
     code = {"algorithm.advantages": algorithm.advantages, "algorithm.loss": algorithm.loss}
     code = {field: named for field, named in code.items() if "." in named}  # a built-in one has no dot
     if not config.debug.replay_rollout_data:  # with it, rows and rewards come from the record
-        for path in paths:
-            load_rows(path, limit=ROWS, columns=[data.prompt])
+        for field, path in paths.items():
+            with _naming(field):
+                load_rows(path, limit=ROWS, columns=[data.prompt])
         code |= {f"rollout.{name}": getattr(config.rollout, name) for name in ("workflow", "agent", "reward")}
     for field, named in code.items():
         if named is not None:

@@ -32,6 +32,12 @@ from clew.record.run import RunDirectory
 
 log = logging.getLogger("clew.launch")
 
+KILLED = (
+    "\nIf you did not kill it, the kernel may have, for lack of memory: dmesg -T | grep -i killed. What is recorded is "
+    "not lost: start the same command again to go on."
+)
+"""Sentence about a process that ended by SIGKILL."""
+
 GRACE_S = 8.0
 """Seconds between asking a process to end and killing it."""
 
@@ -228,7 +234,7 @@ def _check(config: Config, run: RunDirectory, children: dict[str, Child]) -> boo
         often = f", after {child.restarts} restarts (launch.restarts)" if child.restarts else ""
         raise LaunchError(
             f"the {role} {how_it_ended(code)}{often}, at step {run.steps.count()} of {config.training.steps}:\n"
-            f"{child.last_words()}\n(full log: {run.logs / f'{role}.log'})"
+            f"{child.last_words()}\n(full log: {run.logs / f'{role}.log'}){KILLED if code == -signal.SIGKILL else ''}"
         )
     return False
 

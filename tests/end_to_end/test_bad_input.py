@@ -115,7 +115,8 @@ def test_no_model_folder(project: Project) -> None:
 
 @pytest.mark.parametrize(("override", "words"), [
     ("model.path=./models", "there is no folder ./models"),
-    ("data.path=prompt.jsonl", "Did you mean prompts.jsonl?"),
+    ("data.path=prompt.jsonl", "data.path: Cannot read the data file prompt.jsonl: it does not exist. Did you mean"),
+    ("eval.path=mine.py", "eval.path: Cannot read the data file mine.py: its name must end with one of .jsonl"),
     ("data.prompt=question", "row 1 has no column 'question'; it has 'prompt'"),
     ("eval.path=none.jsonl", "the data file none.jsonl: it does not exist"),
     ("rollout.reward=mine.digit", "mine.py has no 'digit'. Did you mean 'digits'?"),
