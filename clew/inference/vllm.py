@@ -334,13 +334,14 @@ class VLLMEngine(Backend):
     def _left_out(self, workers: list[dict[str, list[Any]]]) -> list[str]:
         """Return the tensors that vLLM does not read, and that the trainer has not changed since the first version.
 
-        Some models have layers that nothing computes with, such as the last one of LLaVA's vision tower. vLLM leaves
-        them out, and training does not change them. A warning names those of the first version.
+        Some models have layers that nothing computes with, such as the last norm of LLaVA's vision tower. vLLM leaves
+        them out, and training does not change them. A warning names those of the first version. With several workers,
+        each of which may hold a part, none counts.
         """
         first, self._first_sent = not self._first_sent, self._first_sent or self._sent
         read = {name for worker in workers for name in worker}
         unread = [name for name in self._sent if name not in read and self._sent[name] == self._first_sent.get(name)]
-        if not read:  # the update has done nothing
+        if not read or len(workers) > 1:  # without any, the update has done nothing
             return []
         if first and unread:
             log.warning(

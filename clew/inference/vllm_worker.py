@@ -16,6 +16,7 @@ import ctypes
 import signal
 import sys
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -160,6 +161,16 @@ def storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
+def unwritten(model: Any, copies: Copies) -> list[tuple[torch.Size, int]]:
+    """Return each parameter's shape, and how many of its elements the copies have not written."""
+    held = [piece.held for _, pieces in copies.values() for piece in pieces]
+    views = {(view.data_ptr(), view.shape, view.stride()): view for view in held}
+    written = Counter[int]()
+    for view in views.values():
+        written[storage_of(view)] += view.numel()
+    return [(each.shape, each.numel() - written[storage_of(each)]) for each in model.parameters()]
+
+
 class Extension:
     """Methods that `/collective_rpc` can call on each of vLLM's workers, which have the first two attributes.
 
@@ -252,16 +263,19 @@ class Extension:
         Returns:
             By name: the digest of the elements held, in hexadecimal; how many elements are held, each counted as often
             as it is held; how many the tensor has; and the types that hold them, if the engine has cast any. Only
-            elements that the engine still computes from count. A tensor that vLLM's loader passed over is missing.
+            elements that the engine still computes from count. A tensor that no part of the model has a place for is
+            missing: each parameter that it could belong to has been written with others.
         """
         model = self.model_runner.model
         alive = {storage_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        places = unwritten(model, self.copies)
         result: dict[str, list[Any]] = {}
         for name, (written, pieces) in self.copies.items():
             if name in self.before_packing:
                 result[name] = self.before_packing[name]
                 continue
-            if not pieces:
+            fits = (shape[1:] == written.shape[1:] and room >= written.numel() for shape, room in places)
+            if not pieces and not any(fits):
                 continue
             digest = count = 0
             cast: set[str] = set()

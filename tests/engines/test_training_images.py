@@ -1,4 +1,4 @@
-"""Training on images through vLLM, which leaves out the last layer of LLaVA's vision tower."""
+"""Training on images through vLLM, which leaves out the last norm of LLaVA's vision tower."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from clew.inference.vllm import VLLMEngine, differences
@@ -104,21 +104,27 @@ def test_rows_that_the_engine_holds_in_another_order_are_named(published: tuple[
 
 def test_a_tensor_that_the_loader_forgot_is_named(published: tuple[Path, dict[str, str]]) -> None:
     folder, digests = published
-    assert differences(digests, [loaded(Fused(forget="k"), folder)]) == ["k: not loaded"]
+    assert differences(digests, [loaded(Fused(forget="k"), folder)]) == [
+        "k: 0 of 32 elements are held where the engine computes from"
+    ]
 
 
 def test_a_tensor_that_the_engine_does_not_read_may_stay_as_it_was(
     published: tuple[Path, dict[str, str]], caplog: pytest.LogCaptureFixture
 ) -> None:
     folder, digests = published
-    workers = [loaded(Fused(forget="k"), folder)]
+    tensors = load_file(folder / "model.safetensors") | {"spare": torch.ones(8).bfloat16()}
+    save_file(tensors, folder / "model.safetensors")
+    digests = hex_digests(tensors)
+    assert "spare" in loaded(Fused(forget="norm"), folder), "it could be the norm, which nothing has written"
+    workers = [loaded(Fused(forget="spare"), folder)]
     engine = VLLMEngine("127.0.0.1:1")
     for version in range(3):
         engine._sent = {**digests, "q": f"{version:016x}"}
-        assert engine._left_out(workers) == ["k"]
-    assert caplog.text.count("vLLM at 127.0.0.1:1 does not read 1 tensor of the model: k.") == 1
+        assert engine._left_out(workers) == ["spare"]
+    assert caplog.text.count("vLLM at 127.0.0.1:1 does not read 1 tensor of the model: spare.") == 1
     assert engine._left_out([{}]) == [], "an update that did nothing is none"
-    engine._sent = {**digests, "k": f"{1:016x}"}
+    engine._sent = {**digests, "spare": f"{1:016x}"}
     assert engine._left_out(workers) == [], "the trainer has changed it"
 
 
