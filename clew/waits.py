@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from clew.asyncio_tasks import write_tasks_on_signal
+from clew.errors import Interrupted
 
 log = logging.getLogger("clew.waits")
 
@@ -136,10 +137,12 @@ class Reporter:
     def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, _: object) -> None:
         self._stop.set()
         self._thread.join()
-        if exc is not None and not isinstance(exc, (KeyboardInterrupt, SystemExit)):
-            self.set(doing="failed", error=f"{type(exc).__name__}: {exc}")
-        else:
+        if exc is None or isinstance(exc, (KeyboardInterrupt, SystemExit)):
             self.set(doing="ended")
+        elif isinstance(exc, Interrupted):
+            self.set(doing="ended (interrupted)")
+        else:
+            self.set(doing="failed", error=f"{type(exc).__name__}: {exc}")
         self.write()
 
     def set(self, **facts: Any) -> None:

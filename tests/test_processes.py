@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+from clew.errors import Interrupted
 from clew.processes import PARENT_VARIABLE, kept_signals
 from clew.waits import Reporter, current_waits, oldest_of_each_kind, waiting
 
@@ -89,6 +90,13 @@ def test_an_error_is_left_in_the_status_file(tmp_path: Path) -> None:
         pass
     status = json.loads((tmp_path / "trainer.json").read_text())
     assert status["doing"] == "failed" and status["error"] == "ValueError: no such thing"
+
+
+def test_a_process_that_was_asked_to_end_has_not_failed(tmp_path: Path) -> None:
+    with contextlib.suppress(Interrupted), Reporter(tmp_path, "trainer"):
+        raise Interrupted("before step 3")
+    status = json.loads((tmp_path / "trainer.json").read_text())
+    assert status["doing"] == "ended (interrupted)" and "error" not in status
 
 
 def test_handlers_of_signals_are_put_back() -> None:

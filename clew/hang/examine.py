@@ -131,7 +131,7 @@ def processes_of_run(folder: Path) -> dict[int, Process]:
             waits = tuple({**each, "for_s": value["updated"] - each["since"]} for each in value["waits"] if fresh)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise RecordError(f"Cannot read {path}: {type(error).__name__}: {error}") from error
-        if doing != "ended" and value.get("host", proc.host()) == proc.host():
+        if not doing.startswith("ended") and value.get("host", proc.host()) == proc.host():
             found[pid] = Process(pid=pid, name=path.stem, doing=doing, waits=waits, host=proc.host())
     alive = [pid for pid in found if proc.stat_of(pid) is not None]
     if not alive:
