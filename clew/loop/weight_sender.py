@@ -134,7 +134,8 @@ class WeightSender:
             if group is not None:
                 group.close()
         if error := error or lost_later:
-            reasons = _reasons(outcome.failed) or "each server that is left has received it"
+            left = "each server that is left has received it" if outcome.received else "no server has received it"
+            reasons = _reasons(outcome.failed) or left
             log.warning("the broadcast of version %d broke off: %s; %s", engine.version, error, reasons)
         return digests, outcome.received, outcome.failed
 
