@@ -107,6 +107,8 @@ def _held_already(sink: Sink) -> Verdict | None:
             loop = source.loop_at(text, thread.line)
             if thread.kind != "condition" or not isinstance(loop, ast.While) or not _only_waits(loop):
                 continue
+            if lock_holders(one, thread, sink.sources):
+                continue  # it was woken up, and waits for the condition's lock
             numbers = [_numbers_at(look, thread) for look in one.process.looks]
             with suppress(Unknown):
                 if not any(evaluate(loop.test, names) for names in numbers):
