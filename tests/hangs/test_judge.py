@@ -889,7 +889,7 @@ def test_a_condition_that_holds_already_was_signalled_to_another_thread(wanted: 
     other = Thread(name="producer", os_id=101, frames=(wait, puts))
     verdict = watched(text, *[[main_in(wait, takes), other]] * 6)
     assert verdict.pattern == "rollout blocked"
-    held = text + "    def drop(self):\n        with self.cond:\n            time.sleep(9)\n"
+    held = text + "    def drop(self):\n        with self.cond:\n            self.peer.recv(1)\n"
     holder = Thread(name="holder", os_id=102, frames=(replace(puts, function="Buffer.drop", line=10),))
     assert "does not hold any more" not in watched(held, *[[main_in(wait, takes), other, holder]] * 6).explanation
     assert ("although `while len(self.items) < n` does not hold any more" in verdict.explanation) == (
