@@ -178,8 +178,8 @@ def _forwards_no_item(process: Process, sources: Mapping[str, str]) -> str:
     loop = loop_at(sources.get(main[0].file, ""), main[0].line) if main else None
     if not isinstance(loop, ast.While) or wakeups(process) < UNFORWARDED or looks[0].written != looks[-1].written:
         return ""
-    if not all(one.read < other.read for one, other in pairwise(looks)):
-        return ""
+    if not all(one.read < other.read for one, other in pairwise(looks)) or moved_counters(process, sources):
+        return ""  # what grows may be a batch that is put on as a whole
     if any(each.kind not in ("queue", "compute") for each in seen(process, sources)):
         return ""
     return next((f"{PurePath(main[0].file).name}:{test.lineno}" for test, _, _ in _guarded_puts(loop)), "")
