@@ -639,7 +639,9 @@ def test_a_request_that_a_server_aborts_for_ever_fails(monkeypatch: pytest.Monke
     assert limit < asked <= limit + 2, "the first says which version it is"
 
 
-def test_empty_aborts_of_a_server_that_does_not_say_its_version_end() -> None:
+def test_empty_aborts_of_a_server_that_does_not_say_its_version_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resubmit, "MAX_EMPTY_ABORTS", 3)  # later ones are seconds apart
+
     class Silent:
         async def generate(self, request: GenerateRequest, on_tokens: Any = None) -> Completion:
             return Completion(output_ids=[], logprobs=[], versions=[], finish_reason="abort")
@@ -649,7 +651,7 @@ def test_empty_aborts_of_a_server_that_does_not_say_its_version_end() -> None:
 
     engine: Any = Silent()
     with pytest.raises(FaultyAnswer, match="times in a row"):
-        asyncio.run(asyncio.wait_for(generate_through_aborts(engine, request(0)), 120))
+        asyncio.run(asyncio.wait_for(generate_through_aborts(engine, request(0)), 30))
 
 
 def test_a_tls_port_is_told_from_an_inference_server(tls: ssl.SSLContext) -> None:
