@@ -133,7 +133,8 @@ def _only_waits(loop: ast.While) -> bool:
 def _numbers_at(look: Look, at: Activity) -> dict[str, int]:
     """Return the numbers in a thread's frame by name; those of `self` may come from other threads in its methods."""
     inner = [thread.user_frames[0] for thread in look.threads if thread.user_frames]
-    here = next((frame for frame in inner if (frame.file, frame.line) == (at.file, at.line)), None)
+    own = (thread.user_frames[0] for thread in look.threads if thread.user_frames and thread.name == at.thread)
+    here = next((frame for frame in own if (frame.file, frame.line) == (at.file, at.line)), None)
     if here is None:
         return {}
     of_class = here.function.rpartition(".")[0]

@@ -45,7 +45,7 @@ LARGEST = 2**64
 """Largest absolute value of a number in a request; seeds have 64 bits."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RequestedSequence:
     """One sequence that a `/generate` call asks for."""
 
@@ -107,7 +107,7 @@ def parse_call(body: Any, default_stop_ids: tuple[int, ...]) -> Call:
     sequences: list[RequestedSequence] = []
     for prompt, given, rid, shown in zip(prompts, samplings, rids, images, strict=True):
         params, copies = _params(given, clew, default_stop_ids)
-        of_text = {name: _flag(given, name, name == "skip_special_tokens") for name in (TEXT_FIELDS[0], TEXT_FIELDS[2])}
+        skips, untrimmed = _flag(given, "skip_special_tokens", default=True), _flag(given, "no_stop_trim")
         if len(sequences) + copies > MAX_SEQUENCES:
             raise EngineError(
                 f"Cannot generate more than {MAX_SEQUENCES} sequences in one call: {count} prompts, with n {copies}. "
@@ -115,7 +115,7 @@ def parse_call(body: Any, default_stop_ids: tuple[int, ...]) -> Call:
             )
         for copy in range(copies):  # each copy draws other tokens
             drawn = params if copies == 1 else replace(params, seed=params.seed + copy)
-            sequences.append(RequestedSequence(prompt=prompt, params=drawn, rid=rid, images=shown, **of_text))
+            sequences.append(RequestedSequence(prompt, drawn, rid, shown, skips, untrimmed))
     return Call(
         sequences=sequences,
         single=not batch and len(sequences) == 1,
@@ -204,8 +204,6 @@ def _flat(given: Any) -> list[Any]:
 
 
 def _image(given: Any) -> bytes:
-    if isinstance(given, dict):
-        given = given.get("url")
     try:
         return base64.b64decode("".join(given.rpartition("base64,")[2].split()), validate=True)
     except (AttributeError, ValueError):

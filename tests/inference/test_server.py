@@ -28,6 +28,7 @@ from clew.inference import embedded
 from clew.inference import serve as inference_server
 from clew.inference.client import HTTPEngine
 from clew.inference.embedded import build_engine
+from clew.inference.generate_api import parse_call
 from clew.inference.local import LocalEngine
 from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, RequestTooLong, SamplingParams
 from clew.inference.resubmit import generate_through_aborts
@@ -746,3 +747,21 @@ def test_images_come_over_http_as_they_would_in_this_process(tmp_path: Path) -> 
         asyncio.run(compare())
     finally:
         server.end()
+
+
+def test_the_text_ends_before_what_stopped_it(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer(tmp_path)
+    ids = tokenizer.encode("abc", add_special_tokens=False)
+    end = tokenizer.eos_token_id
+
+    def text(sampling: dict[str, Any], output_ids: list[int], matched: int | str) -> str:
+        (sequence,) = parse_call({"input_ids": PROMPT, "sampling_params": sampling}, (end,)).sequences
+        said = Completion(output_ids=output_ids, logprobs=[], versions=[], finish_reason="stop", matched=matched)
+        return sequence.text_of(said, tokenizer)
+
+    assert text({"stop": "b"}, ids, "b") == "a"
+    assert text({"stop": "b", "no_stop_trim": True}, ids, "b") == "abc"
+    assert text({"stop_token_ids": [ids[-1]]}, ids, ids[-1]) == "ab"
+    assert text({"no_stop_trim": True}, [*ids, end], end) == "abc"
+    kept = {"no_stop_trim": True, "skip_special_tokens": False}
+    assert text(kept, [*ids, end], end) == f"abc{tokenizer.eos_token}"
