@@ -750,7 +750,7 @@ def test_images_come_over_http_as_they_would_in_this_process(tmp_path: Path) -> 
 
 
 def test_the_text_ends_before_what_stopped_it(tmp_path: Path) -> None:
-    tokenizer = tiny_tokenizer(tmp_path)
+    tokenizer: Any = tiny_tokenizer(tmp_path)
     ids = tokenizer.encode("abc", add_special_tokens=False)
     end = tokenizer.eos_token_id
 
