@@ -37,7 +37,11 @@ after another.
 """
 
 SHARE = 0.05
-"""Share of the time above which a place is named in a verdict."""
+"""Share of the time above which a place that blocks is named in a verdict."""
+
+COMPUTES_SHARE = 0.15
+"""Share of the time above which a place that computes is named. Any agent computes: eight that read answers in streams
+with the openai package took up to 8 %."""
 
 ONCE_S = 1.0
 """Seconds above which a single block is named in any case."""
@@ -211,14 +215,15 @@ def judge_blocks(*watched: Watched) -> list[Verdict]:
     verdicts = []
     for blocks in sorted(by_line.values(), key=_total_s, reverse=True):
         total, longest = _total_s(blocks), max(blocks, key=lambda block: block.seconds)
-        if total < SHARE * watched_s and longest.seconds < ONCE_S:
+        share, what = SHARE, "blocks the event loop"
+        advice = "use the library's asynchronous form, or asyncio.to_thread"
+        if 2 * _total_s(block for block in blocks if block.computing) > total:
+            share, what = COMPUTES_SHARE, "computes without an await, and no other episode moves"
+            advice = "move it into asyncio.to_thread or a process"
+        if total < share * watched_s and longest.seconds < ONCE_S:
             continue
         if len(blocks) == 1 and longest.seconds < CHANCE_S:
             continue
-        what, advice = "blocks the event loop", "use the library's asynchronous form, or asyncio.to_thread"
-        if 2 * _total_s(block for block in blocks if block.computing) > total:
-            what = "computes without an await, and no other episode moves"
-            advice = "move it into asyncio.to_thread or a process"
         numbers = (
             f"{len(blocks)} times, {total:.2f} s in all ({total / watched_s:.0%} of the time), "
             f"{longest.seconds * 1000:.0f} ms the longest"
