@@ -28,6 +28,9 @@ from clew.record.weight_broadcast import Broadcast
 PATIENCE = datetime.timedelta(seconds=30)
 """Time limit for all members to join the group, and for sending each tensor."""
 
+REACHED_IN = datetime.timedelta(seconds=5)
+"""Time limit for reaching the meeting point, at which the trainer listens before it asks a server to come."""
+
 
 class MemberLost(RuntimeError):
     """Raised when a member of a broadcast is lost, or does not join or take part in time."""
@@ -51,8 +54,10 @@ def meeting_point(host: str, port: int, size: int, *, leads: bool = False) -> An
     store: Any = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
     with _as_member_lost():
         if not leads:  # the store would try for the whole time to reach a meeting that was called off
-            socket.create_connection((host, port), PATIENCE.total_seconds()).close()
-        return store(host, port, size, is_master=leads, wait_for_workers=False, timeout=PATIENCE)
+            socket.create_connection((host, port), REACHED_IN.total_seconds()).close()
+        made = store(host, port, size, is_master=leads, wait_for_workers=False, timeout=REACHED_IN)
+        made.set_timeout(PATIENCE)
+        return made
 
 
 class Group:

@@ -30,6 +30,10 @@ the newest weights before it comes back."""
 POLL_S = 0.01
 """Seconds between checks for a batch or an evaluation."""
 
+CONNECTS_S = 1.0
+"""Seconds for which a broadcast is not called off after a server fails. By then the others have connected to the
+trainer. A server that connects at the very moment when it is called off would try in vain for longer."""
+
 WANTED_S = 1.0
 """Seconds between checks for servers that wait for a broadcast."""
 
@@ -143,9 +147,9 @@ class ServerControl:
         """Have servers receive the broadcast that the block sends. The yielded outcome is complete after the block.
 
         Args:
-            on_failure: Called as soon as a server fails, dies or freezes, in another thread.
+            on_failure: Called soon after a server fails, dies or freezes, in another thread.
         """
-        outcome = Outcome(received=[], failed={})
+        outcome, unanswered = Outcome(received=[], failed={}), set(sent)
 
         async def ask(server: Server) -> None:
             try:
@@ -155,6 +159,10 @@ class ServerControl:
                     return
             except EngineError as error:
                 outcome.failed[server] = str(error)
+            finally:
+                unanswered.discard(server)
+            if unanswered:
+                await asyncio.sleep(CONNECTS_S)
             on_failure()
 
         async def ask_all() -> None:

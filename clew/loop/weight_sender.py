@@ -99,11 +99,12 @@ class WeightSender:
         size = 1 + self._workers * len(servers)
         try:
             meeting = [weight_group.meeting_point("127.0.0.1", 0, size, leads=True)]
+            port = meeting[0].port
+            store = weight_group.meeting_point("127.0.0.1", port, size)
         except weight_group.MemberLost as lost:
             reason = f"the trainer could not open a port for the broadcast: {lost}"
             log.warning("the broadcast of version %d did not start: %s", engine.version, reason)
             return self._stream(engine, tensors, None)[0], [], dict.fromkeys(servers, reason)
-        port = meeting[0].port
         backend = "nccl" if engine.policy.device.type == "cuda" else "gloo"
         name = f"clew-{engine.version}-{uuid.uuid4().hex[:8]}"
         sent = {
@@ -126,7 +127,6 @@ class WeightSender:
         with self.control.receiving(sent, meeting.clear) as outcome:
             group, error = None, ""
             try:
-                store = weight_group.meeting_point("127.0.0.1", port, size)
                 group = weight_group.Group(store, name, backend, 0, size)
             except weight_group.MemberLost as lost:
                 error = str(lost) if meeting else "a server failed before all had joined"
