@@ -72,11 +72,11 @@ LINES = {
     "hang": 8300,  # memory, pipes, programs; RAS, Ray; engines; locks; queues never filled; filters that do not count
     "inference": 6600,  # vLLM and SGLang in training; called-off meetings, drawn image tokens, lost weights
     "launch": 680,  # no_progress.py, also without clew train; several servers, and their devices
-    "loop": 2712,  # weight_sender.py: servers that froze or refused are taken out, and not waited for
+    "loop": 2725,  # weight_sender.py: servers that froze or refused are taken out; the others have time to connect
     "models": 742,  # images that are turned; prompts with placeholders, for engines that expand them; sorted digests
     "record": 3030,  # docstrings with Args in place of sentences that had to be read twice
     "rollout": 2075,  # attached servers that lost their weights; episodes that wait for the engine before their time
-    "stress": 4330,  # shared.py: the entries of an object have a function of their own
+    "stress": 4340,  # shared.py: entries of an object; watch.py: computing has a limit of its own
     "training": 4865,  # ranks with text alone beside images; the reference of a resumed run; sums of a user's loss
     "view": 2490,  # 1400 before the health check of a run, a reward that fell included, and its questions over steps
 }
