@@ -432,7 +432,8 @@ def open_run(path: Path | str) -> RunDirectory:
 
 def no_run(path: Path) -> RecordError:
     """Return the error for a run directory or bundle that does not exist, which names the runs beside it."""
-    beside = sorted(status.parent.name for status in path.parent.glob("*/status/"))
+    found = [status.parent for pattern in ("*/status/", "*/*/status/") for status in path.parent.glob(pattern)]
+    beside = sorted(str(run.relative_to(path.parent)) for run in found)
     hint = f"The runs in {path.parent} are {few(beside)}." if beside else "Name a run directory or a bundle."
     return RecordError(f"Cannot open {path}: it does not exist. {hint}")
 

@@ -368,14 +368,15 @@ class RolloutRunner:
 
     def _waits_for(self) -> tuple[str, str]:
         """Return what the loop is waiting for, and who unblocks it."""
+        evaluation = f"the evaluation of version {self._version}"
         if self._version is None:
             return "the first weights", "the trainer"
         if self._running and self._equal.rejects_everything:
             return "a group that the filter does not reject", "other rewards"
         if self._running:
-            return "running groups", "the workflow"
+            return "running groups" + (f" and {evaluation}" if self._evaluating else ""), "the workflow"
         if self._evaluating:
-            return f"the evaluation of version {self._version}", "the workflow"
+            return evaluation, "the workflow"
         return "admission", "the trainer"
 
     def _numbers(self) -> str:

@@ -103,9 +103,11 @@ def find_group(run: RunDirectory, name: Name) -> Found:
         return Found(id=group, fate=f"rejected: {why}", sequences=rejected)
     if admitted is not None:
         return Found(id=group, fate=f"being made, admitted at version {admitted}")
+    whole = f"g{group[1:]:0>6}"
+    meant = f" Did you mean {whole}?" if whole != group and re.fullmatch(r"g\d+", group) else ""
     raise RecordError(
         f"{run.path} has no group {group}: {committed_steps(len(index))}, {_range(index)}, and it is neither chosen, "
-        f"waiting in the inbox, being made, nor in rejected/."
+        f"waiting in the inbox, being made, nor in rejected/.{meant}"
     )
 
 
@@ -154,8 +156,9 @@ def _of_evaluation(run: RunDirectory, group: str, version: int) -> Found:
     path = run.evals / f"version-{version:06d}.parquet"
     sequences = _of_group(path, rows.read_table(path), group) if path.exists() else []
     if not sequences:
-        versions = [str(entry["version"]) for entry in run.read_evals()]
-        raise RecordError(f"{run.path} has no {group}: versions {', '.join(versions) or 'none'} are evaluated.")
+        versions = ", ".join(str(entry["version"]) for entry in run.read_evals())
+        evaluated = f"versions {versions} are evaluated" if versions else "no version is evaluated yet"
+        raise RecordError(f"{run.path} has no {group}: {evaluated}.")
     return Found(id=group, fate=f"evaluation of version {version}", sequences=sequences)
 
 

@@ -314,6 +314,13 @@ def test_a_directory_that_is_no_run_is_said_so(tmp_path: Path) -> None:
         open_run(tmp_path)
 
 
+def test_an_error_names_the_runs_beside_one_that_does_not_exist(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "addition" / "grpo" / "status").mkdir(parents=True)
+    for wrong, near in [("nothing", "addition/grpo"), ("addition/nothing", "grpo")]:
+        with pytest.raises(RecordError, match=rf"does not exist\. The runs in .* are {near}\.$"):
+            open_run(tmp_path / "runs" / wrong)
+
+
 def test_describe_keeps_when_it_was_created(run: RunDirectory) -> None:
     config = Config.model_validate({"experiment": "x", "model": {"path": "m"}, "data": {"path": "d"}})
     run.describe(config, threads=2)

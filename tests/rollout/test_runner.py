@@ -351,7 +351,8 @@ def test_the_process_ends_by_itself_after_the_last_step_and_says_what_it_waits_f
     assert run.steps.consumed() == {f"g{number:06d}" for number in range(6)}
 
 
-def test_episodes_whose_server_is_away_wait_for_the_model(tmp_path):
+@pytest.mark.parametrize(("with_evaluation", "asked"), [(False, 6), (True, 7)])
+def test_episodes_whose_server_is_away_wait_for_the_model(tmp_path, with_evaluation, asked):
     class Away(Scripted):
         async def generate(self, request):
             raise EngineUnreachable("127.0.0.1:1", "the connection was refused")
@@ -359,21 +360,23 @@ def test_episodes_whose_server_is_away_wait_for_the_model(tmp_path):
         async def version(self):
             await asyncio.sleep(3600)
 
-    config, engine = config_for(tmp_path, **LOCAL), Away()
-    runner = runner_for(tmp_path, config, engine)
+    evaluates = {"eval": {"path": "eval.jsonl", "every_steps": 3}} if with_evaluation else {}
+    config, engine = config_for(tmp_path, **LOCAL, **evaluates), Away()
+    runner = runner_for(tmp_path, config, engine, eval_rows=ROWS[:1])
+    what = "running groups" + " and the evaluation of version 0" * with_evaluation
 
     async def numbers():
         publish(RunDirectory(config.run_path), engine, 0)
         running = asyncio.ensure_future(runner.run())
         await asyncio.sleep(0.2)
-        [wait] = [wait for wait in current_waits() if wait.what == "running groups"]
+        [wait] = [wait for wait in current_waits() if wait.what == what]
         text = wait.numbers_now()
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         await runner.close()
         return text
 
-    assert "; 6 episodes: 6 requests wait for the model, 0 for the reward, 0 in" in asyncio.run(numbers())
+    assert f"; {asked} episodes: {asked} requests wait for the model, 0 for the reward, 0 in" in asyncio.run(numbers())
 
 
 def test_admission_is_closed_when_the_last_groups_of_the_run_are_made(tmp_path):

@@ -540,9 +540,11 @@ def test_no_such_group(run: RunDirectory) -> None:
     with pytest.raises(RecordError, match=r"no group g000099: steps 0 to 2 are committed, with groups from g000000 to"):
         shown(run, "g000099")
     for name in ("g000099.e1", "g2", "v2.g1.s0"):
-        with pytest.raises(RecordError, match=r"nor in rejected/|versions none are evaluated"):
+        with pytest.raises(RecordError, match=r"nor in rejected/|no version is evaluated yet"):
             shown(run, name)
-    with pytest.raises(RecordError, match=r"no v000002\.g000001: versions none are evaluated"):
+    with pytest.raises(RecordError, match=r"nor in rejected/\. Did you mean g000002\?$"):
+        shown(run, "g2")
+    with pytest.raises(RecordError, match=r"no v000002\.g000001: no version is evaluated yet"):
         shown(run, "v000002.g000001")
     with pytest.raises(
         RecordError, match=r"Cannot find '/etc/\*': it is neither a step nor an ID\. Expected a step such as 137"
