@@ -7,6 +7,7 @@ import os
 import re
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -83,7 +84,7 @@ def examine(pids: Sequence[int], named: dict[int, Process] | None = None, *, onc
     """
     every = _living(pids)
     seen = snapshot(every, (lambda processes, seconds: True) if once else enough)
-    if not once and judge(seen).exit_code == 1 and (born := [pid for pid in _living(pids) if pid not in every]):
+    if not once and judge(seen).exit_code == 1 and (born := _born(pids, seen)):
         seen = snapshot([*every, *born], enough)  # what hangs may wait for processes that it has just started
     by_pid = named or {}
     processes = tuple(
@@ -99,6 +100,16 @@ def examine(pids: Sequence[int], named: dict[int, Process] | None = None, *, onc
         just = "nothing moved in the last three looks: if the job has just begun to hang, ask again in a few seconds"
         seen = replace(seen, notes=(*seen.notes, just))
     return seen
+
+
+def _born(pids: Sequence[int], seen: Snapshot) -> list[int]:
+    """Return the processes of these jobs that began during the watch; empty if one has ended, which tells more."""
+    known = {process.pid for process in seen.processes}
+    if any(process.last.state in "ZX" and process.looks[0].state not in "ZX" for process in seen.processes):
+        return []
+    with suppress(LaunchError):  # one of `pids` has just ended
+        return [pid for pid in _living(pids) if pid not in known]
+    return []
 
 
 def _living(pids: Sequence[int]) -> list[int]:

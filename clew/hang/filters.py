@@ -48,6 +48,8 @@ BARREN = 100
 """Number of rounds without anything kept, or put into a queue, from which a loop seems endless."""
 FRUITLESS = 20
 """Number of rounds without anything put into a queue from which a filter is taken to reject everything."""
+FEEDER = "QueueFeederThread"
+"""Beginning of the name of the thread that `multiprocessing.Queue` has once something was put into it."""
 UNFORWARDED = 50
 """Number of wake-ups by items from a queue, without one that was put on, from which a filter seems to reject all."""
 NO_FILTER = re.compile(
@@ -119,7 +121,7 @@ def takes_in_vain(sink: Sink) -> Verdict | None:
         get, result = by.threads[0], ""
         if not by.moving and _keeps_no_item(by.process, sink.sources):
             result = "its loop kept nothing, so its batch never fills"
-        elif test := _forwards_no_item(by.process, sink.sources):
+        elif by in sink.culprits and (test := _forwards_no_item(by.process, sink.sources)):
             result = f"it wrote nothing: {test} decides whether the rest of the loop puts an item into the next queue"
         if result:
             why = (
@@ -175,6 +177,8 @@ def _forwards_no_item(process: Process, sources: Mapping[str, str]) -> str:
     It reads between all looks, and writes nothing in the whole watch: neither an item nor a line of its log.
     """
     main, looks = process.user_frames[:1], process.looks
+    if any(thread.name.startswith(FEEDER) for thread in process.threads):
+        return ""  # it has put something
     loop = loop_at(sources.get(main[0].file, ""), main[0].line) if main else None
     if not isinstance(loop, ast.While) or wakeups(process) < UNFORWARDED or looks[0].written != looks[-1].written:
         return ""
@@ -318,7 +322,7 @@ def rounds_without_put(process: Process, sources: Mapping[str, str]) -> tuple[st
     The rounds are counted by the addresses of what the line tests and the loop puts: a new object is a new round. None
     are counted once anything was put, since `multiprocessing.Queue` has its feeder thread from then on.
     """
-    if any(t.name.startswith("QueueFeederThread") for t in process.threads):
+    if any(t.name.startswith(FEEDER) for t in process.threads):
         return "", "", 0
     for frame in (f for t in process.threads for f in t.user_frames):
         loop = loop_at(sources.get(frame.file, ""), frame.line)
@@ -349,6 +353,8 @@ def _guarded_puts(loop: ast.While) -> Iterator[tuple[ast.expr, ast.Call, set[str
         # A test of a size, or one whose branch pauses, waits for a full batch or for new input.
         if NO_FILTER.search(ast.unparse(node.test)) or "sleep" in " ".join(calls_of(node)):
             continue
+        if isinstance(node.body[-1], (ast.Break, ast.Return)):
+            continue  # what it puts on its way out marks the end
         skips = isinstance(node.body[-1], ast.Continue)
         for each in (n for part in (loop.body[place + 1 :] if skips else node.body) for n in ast.walk(part)):
             if isinstance(each, ast.Call) and dotted(each.func).endswith(".put"):

@@ -107,8 +107,11 @@ def _held_already(sink: Sink) -> Verdict | None:
             loop = source.loop_at(text, thread.line)
             if thread.kind != "condition" or not isinstance(loop, ast.While) or not _only_waits(loop):
                 continue
+            waits = (f for each in one.process.threads if each.name == thread.thread for f in each.frames)
+            if any(frame.locals.get("gotit") == "True" for frame in waits if frame.name == "wait"):
+                continue  # it was notified, and waits for the condition's lock
             if lock_holders(one, thread, sink.sources):
-                continue  # it was woken up, and waits for the condition's lock
+                continue  # whoever has the lock may still notify it
             numbers = [_numbers_at(look, thread) for look in one.process.looks]
             with suppress(Unknown):
                 if not any(evaluate(loop.test, names) for names in numbers):

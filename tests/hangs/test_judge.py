@@ -892,6 +892,8 @@ def test_a_condition_that_holds_already_was_signalled_to_another_thread(wanted: 
     held = text + "    def drop(self):\n        with self.cond:\n            self.peer.recv(1)\n"
     holder = Thread(name="holder", os_id=102, frames=(replace(puts, function="Buffer.drop", line=10),))
     assert "does not hold any more" not in watched(held, *[[main_in(wait, takes), other, holder]] * 6).explanation
+    notified = main_in(replace(wait, function="wait", locals={"gotit": "True"}), takes)
+    assert "does not hold any more" not in watched(text, *[[notified, other]] * 6).explanation
     assert ("although `while len(self.items) < n` does not hold any more" in verdict.explanation) == (
         cause == "already"
     )
@@ -908,11 +910,18 @@ def test_two_processes_that_each_lock_the_file_of_the_other() -> None:
     assert "Each has locked what another one of them waits for" in verdict.explanation
 
 
-@pytest.mark.parametrize(("written", "wakes", "rejects"), [(9, 12, True), (90, 12, False), (9, 3, False)])
-def test_a_filter_between_two_processes_takes_and_puts_nothing_on(written: int, wakes: int, rejects: bool) -> None:
+@pytest.mark.parametrize(
+    ("written", "wakes", "ends", "rejects"),
+    [(9, 12, "continue", True), (90, 12, "continue", False), (9, 3, "continue", False), (9, 12, "break", False)],
+)
+def test_a_filter_between_two_processes_takes_and_puts_nothing_on(
+    written: int, wakes: int, ends: str, rejects: bool
+) -> None:
+    put, last = "outbox.put(texts)", "outbox.put(total); break" if ends == "break" else "continue"
     text = (
-        "def score(inbox, outbox):\n    while True:\n        texts = inbox.get()\n        if not usable(texts):\n"
-        "            continue\n        outbox.put(texts)\ndef fit(scored):\n    while True:\n        scored.get()\n"
+        f"def score(inbox, outbox):\n    while True:\n        texts = inbox.get()\n        if not usable(texts):\n"
+        f"            {last}\n        {put if ends == 'continue' else 'total = total + work(texts)'}\n"
+        f"def fit(scored):\n    while True:\n        scored.get()\n"
     )
     read, take = within("Connection._recv", "multiprocessing/connection.py"), "multiprocessing/queues.py"
     trains = below(100, read, within("Queue.get", take), at(9, "fit"), waits_in="pipe_read")
@@ -943,6 +952,17 @@ def test_a_server_that_still_imports_is_slow() -> None:
         verdict = judge(Snapshot(processes=every, sources={"train.py": SCRIPT}))
         assert verdict.pattern == pattern, verdict
         assert "it imports modules" in verdict.explanation or pattern != "slow"
+
+
+def test_the_server_that_a_process_is_connected_to_is_at_fault_and_not_an_idle_one() -> None:
+    """Every wait for a server, also those that servers report themselves, led to all servers."""
+    says = {"what": "an answer of server-1", "unblocks": "the inference engine", "numbers": "", "for_s": 60.0}
+    asks = replace(below(100, *LOOP, waits_in="ep_poll", peers=(5001,)), name="rollout", waits=(says,))
+    idle = replace(below(101, *LOOP, waits_in="ep_poll", listens=(5000,)), name="server")
+    lock = within("Lock.acquire", "threading.py")
+    stuck = replace(below(102, lock, at(8), listens=(5001,)), name="server-1", waits=({**says, "what": "generations"},))
+    verdict = judge(Snapshot(processes=(asks, idle, stuck), seconds=3.0, sources={"train.py": SCRIPT}))
+    assert verdict.pids == (102,), verdict
 
 
 @pytest.mark.parametrize("taken, pids", [("replay", (101, 102)), ("other", (101,))])
