@@ -385,13 +385,17 @@ def parse(text: str, path: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def _values_of(override: str) -> dict[str, Any]:
-    """Return the sections and fields that a `key=value` override sets. Raises ConfigError if it has no key."""
+    """Return the sections and fields that a `key=value` override sets. Raises ConfigError if it cannot be read."""
+    import yaml
     from omegaconf import OmegaConf
 
     name, _, text = override.partition("=")
     if "=" not in override or not all(name.split(".")):
         raise ConfigError(f"override {override!r}: expected key=value, for example training.steps=100.")
-    values: Any = OmegaConf.to_container(OmegaConf.from_dotlist([override]))
+    try:
+        values: Any = OmegaConf.to_container(OmegaConf.from_dotlist([override]))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {override!r}: {getattr(error, 'problem', None) or error}.") from None
     if name in ("experiment", "trial") and not isinstance(values[name], str):
         return {name: text}  # in a name, 010 stays text
     return values

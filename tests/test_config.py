@@ -204,6 +204,7 @@ def test_a_section_that_may_be_null_is_set_and_unset_like_a_field(good: Path) ->
         ),
         ("", ["training.lr"], "override 'training.lr': expected key=value"),
         ("", ["=3"], "override '=3': expected key=value"),
+        ("", ["inference.args=[a"], "override 'inference.args=[a': did not find expected ',' or ']'"),
         ("rollout: mine.exact\nalgorithm: {preset: dapo}\n", [], "rollout: "),
         ("inference: {args: [a]}\nlaunch: {devices: sglang.d1t2}\n", [], "inference.args: "),
         ("data: [\n", [], "good.yaml:9: this is not YAML: "),

@@ -303,7 +303,7 @@ class RemoteEngine:
         """
         try:
             return await self._load_weights(ref)
-        except FaultyAnswer as error:  # such as an answer that a proxy cut short
+        except FaultyAnswer as error:  # such as an answer that is no JSON
             log.warning("%s; loading version %d again", str(error).rstrip("."), ref.version)
             return await self._load_weights(ref)
 

@@ -452,7 +452,7 @@ class SGLangEngine(Backend):
             answer = await self._post("/update_weights_from_disk", body)
             if not answer.get("success"):
                 raise EngineError(f"SGLang at {self.address} did not load version {ref.version}: {answer}")
-        except EngineUnreachable:
+        except (EngineUnreachable, FaultyAnswer):
             raise
         except EngineError as error:
             raise EngineError(f"{sentence(str(error))} {await self._left()}") from None

@@ -339,10 +339,9 @@ class VLLMEngine(Backend):
         each of which may hold a part, none counts.
         """
         first, self._first_sent = not self._first_sent, self._first_sent or self._sent
-        read = {name for worker in workers for name in worker}
-        unread = [name for name in self._sent if name not in read and self._sent[name] == self._first_sent.get(name)]
-        if not read or len(workers) > 1:  # without any, the update has done nothing
+        if len(workers) != 1 or not any(workers[0].values()):  # without any, the update has done nothing
             return []
+        unread = [n for n in self._sent if workers[0].get(n) == [] and self._sent[n] == self._first_sent.get(n)]
         if first and unread:
             log.warning(
                 "vLLM at %s does not read %s of the model: %s. This does no harm if nothing computes with them. A "
@@ -593,7 +592,7 @@ def differences(expected: Mapping[str, str], workers: list[dict[str, list[Any]]]
     """
     wrong: list[str] = []
     for name, digest in expected.items():
-        held = [worker[name] for worker in workers if name in worker]
+        held = [worker[name] for worker in workers if worker.get(name)]
         count, size = sum(each[1] for each in held), max((each[2] for each in held), default=0)
         # A digest is a sum over elements: those of the parts add up to the tensor's, times the number of copies held.
         if not held:

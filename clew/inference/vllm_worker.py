@@ -263,8 +263,8 @@ class Extension:
         Returns:
             By name: the digest of the elements held, in hexadecimal; how many elements are held, each counted as often
             as it is held; how many the tensor has; and the types that hold them, if the engine has cast any. Only
-            elements that the engine still computes from count. A tensor that no part of the model has a place for is
-            missing: each parameter that it could belong to has been written with others.
+            elements that the engine still computes from count. Empty for a tensor that no part of the model has a
+            place for: each parameter that it could belong to has been written with others.
         """
         model = self.model_runner.model
         alive = {storage_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
@@ -274,8 +274,10 @@ class Extension:
             if name in self.before_packing:
                 result[name] = self.before_packing[name]
                 continue
-            fits = (shape[1:] == written.shape[1:] and room >= written.numel() for shape, room in places)
+            matrix = written.ndim > 1  # these may be fused or transposed, and so fit into another shape
+            fits = ((matrix or shape[1:] == ()) and room >= written.numel() for shape, room in places)
             if not pieces and not any(fits):
+                result[name] = []
                 continue
             digest = count = 0
             cast: set[str] = set()

@@ -116,7 +116,7 @@ def test_a_tensor_that_the_engine_does_not_read_may_stay_as_it_was(
     tensors = load_file(folder / "model.safetensors") | {"spare": torch.ones(8).bfloat16()}
     save_file(tensors, folder / "model.safetensors")
     digests = hex_digests(tensors)
-    assert "spare" in loaded(Fused(forget="norm"), folder), "it could be the norm, which nothing has written"
+    assert loaded(Fused(forget="norm"), folder)["spare"], "it could be the norm, which nothing has written"
     workers = [loaded(Fused(forget="spare"), folder)]
     engine = VLLMEngine("127.0.0.1:1")
     for version in range(3):
@@ -124,6 +124,10 @@ def test_a_tensor_that_the_engine_does_not_read_may_stay_as_it_was(
         assert engine._left_out(workers) == ["spare"]
     assert caplog.text.count("vLLM at 127.0.0.1:1 does not read 1 tensor of the model: spare.") == 1
     assert engine._left_out([{}]) == [], "an update that did nothing is none"
+    assert differences(digests, workers) == ["spare: not loaded"], "unless it is left out"
+    engine._sent = {**digests, "unheard": f"{1:016x}"}
+    engine._first_sent["unheard"] = engine._sent["unheard"]
+    assert engine._left_out(workers) == ["spare"], "the worker has not read the other one at all"
     engine._sent = {**digests, "spare": f"{1:016x}"}
     assert engine._left_out(workers) == [], "the trainer has changed it"
 
