@@ -141,9 +141,9 @@ class EngineFacts:
     cuts: frozenset[str] = frozenset()
     """Sampling options with which it reports logprobs of the cut distribution, not the policy's."""
     masks_by: str = ""
-    """Option with which it also says which tokens top_p, top_k and min_p left, and refuses requests without top_k."""
+    """Server option to report which tokens top_p, top_k and min_p left; requests without top_k are then refused."""
     adapters_by: str = ""
-    """Option with which it adds adapters itself, on one device, unless it is false; "": it cannot."""
+    """Server option to add LoRA adapters itself, on one device; on unless it is set to false. "": it cannot."""
     takes_checksums: bool = False
     """True if the trainer computes the engine's own checksums of the weights that it broadcasts."""
 
@@ -192,12 +192,12 @@ class Inference(Section):
 
     @property
     def shares(self) -> Any:
-        """Return how many devices, and so workers, of each server share the model, as `args` gives it."""
+        """Return the number of devices, and so of workers, that share the model in each server, as `args` gives it."""
         return next((self.options[name] for name in SHARED_BY if name in self.options), 1)
 
 
 class Weights(Section):
-    """The way of new weights from the trainer to inference servers."""
+    """Transport of new weights from the trainer to inference servers."""
 
     via: Literal["disk", "collective"] = "disk"
     """Weights go through a folder that both can read (inference.weights), or rank 0 of the trainer broadcasts them to
@@ -413,7 +413,7 @@ class Eval(Section):
     temperature: float = Field(default=0.0, ge=0)
     """Sampling temperature; 0: take the likeliest token."""
     pass_above: float = Field(default=0.5, allow_inf_nan=False)
-    """An episode passes (pass@k) if its total reward is above this; 0/1 rewards count as they are."""
+    """An episode passes (pass@k) if its total reward is above this. With the default, 1 passes and 0 does not."""
 
 
 class Checkpoint(Section):
@@ -478,8 +478,8 @@ class Launch(Section):
     mode: Literal["local", "inline"] = "local"
     """local: one process per role; inline: one process in all, with user code on its main thread and no time limits."""
     devices: str | None = None
-    """Devices for inference and training in AReaL's notation (its allocation_mode): sglang.d4t1 starts 4 servers alone,
-    d4t1 trains on 4 devices, sglang.d4t1+d4t1 does both; null: one server, and launch.ranks."""
+    """Devices for inference and training in AReaL's notation (its allocation_mode): sglang.d4t1 only starts 4 servers,
+    d4t1 only trains on 4 devices, sglang.d4t1+d4t1 does both; null: one server, and launch.ranks."""
     ranks: int = Field(default=1, ge=1)
     """Number of processes that train together, each with a slice of the model (FSDP2)."""
     colocate: bool = False

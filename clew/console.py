@@ -40,7 +40,7 @@ class EscapingConsole(Console):
 
     def _render_buffer(self, buffer: Iterable[Segment]) -> str:
         """Return the text of the segments. For a file or a pipe, remove the blanks with which Rich pads lines."""
-        shown.set()
+        shown.set()  # from now on, the notice of a long silence is not needed
         text = super()._render_buffer(buffer)
         return text if self.is_terminal else re.sub(r" +$", "", text, flags=re.MULTILINE)
 

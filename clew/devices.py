@@ -54,8 +54,7 @@ def parse_devices(text: str) -> Devices:
     """Parse the text of launch.devices.
 
     Raises:
-        ValueError: The text is malformed, or asks for a parallelism that Clew does not have. The
-            message says which.
+        ValueError: The text is malformed, or asks for a kind of parallelism that Clew does not have.
     """
     parts = [_part(text, part) for part in text.split("+")]
     inference = [part for part in parts if part.name != TRAINING]

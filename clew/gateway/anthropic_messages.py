@@ -360,7 +360,7 @@ SERVING = {
     "inference_geo": None,
     "service_tier": "standard",
 }
-"""Further fields in the usage of a message."""
+"""Fields in the usage of a whole message, which the event message_delta does not have."""
 
 
 def _blocks(reply: Reply) -> list[dict[str, Any]]:

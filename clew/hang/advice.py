@@ -44,7 +44,7 @@ AGAINST = {
     "stopped": "lock or I/O: the kernel reports the process as stopped (state T or t), so it does not run at all",
     "initialisation": "same collective everywhere (network or device): not every rank has called it",
 }
-"""Next likely pattern and what speaks against it, for each pattern."""
+"""Next likely pattern and what speaks against it, by pattern."""
 
 
 def with_advice(verdict: Verdict, actors: Sequence[Actor], sources: Mapping[str, str]) -> Verdict:
@@ -137,7 +137,7 @@ def _run_with_detail(verdict: Verdict, actors: Sequence[Actor]) -> str:
 
 
 def _look_at_other_side(pid: int, verdict: Verdict, actors: Sequence[Actor]) -> str:
-    """Return how to see who should answer a process; "" if it waits for nobody on the network, or tries again later."""
+    """Return how to look at the other side of a network wait; "" without such a wait, or if the process tries again."""
     text = "".join(actor.activity.text for actor in actors if actor.pid == pid)
     if verdict.cause == "network" and "accept(" in text:
         return f"ss -ltnp | grep 'pid={pid},' shows the port on which it waits for somebody to connect"

@@ -16,7 +16,7 @@ RAS = "Collectives launched, as NCCL's RAS counts them, in communicator"
 
 
 def first_different_call(ranks: Sequence[Actor]) -> tuple[list[Actor], str] | None:
-    """Return the ranks that first made another call than the majority, and a sentence that names the call.
+    """Return the ranks whose call was the first to differ from the majority's, and a sentence that names the call.
 
     Ranks may run on for long after that call: gloo pairs calls only by their number and size in bytes.
 
@@ -34,9 +34,9 @@ def first_different_call(ranks: Sequence[Actor]) -> tuple[list[Actor], str] | No
 
 
 def different_counts(ranks: Sequence[Actor]) -> tuple[list[Actor], str] | None:
-    """Return the ranks that launched other numbers of collectives in an NCCL communicator than most, and a sentence.
+    """Return the ranks whose counts of launched collectives differ from the majority's, and a sentence.
 
-    If several communicators differ, return the ranks that are behind.
+    The counts are those of an NCCL communicator. If several communicators differ, return the ranks that are behind.
     """
     unequal = _unequal(ranks)
     if len(unequal) != 1:
@@ -54,8 +54,8 @@ def _unlike_most(ranks: Sequence[Actor], values: Mapping[int, object]) -> list[A
 def behind(ranks: Sequence[Actor]) -> tuple[list[Actor], str] | None:
     """Return the ranks that launched fewer collectives in an NCCL communicator, and a sentence; None if no rank did.
 
-    A rank that has launched more of one collective and fewer of another is not behind: it took another path. One that
-    is ahead in another communicator waits there, so another rank is the cause.
+    A rank that has launched more of one collective and fewer of another is not behind: it took another path. A rank
+    that is ahead in another communicator waits there, so it is not blamed.
     """
     late, waiting, words = list[Actor](), set[int](), list[str]()
     for members, counts, text in _unequal(ranks):

@@ -105,10 +105,9 @@ def examine(pids: Sequence[int], named: dict[int, Process] | None = None, *, onc
 def _born(pids: Sequence[int], seen: Snapshot) -> list[int]:
     """Return the processes of these jobs that began during the watch; empty if one has ended, which tells more."""
     known = {process.pid for process in seen.processes}
-    if any(process.last.state in "ZX" and process.looks[0].state not in "ZX" for process in seen.processes):
-        return []
+    ended = any(each.last.state in "ZX" and each.looks[0].state not in "ZX" for each in seen.processes)
     with suppress(LaunchError):  # one of `pids` has just ended
-        return [pid for pid in _living(pids) if pid not in known]
+        return [] if ended else [pid for pid in _living(pids) if pid not in known]
     return []
 
 

@@ -1,4 +1,4 @@
-"""Judges a process that others wait for and that waits for no process that was seen: what is it doing?"""
+"""Judges the culprit: the process that others wait for, and that itself waits for no other process that was seen."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _own_coroutine(one: Actor, sources: Mapping[str, str]) -> str:
 
 
 def _not_woken(sink: Sink) -> Verdict | None:
-    """Find an event loop that sleeps although a task could go on: whoever set what it awaits did not wake the loop."""
+    """Find an event loop that sleeps although a task could go on: a thread set its result without waking the loop."""
     for one in (a for a in sink.culprits if not a.moving):
         loops = [thread for thread in one.threads if not thread.task and (thread.idle_loop or thread.in_loop)]
         if [(loop.thread, loop.idle_loop) for loop in loops] != [("MainThread", True)]:  # only its switches are counted
@@ -134,7 +134,7 @@ def _only_waits(loop: ast.While) -> bool:
 
 
 def _numbers_at(look: Look, at: Activity) -> dict[str, int]:
-    """Return the numbers in a thread's frame by name; those of `self` may come from other threads in its methods."""
+    """Return the numbers in a thread's frame, by name. Other threads in methods of the object add those of `self`."""
     inner = [thread.user_frames[0] for thread in look.threads if thread.user_frames]
     own = (thread.user_frames[0] for thread in look.threads if thread.user_frames and thread.name == at.thread)
     here = next((frame for frame in own if (frame.file, frame.line) == (at.file, at.line)), None)
@@ -318,7 +318,7 @@ def _outside(sink: Sink) -> Verdict | None:
 
 
 def _cleaned_up(sink: Sink) -> Verdict | None:
-    """Judge ranks in `destroy_process_group` while another one waits for something that they would have made."""
+    """Judge ranks in `destroy_process_group` while another rank waits for something that they no longer provide."""
     cleaning = [a for a in sink.blocked_ranks if a.activity.kind == "destroy"]
     outside = sink.act.kind in ("sleep", "store", "http", "network", "pipe", "queue", "condition", "collective")
     if not cleaning or sink.one.rank is None or not outside:
@@ -362,7 +362,7 @@ def _computing(sink: Sink) -> Verdict | None:
     loops = inner == {(sink.act.file, sink.act.function)} and isinstance(source.loop_at(text, sink.act.line), ast.While)
     endless = busy(sink.one.process) and (loops or own_code_only(sink.one.process, sink.act.thread))
     numeric = [call for call in source.calls_at(text, sink.act.line) if source.origin(text, call) in NUMERIC]
-    # One line at every look, in no `while`: it is one call, and no loop around many.
+    # The same line at every look, and not in a `while`: this is one long call, not a loop of many calls.
     looks = set(places(sink.one.process))
     once = len(looks) == 1 and not isinstance(source.outermost_loop(text, sink.act.line), ast.While)
     gpu = bool(sink.one.process.gpus)  # the call may wait for a GPU, which may never end
@@ -439,13 +439,13 @@ def _both_poll(sink: Sink) -> Verdict | None:
 
 
 def _wait_for_each_other(one: Actor, other: Actor, sources: Mapping[str, str]) -> bool:
-    """Return whether each of two processes sleeps until something holds that the function of the other one sets."""
+    """Return whether each of two processes sleeps until a condition holds that the function of the other one sets."""
     both = ((one.activity, other.activity), (other.activity, one.activity))
     return all(_asked_at(asks, sources) & _set_around(sets, sources) for asks, sets in both)
 
 
 def _asked_at(one: Activity, sources: Mapping[str, str]) -> set[str]:
-    """Return the words, attributes and items in the condition of the loop in which a thread sleeps."""
+    """Return the strings, attributes and items in the condition of the loop in which a thread sleeps."""
     loop = source.loop_at(sources.get(one.file, ""), one.line)
     if one.kind != "sleep" or not isinstance(loop, ast.While):
         return set()
@@ -454,7 +454,7 @@ def _asked_at(one: Activity, sources: Mapping[str, str]) -> set[str]:
 
 
 def _set_around(one: Activity, sources: Mapping[str, str]) -> set[str]:
-    """Return the attributes and items that the function around a line assigns, and the words that it gives to calls."""
+    """Return the attributes and items that the function around a line assigns, and the strings that it passes on."""
     around, found = source.enclosing_function(sources.get(one.file, ""), one.line), set[str]()
     for node in ast.walk(around) if around else ():
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
@@ -465,7 +465,7 @@ def _set_around(one: Activity, sources: Mapping[str, str]) -> set[str]:
 
 
 def _asks_as_told(sink: Sink) -> Verdict | None:
-    """Judge a helper that asks again and again what its caller has given it, such as `poll(lambda: exists(path))`.
+    """Judge a helper that polls a condition which its caller has passed to it, such as `poll(lambda: exists(path))`.
 
     Processes that call it at different places may wait for one another: all of them are named, with their callers.
     """
@@ -524,7 +524,7 @@ def _one_at_a_time(sink: Sink) -> Verdict | None:
 
 
 def _unflushed(sink: Sink) -> Verdict | None:
-    """Find the one of a process and its program, which read from each other, that leaves what it writes in a buffer."""
+    """Find which of a parent and its program, which read from each other, leaves its output in a buffer."""
     if [a.activity.kind for a in sink.culprits] != ["pipe", "pipe"]:
         return None
     pids = {a.pid for a in sink.culprits}
@@ -566,7 +566,7 @@ def _blocked(sink: Sink) -> Verdict | None:
     why = f"{sink.one.says}.{more}{sink.who_waits}"
     if sink.act.kind == "sleep":
         why += _condition(sink) + (circle if pattern == "rollout blocked" else "")
-    why += " What should have brought it there may have failed: look into its log and its answers." if idle else ""
+    why += " What should have led it into that call may have failed: look into its log and its answers." if idle else ""
     why += _parties(sink) + (_asked(sink) or _beside(sink))
     confidence = "high" if sink.blocked_ranks else "medium"
     locking = sink.act.kind == "lock" or (sink.act.task and sink.act.op == "acquire")

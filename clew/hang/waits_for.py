@@ -128,15 +128,10 @@ def _could_end(actor: Actor, job: Sequence[Actor], listening: Mapping[tuple[str,
         case "condition" | "sleep":
             pids = _children(actor, job) - _asking(actor, job)
     reported = {PROCESSES.get(wait["unblocks"], wait["unblocks"].partition(" ")[0]) for wait in process.waits}
-    reported.discard(_role_of(process))  # a server reports waits for its own engine
-    if pids:
-        reported.discard("server")  # that which it is connected to
-    return pids | {a.pid for a in job if _role_of(a.process) in reported}
-
-
-def _role_of(process: Process) -> str:
-    """Return what a process of a Clew run does, such as server; "" for other programs."""
-    return process.name.partition("-")[0]
+    roles = {a.pid: a.process.name.partition("-")[0] for a in job}
+    # A server reports waits for its own engine. Other processes wait for the server that they are connected to.
+    reported -= {roles[actor.pid], "server" if pids else ""}
+    return pids | {pid for pid, role in roles.items() if role in reported}
 
 
 def _children(actor: Actor, job: Sequence[Actor]) -> set[int]:

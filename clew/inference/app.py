@@ -63,7 +63,7 @@ class Application:
         Args:
             model_path: Folder or hub name of the model that the engine serves.
             beside: Application that answers all requests outside SGLang's interface.
-            weights_below: Folders that weights may be loaded from, with the folders inside them.
+            weights_below: Folders that weights may be loaded from, including their subfolders.
         """
         self.engine = engine
         self._weights_below = [folder.resolve() for folder in weights_below]

@@ -54,7 +54,7 @@ class Vision:
         self._lock = threading.Lock()  # the gateway makes prompts in threads
 
     def tokens_of(self, image: bytes) -> tuple[int, ...]:
-        """Return the tokens that stand for an image. Raises ImageError if it is not an image, or cannot be shown."""
+        """Return the tokens that stand for an image. Raises ImageError if it is not an image, or is refused."""
         digest = hashlib.sha256(image).digest()
         if (tokens := self._tokens_by_image.get(digest)) is None:
             opened = _opened(image)
@@ -91,8 +91,8 @@ class Vision:
     def expanded_ids(self, ids: list[int], images: Sequence[bytes]) -> list[int]:
         """Return tokens in which each placeholder is replaced by all tokens that stand for its image.
 
-        Tokens are returned as they are if they do not have one placeholder for each image, or already have all tokens
-        of the images: `check` judges them.
+        The tokens are returned unchanged if they do not have one placeholder for each image, or if their images are
+        already expanded. `check` finds out whether they are right.
         """
         if not images or ids.count(self.placeholder_id) != len(images):
             return ids

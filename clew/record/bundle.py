@@ -119,7 +119,7 @@ def _files(run: RunDirectory, steps: range, versions: list[int]) -> list[Path]:
         files += [file for file in sorted(run.checkpoint(version).rglob("*")) if file.is_file()]
     tables = (rows.read_table(run.steps.data_path(number)) for number in steps if run.steps.has_data(number))
     for name in sorted({name for table in tables for names in rows.images_of(table) for name in names}):
-        run.media.read(name)  # raises the error
+        run.media.read(name)  # raises RecordError if the content was altered
         files.append(run.media.path(name))
     return files
 

@@ -26,6 +26,8 @@ from clew.waits import waiting
 class RewardPool:
     """Calls the reward `path` in `workers` processes, each call for at most `timeout_s` seconds.
 
+    The time in which a worker starts and imports the function does not count.
+
     Use it from one event loop on the main thread: on Linux a worker is killed when the *thread* that started it ends.
     """
 

@@ -68,7 +68,7 @@ RATE_S = 10.0
 """Seconds over which the tokens per second are averaged."""
 
 COUNTS = ["groups_finished", "groups_rejected", "episodes", "episodes_failed", "episodes_branched", "episodes_running"]
-"""Counts that status and progress show, since the process began."""
+"""Counts since the process began, as status and progress show them."""
 
 
 class RolloutRunner:
@@ -146,7 +146,7 @@ class RolloutRunner:
             self._start_due_work()
 
     async def advance(self) -> bool:
-        """Run until at least one group or evaluation is finished; return False if there is none to run."""
+        """Run until at least one group or evaluation is finished; return False if none runs and none may start."""
         # No timers and no polling: what happens, and in which order, follows from the seed and the record alone.
         self._start_due_work()
         if not self._tasks:
@@ -336,7 +336,7 @@ class RolloutRunner:
         began = time.monotonic()
         n_samples = self._config.eval.n_samples
         eval_resources = self._resources.at_temperature(self._config.eval.temperature)
-        # With more episodes at a time, their time limits would count the wait for the engines.
+        # More episodes at a time would wait for the engines, and the wait would count toward their time limits.
         slots = asyncio.Semaphore(self._config.inference.max_running * (len(self._run.inference_servers()) or 1))
         prompts = await run_concurrently(
             self._episodes(eval_resources, eval_group_id(version, number), row, n_samples, version, slots)

@@ -25,7 +25,10 @@ COST = 10
 """Minimum time between two looks, as a multiple of the processor time that a look takes."""
 
 LATE_S = 0.2
-"""Maximum idle seconds before a look that may still turn out busy: the kernel counts a wait only when it is over."""
+"""Maximum seconds that were counted as idle and may turn out busy at a later look.
+
+The kernel counts a wait for a processor only when the wait is over.
+"""
 
 FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
 """Number of the system call that waits for a lock. This may be the interpreter's lock, which is nobody's fault."""
@@ -94,7 +97,7 @@ def _wanted() -> dict[int, float]:
     for thread in threading.enumerate():
         if thread.native_id is not None and not isinstance(thread, WatchThread):
             wanted[thread.native_id] = sum(scheduled(thread.native_id))
-    return wanted if any(wanted.values()) else {0: time.process_time()}  # not on Linux
+    return wanted if any(wanted.values()) else {0: time.process_time()}  # all 0: this is not Linux
 
 
 def scheduled(thread: int) -> tuple[float, float]:

@@ -119,7 +119,8 @@ class CustomLoss:
             )
         if isinstance(returned, PolicyLoss):
             for key, value in returned.sums.items():
-                if key == "loss" or torch.as_tensor(value).numel() != 1:
+                is_number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, (int, float))
+                if key == "loss" or not is_number:
                     raise TrainingError(
                         f"{name} returned sums[{key!r}]; expected one number, the sum over the tokens, and another "
                         f"name than loss, which Clew computes itself."

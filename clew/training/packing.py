@@ -44,7 +44,7 @@ class Packed:
     slots_of_tokens_P: Tensor
     """Slot of each token, int64."""
     padding: Tensor
-    """Slots that are padding, int64."""
+    """Indices of the slots that hold padding, int64."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> Packed:

@@ -59,7 +59,7 @@ TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.1}
 def split(
     model: Any, blocks: list[nn.Module], ranks: Ranks, device: torch.device, *, root: nn.Module | None
 ) -> Iterator[DeviceMesh]:
-    """Make each rank of a group keep and compute its share of the blocks, on its device.
+    """Make each rank of a group keep and compute its share of every block, on its device.
 
     Inside the `with` block, the caller shards the model's blocks over the yielded mesh: the ranks with the same share.
     When it ends, the split model is tried out. Every rank must have the whole model.
@@ -166,8 +166,8 @@ def _check_split(
     """Raise ModelError when the split model does not work.
 
     Its output must be that of the whole model (`whole_BTD`, from `_try_out`), and ranks of a group must get equal
-    gradients of each parameter that all of them have; otherwise the plan lacks something. This is tried out, because it
-    depends on all of an architecture's code.
+    gradients of each parameter that all of them have; otherwise the plan is incomplete. Only a trial can tell, because
+    this depends on all of an architecture's code.
     """
     trained = any(parameter.requires_grad for parameter in model.parameters())
     with torch.set_grad_enabled(trained):
@@ -175,7 +175,7 @@ def _check_split(
     tolerance, kind = TOLERANCES[model.dtype], type(model).__name__
     before_BTD, now_BTD = whole_BTD.cpu().double(), hidden_BTD.detach().cpu().double()
     difference = float((now_BTD - before_BTD).norm() / before_BTD.norm())
-    if difference > tolerance:
+    if not difference <= tolerance:  # NaN too
         raise ModelError(
             f"training.tp: {kind}, split as transformers plans it (tp_plan), does not compute what it does as a whole: "
             f"its last block's output differs by {difference:.1%}. Use training.tp=1."
@@ -190,7 +190,7 @@ def _check_split(
             local = gradient.to_local().float()
             bounds = torch.stack([local, -local])
             dist.all_reduce(bounds, dist.ReduceOp.MAX, mesh.get_group("tp"))
-            if float(bounds.sum(0).max()) > tolerance * float(bounds.max()):
+            if not float(bounds.sum(0).max()) <= tolerance * float(bounds.max()):
                 differing.append(name)
     if names := next(filter(None, ranks.gather(differing)), None):
         raise ModelError(

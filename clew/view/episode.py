@@ -88,9 +88,10 @@ def _show_interactions(console: Console, interactions: list[dict[str, Any]]) -> 
     for interaction in interactions:
         known = dict(interaction)
         started, finished = known.pop("started_at", None), known.pop("finished_at", None)
-        sampling = known.pop("sampling", {})
+        sampling = known.pop("sampling", None)
+        settings = sampling if isinstance(sampling, dict) else {"sampling": sampling} if sampling else {}
         prompt, completion = known.pop("prompt", None), known.pop("completion", None)
-        facts = {**known, "started": moment(started), "took": _after(finished, started), **sampling}
+        facts = {**known, "started": moment(started), "took": _after(finished, started), **settings}
         facts.pop("id", None)
         console.print()
         console.print(Text(visible(as_text(interaction.get("id", "interaction")), keep=""), style="bold"))

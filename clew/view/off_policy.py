@@ -23,7 +23,9 @@ from clew.view.health import command
 from clew.view.text import Rows
 
 SHOWN = 10
+"""Number of sequences that are listed."""
 STAGE = "proximal_logprobs"
+"""Stage with the logprobs of the policy at the start of the step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +74,9 @@ def _distances(run: RunDirectory, steps: list[int]) -> Iterator[Distance]:
     for step in filter(run.steps.has_data, all_steps):  # some may have been pruned since the list was made
         batch = read_batch(run, step)
         proximal = run.steps.read_stages(step).arrays.get(STAGE, {})
-        yield from (
-            distance_of(row, proximal[row.id], step) for row in batch if row.id in proximal and any(row.loss_mask)
-        )
+        trained = [row for row in batch if row.id in proximal and any(row.loss_mask)]
+        whole = [row for row in trained if len(proximal[row.id]) == len(row.loss_mask)]  # else altered
+        yield from (distance_of(row, proximal[row.id], step) for row in whole)
 
 
 def distance_of(sequence: Sequence, proximal_T: np.ndarray, step: int) -> Distance:

@@ -463,6 +463,10 @@ def vector(logprobs_N: Tensor) -> Any:
     return PolicyLoss(per_token_N=-logprobs_N, sums={"share": torch.ones(3)})
 
 
+def text_sum(logprobs_N: Tensor) -> Any:
+    return PolicyLoss(per_token_N=-logprobs_N, sums={"share": "half"})
+
+
 def second_loss(logprobs_N: Tensor) -> Any:
     return PolicyLoss(per_token_N=-logprobs_N, sums={"loss": torch.ones(())})
 
@@ -506,6 +510,7 @@ def test_a_loss_of_the_users_own():
         ("distance", TrainingError, "raised TypeError in .*reference_N is None without algorithm.kl_coef"),
         ("odd_metric", TrainingError, r"metric 'odd' as Tensor \[7\]; expected a number, or a tensor of shape \[3\]"),
         ("vector", TrainingError, r"returned sums\['share'\]; expected one number"),
+        ("text_sum", TrainingError, r"returned sums\['share'\]; expected one number"),
         ("second_loss", TrainingError, r"returned sums\['loss'\]; expected .* another name than loss"),
         (
             "misnamed",

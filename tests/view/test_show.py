@@ -354,6 +354,8 @@ def test_the_most_off_policy_sequences(run: RunDirectory) -> None:
     assert first[:4] == ["2", "g000005.e0.s0", f"{(-3 / 4 + np.log(4)) / 4:.2e}", "0.25"]
     assert text.index("g000005.e0.s0") < text.index("g000002.e1.s0") and len(text.splitlines()) == 13
     assert text.rstrip().endswith(f"clew show {run.path} g000005.e0.s0 --tokens")
+    run.steps.write_stages(2, 0, digest_rows(batch), {"proximal_logprobs": [values[0][:-1], *values[1:]]})  # altered
+    assert "g000005.e0.s0" in shown(run, off_policy=True)
     run.steps.prune(before=2)
     assert "g000002" not in shown(run, off_policy=True)
     with pytest.raises(RecordError, match="none of these steps"):
@@ -558,7 +560,7 @@ def test_groups_of_another_trainer(tmp_path: Path) -> None:
     run.describe(None, trainer="another")
     run.config_path.write_text("model: a-name\ndata: 7\n")
     bare = [dataclasses.replace(row, interactions=[], data={}) for row in group("prompt-7")]
-    told = dataclasses.replace(bare[0], interactions=[{"completion": "well", "judge": {"score": 1}}])
+    told = dataclasses.replace(bare[0], interactions=[{"completion": "well", "judge": {"score": 1}, "sampling": None}])
     commit(run, 0, [told, bare[1]], metrics={}, plan=[], environment={}, digests={"data": "0"}, timings={})
     assert "prompt-7" in shown(run, "0") and "prompt-7.e1" in shown(run, "prompt-7")
     assert line(shown(run), "step") == ["step", "groups"] and line(shown(run), "0") == ["0", "1"]
