@@ -177,8 +177,9 @@ def _forwards_no_item(process: Process, sources: Mapping[str, str]) -> str:
     It reads between all looks, and writes nothing in the whole watch: neither an item nor a line of its log.
     """
     main, looks = process.user_frames[:1], process.looks
-    if any(thread.name.startswith(FEEDER) for thread in process.threads):
-        return ""  # it has put something
+    others = [thread for thread in process.threads if thread.os_id != process.pid]
+    if any(thread.name.startswith(FEEDER) or thread.user_frames for thread in others):
+        return ""  # it has put something, or may put it into a queue of its own threads
     loop = loop_at(sources.get(main[0].file, ""), main[0].line) if main else None
     if not isinstance(loop, ast.While) or wakeups(process) < UNFORWARDED or looks[0].written != looks[-1].written:
         return ""

@@ -930,6 +930,10 @@ def test_a_filter_between_two_processes_takes_and_puts_nothing_on(
     scores = replace(scores, looks=(*looks[:-1], replace(looks[-1], written=written)))
     verdict = judge(Snapshot(processes=(trains, scores), seconds=5.0, sources={"train.py": text}))
     assert ("rejects everything" in verdict.explanation) == rejects
+    other = Thread(name="sender", os_id=109, frames=(within("Queue.get", "queue.py"), at(9, "fit")))
+    sends = replace(scores, looks=tuple(replace(look, threads=(*look.threads, other)) for look in scores.looks))
+    both = judge(Snapshot(processes=(trains, sends), seconds=5.0, sources={"train.py": text}))
+    assert "rejects everything" not in both.explanation
     if rejects:
         assert (verdict.pattern, verdict.pids) == ("rollout blocked", (101,))
         assert "train.py:4 decides" in verdict.explanation
