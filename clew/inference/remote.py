@@ -18,6 +18,7 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from clew.config import Config, server_token
@@ -63,6 +64,12 @@ ABORT_S = 60.0
 """Seconds within which all aborted requests must come back. After that the server is given up."""
 
 
+NO_TORCHVISION = (
+    "torchvision is not installed here, and %s uses it: images that must be resized may get other logprobs there than "
+    "in training. Install torchvision beside Clew."
+)
+
+
 class RemoteCore(ServedModel):
     """The part of a `RemoteEngine` that knows its model; `clew.inference.engine_core.Core` is its counterpart."""
 
@@ -83,6 +90,8 @@ class RemoteCore(ServedModel):
         except OSError:
             generation = GenerationConfig.from_model_config(model)
         super().__init__(model, generation, tokenizer, vision, model.get_text_config().vocab_size)
+        if vision is not None and find_spec("torchvision") is None:
+            log.warning(NO_TORCHVISION, config.inference.backend)
         self.waiting: set[GenerateRequest] = set()
         """Requests that wait for an update or a pause to end."""
         self.active: set[GenerateRequest] = set()

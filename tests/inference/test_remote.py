@@ -620,12 +620,15 @@ def served_model(folder: Path) -> tuple[Config, dict[str, list[Any]]]:
     return config().model_copy(update={"model": Model(path=str(folder / "model"))}), held
 
 
-def test_a_token_that_stands_for_images_is_drawn_again(tmp_path: Path) -> None:
+def test_a_token_that_stands_for_images_is_drawn_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No image belongs to it: the trainer ended, as the row had more such tokens than its images need."""
+    monkeypatch.setattr("clew.inference.remote.find_spec", lambda name: None)
     seeing_model(tmp_path / "model")
     named = config().model_copy(update={"model": Model(path=str(tmp_path / "model"))})
     core = RemoteCore(named)
-    assert core.vision is not None
+    assert core.vision is not None and "Install torchvision beside Clew." in caplog.text
     image = core.vision.image_id
     asked: list[dict[str, Any]] = []
     drawn, reasons = iter([[7, image], [image], [8, 9]]), iter(["stop", "stop", "length"])
