@@ -263,8 +263,6 @@ def _wrong_rows(sequences: SequenceABC[Sequence]) -> str:
         kinds = {"id": str, "group_id": str, "reward": float, "data": dict, "interactions": list}
         if wrong := [name for name, kind in kinds.items() if not isinstance(getattr(row, name), kind)]:
             return f"{row.id} has an empty place in {wrong[0]}"
-        if not all(isinstance(each, dict) for each in row.interactions):
-            return f"{row.id} has an interaction that is no object"
         named = row.rewards.values() if isinstance(row.rewards, dict) else [None]
         if any(not isinstance(each, (int, float)) for each in named):
             return f"rewards of {row.id} are no numbers by name: {row.rewards!r:.60}"

@@ -22,12 +22,17 @@ from clew.view.tokens import load_tokenizer, show_tokens
 
 def show_episode(console: Console, run: RunDirectory, found: Found, name: Name, tokens: bool) -> None:
     sequences = episode_of(run, found, name)
-    parts = {sequence.id: [sequence.id, *(str(i.get("id")) for i in sequence.interactions)] for sequence in sequences}
+    parts = {
+        sequence.id: [sequence.id, *(str(i.get("id")) for i in interactions_of(sequence))] for sequence in sequences
+    }
     shown = [sequence for sequence in sequences if name.part is None or name.part in parts[sequence.id]]
     if not shown:
         raise RecordError(f"{run.path} has no {name.part}; it has {', '.join(itertools.chain(*parts.values()))}.")
     interactions = [
-        each for sequence in shown for each in sequence.interactions if name.part in (None, sequence.id, each.get("id"))
+        each
+        for sequence in shown
+        for each in interactions_of(sequence)
+        if name.part in (None, sequence.id, each.get("id"))
     ]
     last = sequences[-1]
     rewards = f" = {rewards_by_name(last.rewards)}" if last.rewards else ""
@@ -78,6 +83,11 @@ def read_stages(console: Console, run: RunDirectory, step: int | None) -> dict[s
     except RecordError as error:
         console.print(Text(f"no advantages: {visible(str(error))}", style="red"))
         return {}
+
+
+def interactions_of(sequence: Sequence) -> list[dict[str, Any]]:
+    """Return the interactions of a sequence. Another trainer may have recorded texts: each becomes a completion."""
+    return [each if isinstance(each, dict) else {"completion": each} for each in sequence.interactions]
 
 
 def _show_interactions(console: Console, interactions: list[dict[str, Any]]) -> None:

@@ -269,7 +269,6 @@ def test_the_reference_is_held_against_its_digests(run: RunDirectory) -> None:
         ("empty", "it holds no row"),
         ("no JSON", r"rewards of g0.* is no JSON: '\{a'"),
         ("no rewards", r"rewards of g0.* are no numbers by name: \[1\]"),
-        ("no objects", "g0.* has an interaction that is no object"),
     ],
 )
 def test_rows_that_nobody_writes_are_told(run: RunDirectory, how: str, said: str) -> None:
@@ -288,7 +287,6 @@ def test_rows_that_nobody_writes_are_told(run: RunDirectory, how: str, said: str
         "empty": lambda: table.slice(0, 0),
         "no JSON": lambda: put("rewards", ["{a"] * table.num_rows),
         "no rewards": lambda: put("rewards", ["[1]"] * table.num_rows),
-        "no objects": lambda: put("interactions", ["[1]"] * table.num_rows),
     }[how]()
     rows.write_table(path, changed)
     for stages in (None, "data"):

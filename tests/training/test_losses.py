@@ -464,7 +464,8 @@ def vector(logprobs_N: Tensor) -> Any:
 
 
 def text_sum(logprobs_N: Tensor) -> Any:
-    return PolicyLoss(per_token_N=-logprobs_N, sums={"share": "half"})
+    text: Any = "half"
+    return PolicyLoss(per_token_N=-logprobs_N, sums={"share": text})
 
 
 def second_loss(logprobs_N: Tensor) -> Any:

@@ -560,12 +560,13 @@ def test_groups_of_another_trainer(tmp_path: Path) -> None:
     run.describe(None, trainer="another")
     run.config_path.write_text("model: a-name\ndata: 7\n")
     bare = [dataclasses.replace(row, interactions=[], data={}) for row in group("prompt-7")]
-    told = dataclasses.replace(bare[0], interactions=[{"completion": "well", "judge": {"score": 1}, "sampling": None}])
+    said: list[Any] = [{"completion": "well", "judge": {"score": 1}, "sampling": None}, "only a text"]
+    told = dataclasses.replace(bare[0], interactions=said)
     commit(run, 0, [told, bare[1]], metrics={}, plan=[], environment={}, digests={"data": "0"}, timings={})
     assert "prompt-7" in shown(run, "0") and "prompt-7.e1" in shown(run, "prompt-7")
     assert line(shown(run), "step") == ["step", "groups"] and line(shown(run), "0") == ["0", "1"]
     text = shown(run, "prompt-7.e0")
-    assert "well" in text and 'judge={"score": 1}' in text
+    assert "well" in text and 'judge={"score": 1}' in text and "only a text" in text
     assert "no interaction is recorded" in shown(run, "prompt-7.e1")
 
 
