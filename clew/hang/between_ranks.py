@@ -479,12 +479,17 @@ def _roots_differ(sink: Sink) -> Verdict | None:
 
 
 def _wrong_group(sink: Sink) -> Verdict | None:
-    """Judge the one rank that calls a collective in another group than the others of its group, at one place."""
+    """Judge the one rank that calls a collective in another group than the others of its group do.
+
+    It is the same collective if it is called at one place, or from the same source.
+    """
     inside = [a for a in sink.job if a.rank is not None and a.activity.kind == "collective"]
     places = {a.pid: [(frame.file, frame.line) for frame in a.process.user_frames] for a in inside}
     found = []
     for one in (a for a in sink.culprits if a in inside):
-        here = [a for a in inside if a.activity.op == one.activity.op and places[a.pid] == places[one.pid]]
+        same = [a for a in inside if a.activity.op == one.activity.op]
+        root = one.activity.root
+        here = [a for a in same if places[a.pid] == places[one.pid] or (root and a.activity.root == root)]
         others = [a for a in here if key_of(a.activity) != key_of(one.activity)]
         groups = {a.activity.members for a in others}
         members = set(groups.pop() or ()) if len(groups) == 1 else set[int]()
@@ -494,7 +499,8 @@ def _wrong_group(sink: Sink) -> Verdict | None:
         return None
     [(one, group)] = found
     calls = f"Rank {one.rank} calls {one.activity.op} in group {one.activity.group}"
-    why = f"{calls}, and the other ranks of group {group} wait for it in that group at the same line. {sink.says}"
+    alike = f"from source {one.activity.root}" if one.activity.root else "at the same line"
+    why = f"{calls}, and the other ranks of group {group} wait for it in that group {alike}. {sink.says}"
     text, line = sink.sources.get(one.activity.file, ""), one.activity.line
     used = source.names_in(*(source.keyword(call, "group") for call in source.calls_at(text, line)))
     loop = source.loop_at(text, line)

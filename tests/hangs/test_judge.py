@@ -2386,6 +2386,27 @@ def test_ranks_a_round_ahead_have_left_a_collective_out(
     assert (verdict.pattern, verdict.ranks) == (pattern, ranks)
 
 
+@pytest.mark.parametrize(
+    ("source", "pattern", "ranks"), [(2, "collective mismatch", (2,)), (0, "crossed groups", None)]
+)
+def test_the_rank_that_broadcasts_from_the_same_source_in_another_group_forgot_the_group(
+    source: int, pattern: str, ranks: tuple[int, ...] | None
+) -> None:
+    text = (
+        "sync = dist.new_group([0, 1, 2])\ntrains = dist.new_group([2, 3])\nfor step in range(9):\n    if samples:\n"
+        "        dist.broadcast(w, src=2, group=sync)\n    else:\n        dist.all_reduce(g, group=trains)\n"
+        f"        dist.broadcast(w, src={source})\n"
+    )
+    places = [(5, "broadcast", "2"), (5, "broadcast", "2"), (8, "broadcast", str(source)), (7, "all_reduce", "")]
+    every = []
+    for number, (line, op, root) in enumerate(places):
+        inside = rank(number, line, op, world=4, **({"src": root} if root else {}))
+        frame = at(line, "<module>", step=str(1 + (number == 3)))
+        every.append(stays(inside, inside.looks[0].threads[0].frames[0], frame))
+    verdict = judge(Snapshot(processes=tuple(every), seconds=3.0, sources={"train.py": text}))
+    assert verdict.pattern == pattern and verdict.ranks == (ranks or verdict.ranks), verdict
+
+
 @pytest.mark.parametrize(("woken", "wakes", "line"), [(True, 0, 6), (False, 0, 3), (True, 9, 3)])
 def test_a_task_that_could_go_on_while_its_loop_sleeps_is_named(woken: bool, wakes: int, line: int) -> None:
     text = (
