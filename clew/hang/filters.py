@@ -121,7 +121,7 @@ def takes_in_vain(sink: Sink) -> Verdict | None:
         get, result = by.threads[0], ""
         if not by.moving and _keeps_no_item(by.process, sink.sources):
             result = "its loop kept nothing, so its batch never fills"
-        elif by in sink.culprits and (test := _forwards_no_item(by.process, sink.sources)):
+        elif test := _forwards_no_item(by.process, sink.sources):
             result = f"it wrote nothing: {test} decides whether the rest of the loop puts an item into the next queue"
         if result:
             why = (
