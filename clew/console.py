@@ -87,7 +87,7 @@ def progress(doing: str, *, total: int, unit: str) -> Iterator[Callable[[], None
         finally:
             ended.set()
         return
-    label, unit_label = TextColumn(doing, markup=False), TextColumn(unit.removesuffix("s") if total == 1 else unit)
+    label, unit_label = TextColumn(doing, markup=False), TextColumn(unit)
     columns = (label, BarColumn(), MofNCompleteColumn(), unit_label, TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False) as bar:
         task = bar.add_task(doing, total=total)

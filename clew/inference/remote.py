@@ -319,7 +319,7 @@ class RemoteEngine:
     async def _load_weights(self, ref: WeightRef) -> Timings:
         if ref.was_broadcast() and self.unchecked_version != ref.version:
             if self.holds(ref):
-                return {}  # at its start the server has found them, and the trainer asks for them, too
+                return {}  # it was asked before, and serves them
             raise EngineError(f"version {ref.version} was broadcast (weights.via), and this server did not get it.")
         async with self._updating(ref.version) as clock:
             with clock("load"):

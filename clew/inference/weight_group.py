@@ -44,7 +44,7 @@ def _as_member_lost() -> Iterator[None]:
     except (RuntimeError, OSError) as error:
         message = str(error).strip().partition("\n")[0].rpartition("] ")[2] or str(error)
         if ", keys: " in message:  # of the store at which the members meet
-            message = f"not every server joined within {PATIENCE.total_seconds():g} s"
+            message = f"not every member joined within {PATIENCE.total_seconds():g} s"
         raise MemberLost(message.partition(". This is typically")[0]) from error
 
 

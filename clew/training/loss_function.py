@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import torch
@@ -119,7 +120,7 @@ class CustomLoss:
             )
         if isinstance(returned, PolicyLoss):
             for key, value in returned.sums.items():
-                is_number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, (int, float))
+                is_number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
                 if key == "loss" or not is_number:
                     raise TrainingError(
                         f"{name} returned sums[{key!r}]; expected one number, the sum over the tokens, and another "

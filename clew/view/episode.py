@@ -22,17 +22,12 @@ from clew.view.tokens import load_tokenizer, show_tokens
 
 def show_episode(console: Console, run: RunDirectory, found: Found, name: Name, tokens: bool) -> None:
     sequences = episode_of(run, found, name)
-    parts = {
-        sequence.id: [sequence.id, *(str(i.get("id")) for i in interactions_of(sequence))] for sequence in sequences
-    }
+    parts = {sequence.id: [sequence.id, *(str(i.get("id")) for i in as_objects(sequence))] for sequence in sequences}
     shown = [sequence for sequence in sequences if name.part is None or name.part in parts[sequence.id]]
     if not shown:
         raise RecordError(f"{run.path} has no {name.part}; it has {', '.join(itertools.chain(*parts.values()))}.")
     interactions = [
-        each
-        for sequence in shown
-        for each in interactions_of(sequence)
-        if name.part in (None, sequence.id, each.get("id"))
+        each for sequence in shown for each in as_objects(sequence) if name.part in (None, sequence.id, each.get("id"))
     ]
     last = sequences[-1]
     rewards = f" = {rewards_by_name(last.rewards)}" if last.rewards else ""
@@ -85,8 +80,8 @@ def read_stages(console: Console, run: RunDirectory, step: int | None) -> dict[s
         return {}
 
 
-def interactions_of(sequence: Sequence) -> list[dict[str, Any]]:
-    """Return the interactions of a sequence. Another trainer may have recorded texts: each becomes a completion."""
+def as_objects(sequence: Sequence) -> list[dict[str, Any]]:
+    """Return the interactions of a sequence. A text, which another trainer may have recorded, becomes a completion."""
     return [each if isinstance(each, dict) else {"completion": each} for each in sequence.interactions]
 
 
@@ -98,8 +93,8 @@ def _show_interactions(console: Console, interactions: list[dict[str, Any]]) -> 
     for interaction in interactions:
         known = dict(interaction)
         started, finished = known.pop("started_at", None), known.pop("finished_at", None)
-        sampling = known.pop("sampling", None)
-        settings = sampling if isinstance(sampling, dict) else {"sampling": sampling} if sampling else {}
+        sampling = known.pop("sampling", None) or {}
+        settings = sampling if isinstance(sampling, dict) else {"sampling": sampling}
         prompt, completion = known.pop("prompt", None), known.pop("completion", None)
         facts = {**known, "started": moment(started), "took": _after(finished, started), **settings}
         facts.pop("id", None)

@@ -14,6 +14,7 @@ from clew.errors import RecordError
 from clew.printing import visible
 from clew.reading import FileMissing, flat, read_yaml
 from clew.record import rows
+from clew.record.inbox import group_name, group_number
 from clew.record.rows import Sequence, by_episode
 from clew.record.run import RunDirectory
 
@@ -103,8 +104,8 @@ def find_group(run: RunDirectory, name: Name) -> Found:
         return Found(id=group, fate=f"rejected: {why}", sequences=rejected)
     if admitted is not None:
         return Found(id=group, fate=f"being made, admitted at version {admitted}")
-    whole = f"g{group[1:]:0>6}"
-    meant = f" Did you mean {whole}?" if whole != group and re.fullmatch(r"g\d+", group) else ""
+    whole = group_name(group_number(group)) if re.fullmatch(r"g\d+", group) else group
+    meant = f" Did you mean {whole}?" if whole != group else ""
     raise RecordError(
         f"{run.path} has no group {group}: {committed_steps(len(index))}, {_range(index)}, and it is neither chosen, "
         f"waiting in the inbox, being made, nor in rejected/.{meant}"

@@ -24,7 +24,7 @@ from clew.record.run import RunDirectory, open_run
 from clew.record.run_warnings import read_warnings, warnings_in_words
 from clew.record.steps import parse_steps
 from clew.view.checkup import changes_of, judge, print_health
-from clew.view.episode import interactions_of, lag, read_stages, rejected_of, rewards_by_name, show_episode, versions
+from clew.view.episode import as_objects, lag, read_stages, rejected_of, rewards_by_name, show_episode, versions
 from clew.view.find_episode import Found, Name, committed_steps, find_group, read_batch, settings_of
 from clew.view.health import Collector
 from clew.view.off_policy import show_off_policy
@@ -416,7 +416,7 @@ def _show_group(console: Console, run: RunDirectory, group: Found) -> None:
     for episode, sequences in episodes.items():
         last = sequences[-1]
         failed = last.finish_reason == "error"
-        completion = as_text(interactions_of(last)[-1].get("completion")) if last.interactions else ""
+        completion = as_text(as_objects(last)[-1].get("completion")) if last.interactions else ""
         said = (last.error or "") if failed else completion
         rows.add_row(
             episode,

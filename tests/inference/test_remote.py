@@ -42,7 +42,7 @@ from clew.inference.vllm import VLLMEngine
 from clew.models.tensor_digest import hex_digests
 from clew.processes import free_port
 from clew.record.run import RunDirectory, Server
-from clew.record.weights import DIGESTS_KEY, WeightRef
+from clew.record.weights import BROADCAST_FILE, DIGESTS_KEY, WeightRef
 from clew.waits import current_waits
 from tests.inference.test_faulty_servers import serving
 from tests.inference.test_sglang_client import broadcast
@@ -562,6 +562,21 @@ def test_an_update_that_answers_200_and_did_nothing(version: WeightRef) -> None:
         asyncio.run(load_into(VLLMEngine(address, "model", 256), version))
     assert f"vLLM at {address} did not load version 5" in str(raised.value)
     assert "2 tensors differ: lm_head.weight: not loaded; norm.weight: not loaded" in str(raised.value)
+
+
+@pytest.mark.parametrize(("held", "broken"), [(5, None), (5, "its probe differs"), (4, None)])
+def test_a_broadcast_version_may_be_asked_for_again_once_it_is_held(
+    tmp_path: Path, version: WeightRef, held: int, broken: str | None
+) -> None:
+    (Path(version.path) / BROADCAST_FILE).write_text("{}")
+    named, _ = served_model(tmp_path)
+    engine = RemoteEngine(named, RemoteCore(named), VLLMEngine("127.0.0.1:1"))
+    engine._loaded, engine.core.version, engine.core.broken = str(held), held, broken
+    if held == version.version and broken is None:
+        assert asyncio.run(engine.load_weights(version)) == {}
+    else:
+        with pytest.raises(EngineError, match=r"version 5 was broadcast .* this server did not get it"):
+            asyncio.run(engine.load_weights(version))
 
 
 def test_a_folder_that_lacks_its_file_is_not_sent(version: WeightRef) -> None:

@@ -277,11 +277,11 @@ def test_the_trainers_address_is_that_which_the_server_reaches() -> None:
     assert host_for("127.0.0.1:8000") == "127.0.0.1" == host_for("localhost:8000")
 
 
-def test_a_broadcast_that_not_every_server_joins_is_said_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broadcast_that_not_every_member_joins_is_said_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_group, "PATIENCE", datetime.timedelta(seconds=0.5))
     leader = weight_group.meeting_point("127.0.0.1", 0, 2, leads=True)
     store = weight_group.meeting_point("127.0.0.1", leader.port, 2)
-    with pytest.raises(weight_group.MemberLost, match=r"^not every server joined within 0\.5 s$"):
+    with pytest.raises(weight_group.MemberLost, match=r"^not every member joined within 0\.5 s$"):
         weight_group.Group(store, "some", "gloo", 0, 2)
 
 
