@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from clew.record.run import RunDirectory
 from tests.end_to_end.project import ROOT
 from tests.pages import PAGES, commands, files, missing
 from tests.test_pages import BY_ANOTHER_TEST, RUN
@@ -78,20 +77,3 @@ def test_the_commands_of_the_pages(demo: tuple[Path, str]) -> None:
         (folder / name).write_text(text)
         ended = subprocess.run([sys.executable, name], cwd=folder, capture_output=True, text=True, timeout=600)
         assert ended.returncode == 0 and "agrees with the record" in ended.stdout, ended.stdout + ended.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_an_agent_learns_to_use_its_tool(tmp_path: Path) -> None:
-    """Type what docs/agents.md shows, and what the guide to your own data shows of conversations."""
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    run("examples.agents.make", tmp_path, "--out", "runs/calculator/material")
-    of_conversations = ["trial=talk", "training.steps=20", "data.path=runs/calculator/material/conversations.jsonl"]
-    assert "20 steps are trained" in run("clew", tmp_path, "sft", "examples/agents/sft.yaml", *of_conversations)
-    run("clew", tmp_path, "sft", "examples/agents/sft.yaml")
-    run("clew", tmp_path, "train", "examples/agents/grpo.yaml")
-    record = RunDirectory(tmp_path / "runs" / "calculator" / "grpo")
-    curve = [evaluation["pass@1"] for evaluation in record.read_evals()]
-    assert curve[0] < 0.5 and curve[-1] > 0.85, curve
-    (first, *_), (*_, last) = record.steps.read_data(0), record.steps.read_data(59)
-    assert first.interactions and any("tool_calls" in each["reply"] for each in last.interactions)

@@ -83,16 +83,9 @@ def test_a_reward_that_can_be_learnt_is_learnt(project: Project) -> None:
     assert sum(rewards[:3]) / 3 < 0.1 and sum(rewards[-3:]) / 3 > 0.5, rewards
 
 
-def test_two_runs_with_lag_0_are_equal_bit_for_bit(project: Project) -> None:
-    metrics(project)
-    first = project.digests()
-    project.set(trial="again")
-    metrics(project)
-    assert project.digests() == first
-
-
-@pytest.mark.parametrize("reward", ["mine.digits", "mine.trl", "mine.patient"])
-@pytest.mark.parametrize("chat", [True, False], ids=["chat", "text"])
+@pytest.mark.parametrize(
+    ("chat", "reward"), [(True, "mine.digits"), (True, "mine.trl"), (False, "mine.trl"), (False, "mine.patient")]
+)
 def test_prompts_and_rewards(project: Project, chat: bool, reward: str) -> None:
     project.code(USER_CODE + CODE)
     if chat:

@@ -8,12 +8,16 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import psutil
 import pytest
 
-from clew.launch.no_progress import LOOK_S, Watch
+from clew.config import load
+from clew.errors import LaunchError
+from clew.launch.no_progress import LOOK_S, Hang, Watch
+from clew.launch.supervisor import _end_if_hopeless
 from clew.processes import free_port
 from clew.record.run import RunDirectory
 from tests.end_to_end.project import USER_CODE, Project
@@ -27,17 +31,6 @@ def blocked(completion, data):
         threading.Event().wait()
     return digits(completion, data)
 """
-
-
-def hang_in_a_reward(project: Project, action: str) -> subprocess.Popen[bytes]:
-    """Start a run in which a reward waits for ever after the first step, with its own time limit far away."""
-    project.code(USER_CODE + BLOCKED)
-    rollout = {"reward": "mine.blocked", "reward_timeout_s": 900}
-    project.set(rollout=rollout, training={"steps": 30}, hang={"after_s": 4, "action": action})
-    process = project.start("train")
-    project.until(lambda: project.run.steps.count() >= 1, process)
-    (project.folder / "block").touch()
-    return process
 
 
 ANSWERS = """#!/bin/sh
@@ -78,9 +71,21 @@ def test_a_diagnosis_without_a_report_and_one_that_came_too_late(
 
 
 @pytest.mark.slow
-def test_a_run_without_progress_is_diagnosed_and_aborted(project: Project) -> None:
-    ended = project.end(hang_in_a_reward(project, "abort"))
+def test_a_run_without_progress_is_diagnosed_started_again_once_and_ended(project: Project) -> None:
+    """A reward waits for ever, with its own time limit far away; after the restart another one does."""
+    project.code(USER_CODE + BLOCKED)
+    rollout = {"reward": "mine.blocked", "reward_timeout_s": 900}
+    hang = {"after_s": 4, "action": "restart"}
+    project.set(rollout=rollout, training={"steps": 1000}, launch={"restarts": 1}, hang=hang)
+    process, block = project.start("train"), project.folder / "block"
+    for _ in range(2):
+        at = project.run.steps.count()
+        project.until(lambda at=at: project.run.steps.count() > at + 1, process)
+        block.touch()
+        project.until(lambda: not block.exists(), process)
+    ended = project.end(process)
     assert ended.code == 2 and "no progress for " in ended.error and "(report: " in ended.error, ended.output
+    assert "Starting the processes again 1 times" in ended.error
     report = max(project.run.reports.glob("hang-*.json"))
     verdict = json.loads(report.read_text())
     assert verdict["exit_code"] == 1 and verdict["pattern"] in ended.error
@@ -89,11 +94,14 @@ def test_a_run_without_progress_is_diagnosed_and_aborted(project: Project) -> No
     assert "warning (supervisor, step " in ended.output
 
 
-@pytest.mark.slow
-def test_a_run_without_progress_is_started_again_and_completes(project: Project) -> None:
-    ended = project.end(hang_in_a_reward(project, "restart"))
-    assert ended.code == 0 and "no progress for" in ended.output, ended.output
-    assert project.run.steps.count() == 30
+@pytest.mark.parametrize(("action", "hung_at"), [("abort", []), ("restart", []), ("restart", [0])])
+def test_a_hang_ends_the_run_or_starts_it_again(project: Project, action: str, hung_at: list[int]) -> None:
+    project.set(hang={"action": action})
+    found = Hang(pattern="p", explanation="e", quiet_s=4.0, report=project.folder / "hang.json", started=True)
+    hopeless = action == "abort" or hung_at
+    with pytest.raises(LaunchError, match=r"no progress for 4 s at step 0 of 3: p\. e") if hopeless else nullcontext():
+        _end_if_hopeless(load(project.folder / "run.yaml"), project.run, found, hung_at)
+    assert hung_at == ([] if action == "abort" else [0])
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""`clew --help`, and the example of each command, pasted."""
+"""`clew --help`, and the example of each command, pasted; those of agents in `test_agents.py`."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def variables(**more: str) -> dict[str, str]:
     return os.environ | {"COLUMNS": "120", "CLEW_PARENT_PID": str(os.getpid())} | more
 
 
-def run(*arguments: str, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(arguments, cwd=cwd, capture_output=True, text=True, timeout=300, env=variables(**more))
+def run(*arguments: str, cwd: Path, seconds: float = 300, **more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(arguments, cwd=cwd, capture_output=True, text=True, timeout=seconds, env=variables(**more))
 
 
 def command_of(example: str, *more: str) -> list[str]:
@@ -133,26 +133,3 @@ def test_each_example_works_when_pasted(checkout: Path) -> None:
         for process in processes.values():
             process.kill()
             process.wait()
-
-
-@pytest.mark.slow
-def test_each_example_of_agents_works_when_pasted(checkout: Path) -> None:
-    made = run(sys.executable, "-m", "examples.agents.make", "--out", "runs/calculator/material", cwd=checkout)
-    assert made.returncode == 0, made.stderr
-    untrained = "model.path=runs/calculator/material/base"
-    small = ["rollout.batch_groups=2", "rollout.n_samples=2", "training.steps=1", "eval.path=null"]
-    trained = run(*command_of(f"clew train examples/agents/grpo.yaml {untrained}", *small), cwd=checkout)
-    assert "trained 1 step." in trained.stdout, trained.stdout + trained.stderr
-    assert "recorded responses were asked for again" in paste(checkout, "agent replay")
-
-    crowd = paste(checkout, "agent stress", "--batch", "4", "--dp", "1")
-    assert crowd.rstrip().endswith("fit for training")
-
-    serve = command_of(f"clew serve examples/agents/grpo.yaml trial=served {untrained}")
-    with subprocess.Popen(serve, cwd=checkout, stdout=subprocess.PIPE, text=True, env=variables()) as server:
-        assert server.stdout is not None
-        told = next(line for line in server.stdout if line.startswith("export OPENAI_BASE_URL="))
-        exported = dict(word.split("=", 1) for word in told.split()[1:])
-        shown = run(*command_of(examples()["agent run"]), cwd=checkout, **exported)
-        server.terminate()
-    assert shown.returncode == 0 and shown.stdout.count("the trainer would make 1 sequence of it") == 2, shown

@@ -121,7 +121,7 @@ def test_ctrl_c_inline(project: Project) -> None:
 @pytest.mark.slow
 def test_a_server_and_a_rollout_process_that_are_killed_are_started_again(project: Project) -> None:
     project.code(USER_CODE + GATED)
-    project.set(rollout={"reward": "mine.slow"}, training={"steps": 25})
+    project.set(rollout={"reward": "mine.slow"}, training={"steps": 12})
     train = project.start("train")
     for steps, command in ((2, "serve"), (5, "rollout")):
         project.until(lambda steps=steps: project.run.steps.count() >= steps, train)
@@ -129,7 +129,7 @@ def test_a_server_and_a_rollout_process_that_are_killed_are_started_again(projec
     ended = project.end(train)
     assert ended.code == 0, ended.output
     groups = [group for entry in project.run.steps.index() for group in entry["groups"]]
-    assert len(groups) == len(set(groups)) == 50
+    assert len(groups) == len(set(groups)) == 24
 
 
 @pytest.mark.slow
@@ -146,7 +146,7 @@ def test_a_server_that_is_killed_too_often_ends_the_run(project: Project) -> Non
 @pytest.mark.slow
 def test_processes_started_alone_find_one_another_and_survive_each_other(project: Project) -> None:
     project.code(USER_CODE + GATED)
-    project.set(rollout={"reward": "mine.slow"}, training={"steps": 30})
+    project.set(rollout={"reward": "mine.slow"}, training={"steps": 15})
 
     rollout = project.start("rollout")
     project.until(lambda: waits_for(project, "rollout", "the first weights"), rollout)
@@ -171,7 +171,7 @@ def test_processes_started_alone_find_one_another_and_survive_each_other(project
     assert serve.poll() is None  # it stays, for the next run of this name
     serve.send_signal(signal.SIGINT)
     assert project.end(serve, 10).code in (0, 130)
-    assert project.run.steps.count() == 30
+    assert project.run.steps.count() == 15
 
 
 @pytest.mark.slow

@@ -1,28 +1,25 @@
-"""`make gpu` beside real servers, in the form for machines without CUDA."""
+"""The part of `make gpu` that measures real servers, in the form for machines without CUDA."""
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from bench.gpu.engines import steps_through
+from bench.gpu.measure import SMALL, Table, prepare
+
 pytestmark = pytest.mark.engines
 
-ROOT = Path(__file__).parents[2]
 
-
-def test_the_script_measures_both_servers(tmp_path: Path) -> None:
-    for name in ("CLEW_VLLM_PYTHON", "CLEW_SGLANG_PYTHON"):
-        if not os.environ.get(name):
-            pytest.skip(f"{name} names no Python; see make test-engines")
-    code = "import sys; from pathlib import Path; from bench.gpu.measure import main; main(Path(sys.argv[1]))"
-    command = [sys.executable, "-c", code, str(tmp_path / "gpu.md")]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    table = (tmp_path / "gpu.md").read_text()
-    for server in ("vllm 0.", "sglang 0."):
-        assert f"| 3 GRPO steps through {server}" in table
-    assert table.count("an update of its weights, and the checks") == 2
+@pytest.mark.parametrize("backend", ["vllm", "sglang"])
+def test_the_script_measures_a_server(tmp_path: Path, backend: str) -> None:
+    python = os.environ.get(variable := f"CLEW_{backend.upper()}_PYTHON")
+    if not python:
+        pytest.skip(f"{variable} names no Python; see make test-engines")
+    prepare(tmp_path, SMALL)
+    table = Table()
+    assert steps_through(backend, python, tmp_path, False, table.add)
+    rows = "\n".join(table.rows)
+    assert f"| 3 GRPO steps through {backend} 0." in rows and "an update of its weights, and the checks" in rows

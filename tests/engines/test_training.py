@@ -28,7 +28,6 @@ PATIENCE_S = 500.0
 @pytest.mark.parametrize(
     ("backend", "lora_rank", "via", "family"),
     [
-        ("vllm", None, "disk", "qwen2"),
         ("vllm", None, "disk", "qwen3_moe"),
         ("vllm", 4, "disk", "qwen2"),
         ("vllm", None, "collective", "mixtral"),

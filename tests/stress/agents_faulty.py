@@ -137,14 +137,6 @@ class KeepsFirstRow(Agent):
         return await super().run({"prompt": f"{first} {data['prompt']}"}, **given)
 
 
-class ClassSemaphore(Agent):
-    browser = asyncio.Semaphore(1)
-
-    async def run(self, data: dict, **given: Any) -> float:
-        async with self.browser:
-            return await super().run(data, **given)
-
-
 class LongLock(Agent):
     """Beside a model that takes long."""
 

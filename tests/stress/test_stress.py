@@ -29,8 +29,8 @@ LATENCY_S = 0.03
 
 
 def stressed(cls: type, stuck_s: float = STUCK_S, latency_s: float = LATENCY_S) -> Report:
-    # each stress has an event loop of its own, and these belong to the one in which they are first waited for
-    agents_faulty.LOCK, agents_faulty.ClassSemaphore.browser = asyncio.Lock(), asyncio.Semaphore(1)
+    # each stress has an event loop of its own, and a lock belongs to the one in which it is first waited for
+    agents_faulty.LOCK = asyncio.Lock()
     tokenizer = byte_tokenizer()
     return judged(cls, EngineGateway(StandIn(tokenizer, latency_s=latency_s), tokenizer, None), stuck_s)
 
@@ -38,10 +38,8 @@ def stressed(cls: type, stuck_s: float = STUCK_S, latency_s: float = LATENCY_S) 
 FAULTS = {
     agents_faulty.Sleeps: ("blocks", "Sleeps.run"),
     agents_faulty.CallsUrllib: ("blocks", "CallsUrllib.run"),
-    agents_faulty.RunsProcesses: ("blocks", "RunsProcesses.run"),
     agents_faulty.Computes: ("blocks", "Computes.run"),
     agents_faulty.GlobalLock: ("serial", "GlobalLock.run, in asyncio/locks.py"),
-    agents_faulty.ClassSemaphore: ("serial", "ClassSemaphore.run, in asyncio/locks.py"),
     agents_faulty.RateLimit: ("serial", "RateLimit.run"),
     agents_faulty.SmallPool: ("serial", "Agent.ask"),
     agents_faulty.OneWorker: ("serial", "OneWorker.run"),
@@ -58,7 +56,6 @@ FAULTS = {
     agents_faulty.ChangesFolder: ("shared", "ChangesFolder.run"),
     agents_faulty.RemovesFolder: ("shared", "RemovesFolder.run"),
     agents_faulty.SetsVariable: ("shared", "SetsVariable.run"),
-    agents_faulty.HandlesSignals: ("shared", "HandlesSignals.run"),
     agents_faulty.LeaksTasks: ("growth", "LeaksTasks.run"),
     agents_faulty.LeaksThreads: ("growth", "Thread-"),
     agents_faulty.LeaksFiles: ("growth", "(deleted)"),
@@ -131,7 +128,9 @@ def test_a_fault_is_found(agent: type, closing: None) -> None:
 
 
 def test_a_blocked_loop_is_not_booked_under_reward(closing: None) -> None:
-    latency = stressed(agents_faulty.RunsProcesses).measured.latency
+    report = stressed(agents_faulty.RunsProcesses)
+    assert any(each.kind == "blocks" and "RunsProcesses.run" in each.where for each in report.verdicts if each.certain)
+    latency = report.measured.latency
     assert latency["blocked"]["p50"] > latency["reward"]["p50"]
 
 
@@ -226,9 +225,11 @@ def test_a_slow_model_is_no_failure_in_another_process() -> None:
 def test_what_an_episode_does_to_the_process_is_found_and_undone() -> None:
     before = Path.cwd(), dict(os.environ), signal.getsignal(signal.SIGUSR1)
     report = stressed(agents_faulty.HandlesSignals)
+    assert report.outcome == "not fit"
     found = {verdict.what.partition(" is changed")[0]: verdict for verdict in report.verdicts}
     assert {"the handler of SIGUSR1", "the umask"} <= set(found)
     assert all("agents_faulty.py" in found[name].where for name in found)
+    assert found["the umask"].kind == "shared" and "HandlesSignals.run" in found["the umask"].where
     once = stressed(agents_faulty.SetsVariableOnce)
     assert not any(verdict.certain for verdict in once.verdicts)
     [perhaps] = once.verdicts

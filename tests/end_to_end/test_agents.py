@@ -1,0 +1,49 @@
+"""The example of an agent, from its material to training, and the example of each `clew agent` command, pasted."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from clew.record.run import RunDirectory
+from tests.end_to_end.project import ROOT
+from tests.end_to_end.test_help import command_of, examples, paste, run, variables
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_an_agent_learns_to_use_its_tool(tmp_path: Path) -> None:
+    """Type what docs/agents.md shows, and what the guide to your own data shows of conversations.
+
+    Of the 60 steps of GRPO, 20 are trained: by then most of it is learnt.
+    """
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    made = run(sys.executable, "-m", "examples.agents.make", "--out", "runs/calculator/material", cwd=tmp_path)
+    assert made.returncode == 0, made.stderr
+    of_conversations = ["trial=talk", "training.steps=20", "data.path=runs/calculator/material/conversations.jsonl"]
+    for overrides, steps in ((of_conversations, 20), ([], 400)):
+        trained = run(*command_of("clew sft examples/agents/sft.yaml", *overrides), cwd=tmp_path, seconds=900)
+        assert f"{steps} steps are trained" in trained.stdout, trained.stdout + trained.stderr
+    shorter = ["training.steps=20", "eval.every_steps=20"]
+    trained = run(*command_of("clew train examples/agents/grpo.yaml", *shorter), cwd=tmp_path, seconds=900)
+    assert trained.returncode == 0, trained.stdout + trained.stderr
+    record = RunDirectory(tmp_path / "runs" / "calculator" / "grpo")
+    curve = [evaluation["pass@1"] for evaluation in record.read_evals()]
+    assert curve[0] < 0.5 and curve[-1] > 0.75, curve
+    (first, *_), (*_, last) = record.steps.read_data(0), record.steps.read_data(19)
+    assert first.interactions and any("tool_calls" in each["reply"] for each in last.interactions)
+
+    assert "recorded responses were asked for again" in paste(tmp_path, "agent replay")
+    crowd = paste(tmp_path, "agent stress", "--batch", "4", "--dp", "1")
+    assert crowd.rstrip().endswith("fit for training")
+    serve = command_of("clew serve examples/agents/grpo.yaml trial=served")
+    with subprocess.Popen(serve, cwd=tmp_path, stdout=subprocess.PIPE, text=True, env=variables()) as server:
+        assert server.stdout is not None
+        told = next(line for line in server.stdout if line.startswith("export OPENAI_BASE_URL="))
+        exported = dict(word.split("=", 1) for word in told.split()[1:])
+        shown = run(*command_of(examples()["agent run"]), cwd=tmp_path, **exported)
+        server.terminate()
+    assert shown.returncode == 0 and shown.stdout.count("the trainer would make 1 sequence of it") == 2, shown
