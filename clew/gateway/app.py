@@ -100,6 +100,12 @@ class StartSession(Fields):
     data: dict[str, Any] | None = None
 
 
+class EndSession(Fields):
+    """The body of /rl/end_session: it may be left out."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
 class SetReward(Fields):
     """The body of /rl/set_reward."""
 
@@ -142,7 +148,7 @@ def application(sessions: Sessions) -> FastAPI:
     serve("/v1/messages/count_tokens", anthropic_messages, anthropic_messages.CountRequest, _count_tokens)
     serve("/rl/start_session", openai_chat, StartSession, _start_session)
     serve("/rl/set_reward", openai_chat, SetReward, _set_reward)
-    serve("/rl/end_session", openai_chat, StartSession, _end_session)
+    serve("/rl/end_session", openai_chat, EndSession, _end_session)
 
     @app.get("/v1/models")
     async def models(http: HTTPRequest) -> Response:
@@ -246,8 +252,8 @@ STREAMED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 def _with_earlier(session: AgentSession, request: ModelRequest) -> ModelRequest:
     """Return the request with the earlier messages, if the client names an earlier response instead of sending them.
 
-    These are the messages up to the named response, and that response. A thread of Anthropic's API keeps its tools.
-    Instructions apply to one response only, so those of earlier requests are left out.
+    These are the messages before the named response, and the response itself. A thread of Anthropic's API keeps its
+    tools. Instructions apply to one response only, so those of earlier requests are left out.
     """
     if request.follows is None:
         return request
@@ -282,7 +288,7 @@ async def _stream(dialect: Dialect, request: ModelRequest, submission: Submissio
                 break
             answered = submission.replies.done()
             yield event
-            # Once an event that came after the complete reply has been sent, the reply counts as delivered.
+            # When the reply is complete and a later event has been sent, the reply counts as delivered.
             submission.delivered, place = submission.delivered or answered, place + 1
     except Refusal as refusal:
         yield dialect.refuse_in_stream(refusal, place)
@@ -319,7 +325,7 @@ async def _set_reward(sessions: Sessions, dialect: Dialect, http: HTTPRequest) -
 
 
 async def _end_session(sessions: Sessions, dialect: Dialect, http: HTTPRequest) -> Response:
-    read(StartSession, _object(await _read(http) or b"{}"))
+    read(EndSession, _object(await _read(http) or b"{}"))
     session = sessions.own(key_of(http))
     await sessions.end(key_of(http))
     return json_response({"session_id": session.id, "interactions": len(session.engine.interactions)})
@@ -357,7 +363,7 @@ def _object(raw: bytes) -> dict[str, Any]:
 
 
 class AnyBase:
-    """ASGI middleware that lets all clients use one base URL, although only OpenAI's ends in /v1.
+    """ASGI middleware that lets all clients use one base URL, although only OpenAI's clients expect /v1 at its end.
 
     Anthropic's client adds /v1 itself. So this serves /v1/v1/messages as /v1/messages, and /chat/completions as
     /v1/chat/completions.

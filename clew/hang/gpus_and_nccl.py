@@ -26,7 +26,7 @@ LONGEST = 16_000_000
 
 
 def with_machine(snapshot: Snapshot) -> Snapshot:
-    """Return a snapshot with what GPUs and NCCL say."""
+    """Return the snapshot, with what GPUs and NCCL report."""
     return with_ras(replace(snapshot, machine=(*snapshot.machine, *gpus())))
 
 
@@ -76,7 +76,7 @@ def _ask(address: str, request: bytes) -> str:
     text, until = b"", time.monotonic() + LIMIT_S
     with (
         suppress(OSError, OverflowError, ValueError),
-        socket.create_connection((host.strip("[]"), int(port[:5])), timeout=LIMIT_S) as connection,
+        socket.create_connection((host.strip("[]"), int(port)), timeout=LIMIT_S) as connection,
     ):
         connection.sendall(request)
         while len(text) < LONGEST and time.monotonic() < until and (chunk := connection.recv(65536)):
@@ -85,7 +85,7 @@ def _ask(address: str, request: bytes) -> str:
 
 
 def parse_ras(text: str) -> tuple[list[str], list[tuple[int, Launched]]]:
-    """Return lines about the communicators in RAS's answer in JSON, and what each process, by pid, has launched.
+    """Return lines about the communicators in RAS's JSON answer, and what each process has launched, by pid.
 
     Both are empty if the text is something else.
     """

@@ -33,7 +33,7 @@ class Report:
 
     @cached_property
     def verdict(self) -> Verdict:
-        """Return the verdict, less sure if nodes were not seen."""
+        """Return the verdict, with less confidence if nodes were not seen."""
         verdict, unseen = judge(self.judged), self.seen.unseen
         if not (unseen or self.seen.absent) or not verdict.exit_code:
             return verdict
@@ -79,7 +79,7 @@ class Report:
 
     def source(self) -> list[tuple[str, list[tuple[int, str, bool]]]]:
         """Return each call site at fault with the lines around it: number, text, and whether it is that line."""
-        # The callers of an operation are sites, too, but no activity is there: their files are known by name alone.
+        # The callers of an operation are sites, too, but have no activity: only the names of their files are known.
         files = {PurePath(file).name: file for file in self.seen.sources}
         files |= {actor.activity.site: actor.activity.file for actor in self.actors}
         found: list[tuple[str, list[tuple[int, str, bool]]]] = []
@@ -96,7 +96,7 @@ class Report:
         return [(each.label, task) for each in self.seen.processes for task in each.tasks]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the report as values that JSON knows. `snapshot` lets `clew hang --from` judge it again elsewhere."""
+        """Return the report as JSON values. `snapshot` lets `clew hang --from` judge it again elsewhere."""
         return {
             **asdict(self.verdict),
             "pids": self.pids,
@@ -112,7 +112,7 @@ class Report:
     def in_text(self) -> str:
         """Return the report for a terminal."""
         verdict = self.verdict
-        lines = [f"{verdict.pattern}" + (f" (confidence: {verdict.confidence})" if verdict.exit_code else "")]
+        lines = [verdict.pattern + (f" (confidence: {verdict.confidence})" if verdict.exit_code else "")]
         role = "at fault" if verdict.exit_code else "that move slowly"
         if verdict.ranks:
             lines.append(f"ranks {role}: {', '.join(map(str, verdict.ranks))}")

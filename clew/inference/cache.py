@@ -7,11 +7,11 @@
     row 1                    P P P P P g g  *                     *: chosen, not yet fed to the model
     row 2                      P P P P P P  *   (has just joined)
 
-Since rows end together, a decoding step writes one slice, every row's window is a slice, a sliding window is a shorter
-slice, and the mask is one tensor that changes only when rows come or go. Rows 0 .. n - 1 are contiguous: when one ends,
-the last moves into its place. When `column` reaches the width, everything moves left, over the columns that no row
-needs any more; if those are few, the storage is widened instead. Positions (rotary or learned) are in the keys already,
-so columns mean nothing to the model.
+Rows end together. So a decoding step writes one slice, every row's window is a slice, and a sliding window is a shorter
+slice. The mask is one tensor that changes only when rows come or go. Rows 0 .. n - 1 are contiguous: when one ends, the
+last moves into its place. When `column` reaches the width, everything moves left, over the columns that no row needs
+any more. If those are few, the storage is widened instead. The keys already hold the positions (rotary or learned), so
+columns mean nothing to the model.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from transformers import Cache
 
 from clew.inference.attention import aligned
 
-_SPARE_COLUMNS = 64
-"""Columns reserved beyond the longest row: the number of steps between two moves to the left."""
+_SPARE_COLUMNS, _WORTH_MOVING = 64, 32
+"""Columns reserved beyond the longest row: the least number of steps between two moves to the left. Least number of
+columns that a move has to free."""
 
 
 def columns_for(length: int) -> int:
@@ -57,8 +58,8 @@ class RowCache(Cache):
     Between two calls, these things hold:
 
     - All these tensors have storage for the same numbers of rows (`capacity`) and columns (`width`).
-    - This storage is within the budget, because `fits` is asked before each `join`. Without `bytes_per_token` there is
-      no limit.
+    - This storage is within the budget, because `fits` is asked before each `join`. While `bytes_per_token` is 0,
+      there is no limit.
     - While there are rows, there is storage for the next key: `column` < `width`.
     - `first_column`, `starts_R1`, `origins_R1` and `mask` belong to the present rows: `_refresh` ends each change.
     """
@@ -80,7 +81,7 @@ class RowCache(Cache):
         self.start_columns: list[int] = []
         """Column of each row's first token."""
         self.position_offsets: list[int] = []
-        """Number added to each row's later positions, which otherwise count its columns: not 0 after some images."""
+        """Number added to each row's later positions, which otherwise count its columns. Not 0 after some images."""
         self.column = 0
         """Column of the next token's key."""
         self.first_column = 0
@@ -88,7 +89,7 @@ class RowCache(Cache):
         self.mask: Tensor | None = None
         """Mask [rows, 1, 1, columns] of zeros and the lowest number of the dtype; None if all rows start together.
 
-        Its columns begin with `first_column`: see `ALIGNED`.
+        Its columns begin with `first_column`; for their number, see `clew.inference.attention.ALIGNED`.
         """
         self.starts_R1 = torch.zeros(0, 1, dtype=torch.int64, device=device)
         self.origins_R1 = self.starts_R1
@@ -170,8 +171,7 @@ class RowCache(Cache):
         capacity, width = self.tokens.shape
         if self.column < width:
             return
-        # Moving to the left is only worth its copy if it frees enough columns. Otherwise the storage is widened.
-        shift = self.first_column if self.first_column >= 32 else 0
+        shift = self.first_column if self.first_column >= _WORTH_MOVING else 0
         if not shift:
             width = columns_for(min(longest, 2 * width))
         if capacity * width * self.bytes_per_token > self.budget:
@@ -198,7 +198,7 @@ class RowCache(Cache):
         if rows > capacity:
             affordable = self.budget // max(1, width * self.bytes_per_token)
             capacity = max(rows, min(2 * rows, affordable))
-        if capacity * width * self.bytes_per_token > self.budget:  # no spare room then: what is needed does fit
+        if capacity * width * self.bytes_per_token > self.budget:  # leave no spare room: what is needed does fit
             capacity, width, column = rows, min(width, columns_for(longest)), left
         self._lay_out(capacity, width, column - self.column)
 

@@ -188,7 +188,8 @@ class RolloutRunner:
     def _start_due_work(self) -> None:
         """Start everything that may start now: first the evaluation that is due, then groups."""
         self._inbox_seen = self._inbox_time()
-        self._waiting = len(self._run.inbox.names())  # before the version: groups leave once the next one is published
+        # Look into the inbox first, then for the version: groups leave the inbox once the next version is published.
+        self._waiting = len(self._run.inbox.names())
         self._version = self._run.inbox.published()
         if self._version is not None:
             self._start_evaluation(self._version)
@@ -301,16 +302,15 @@ class RolloutRunner:
         """Put a group into the inbox, or into rejected/ if nothing can be learned from it."""
         scored = [episode for episode in episodes if episode.error is None]
         failed = [episode for episode in episodes if episode.error is not None]
-        if len(scored) < min(2, len(episodes)):
-            needed = min(2, len(episodes))
+        if len(scored) < (needed := min(2, len(episodes))):
             reason = f"{len(failed)} of {len(episodes)} episodes failed; a group needs {needed} with a reward"
             self._reject(name, episodes, reason)
             return
         if self._config.rollout.drop_equal_rewards:
-            equal = len({sequence.reward for episode in scored for sequence in episode.sequences}) == 1
-            self._equal.add(scored[0].reward if equal else None)
-            if equal:
-                self._reject(name, episodes, f"{FILTERED}all rewards equal ({scored[0].reward:g})")
+            rewards = {sequence.reward for episode in scored for sequence in episode.sequences}
+            self._equal.add(equal := rewards.pop() if len(rewards) == 1 else None)
+            if equal is not None:
+                self._reject(name, episodes, f"{FILTERED}all rewards equal ({equal:g})")
                 return
         for episode in failed:  # before the group: once that is in the inbox, it is settled
             self._run.reject(episode.id, episode.sequences)
@@ -332,7 +332,7 @@ class RolloutRunner:
             self._start(self._evaluate(version))
 
     async def _evaluate(self, version: int) -> None:
-        """Run all evaluation episodes at `version`, which stays the published one until the result is filed."""
+        """Run all evaluation episodes at `version`, which stays the published version until the result is filed."""
         began = time.monotonic()
         n_samples = self._config.eval.n_samples
         eval_resources = self._resources.at_temperature(self._config.eval.temperature)

@@ -1,4 +1,4 @@
-"""Finding a group or episode in a run directory by its ID. Reads the index, and the one file that is needed."""
+"""Finds a group or episode in a run directory by its ID. It reads the index, and the one file that is needed."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def find_group(run: RunDirectory, name: Name) -> Found:
     # Look in the order in which a group moves through the record, so that one that moves meanwhile is not missed.
     admitted = run.inbox.running().get(group)
     waiting = list[Sequence]()
-    with suppress(FileMissing):  # never there, or removed by the trainer, which has committed its step by then
+    with suppress(FileMissing):  # it was never there, or the trainer has committed its step and removed it
         waiting = rows.from_table(run.inbox.read(group))
     rejected = _rows(run.rejected / f"{group}.parquet")
     failed = [row for path in sorted(run.rejected.glob(f"{group}.e*.parquet")) for row in _rows(path)]
@@ -144,8 +144,8 @@ def committed_steps(count: int) -> str:
 
 
 def _range(index: list[dict[str, Any]]) -> str:
-    groups = [group for entry in (*index[:1], *index[-1:]) for group in entry["groups"]]
-    return f"with groups from {groups[0]} to {groups[-1]}" if groups else "with no group"
+    groups = [group for entry in index for group in entry["groups"]]
+    return f"with groups from {min(groups)} to {max(groups)}" if groups else "with no group"
 
 
 def _number(episode_id: str) -> int:
