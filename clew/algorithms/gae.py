@@ -1,4 +1,4 @@
-"""Generalized advantage estimation, arXiv 1506.02438, and the loss of the critic whose values it takes."""
+"""Generalized advantage estimation, arXiv 1506.02438, and the loss of the critic whose values it uses."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def whitened(advantages_N: np.ndarray) -> np.ndarray:
 
 
 def value_loss(values_N: Tensor, old_N: Tensor, returns_N: Tensor, clip: float | None) -> Tensor:
-    """Return half the squared distance of each value from its return, or of its clipped value if that is further: [N].
+    """Return half the squared distance of each value to its return, or that of its clipped value if it is larger: [N].
 
     1/2 max((V - R)^2, (V_old + clamp(V - V_old, -clip, clip) - R)^2), as in PPO's code (arXiv 2005.12729).
 

@@ -2,8 +2,8 @@
 
 PPO's clipped objective without a critic. The divergence from the first model is subtracted from the reward of a
 response, and the result is normalised over the whole batch instead of the group. The paper subtracts the divergence at
-each token, Clew from the whole response, because all its tokens share one advantage. The variant with a baseline is
-examples/my_algorithm.
+each token. Clew subtracts it once for the whole response, because all its tokens share one advantage. The variant with
+a baseline is examples/my_algorithm.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from pathlib import Path
 
 WORD = 8
 LINE = 4242
-"""First line of the probe's code: a number that is not elsewhere in a code object."""
+"""First line of the probe's code: a number that occurs nowhere else in a code object."""
 
 
 def words(address: int, size: int) -> list[int]:

@@ -15,7 +15,7 @@ from clew.hang import proc
 from clew.hang.observed import Snapshot
 
 PATIENCE_S = 1.0
-"""Seconds in which a process has to answer. One that is blocked in C code cannot."""
+"""Seconds that a process has to answer. A process that is blocked in C code cannot answer."""
 
 
 def with_tasks(snapshot: Snapshot, status: Path) -> Snapshot:

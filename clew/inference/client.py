@@ -48,13 +48,13 @@ AWAY = (429, 502, 503, 504)
 """Statuses of a server that is busy, starting or draining, and of a proxy whose server is away."""
 
 MOST_TOKENS = 2**24
-"""Number of tokens above which an answer's span of a version is taken for a mistake."""
+"""Number of tokens above which a span of one version in an answer is taken for a mistake."""
 
 LARGEST_VERSION = 2**31 - 1
 """Largest version that the record holds."""
 
 LARGEST_LOGPROB = 1e-3
-"""Largest logprob that rounding explains, in nats."""
+"""Largest logprob above 0 that rounding can explain, in nats."""
 
 ADDRESS_HINT = "Is this the host:port that the inference server printed?"
 
@@ -143,7 +143,7 @@ class HTTPEngine:
 
     @property
     def advice(self) -> str:
-        """Advice about its logprobs for the user who attaches the server; "" if they are right at any temperature."""
+        """Advice about the server's logprobs for the user who attaches it; "" if they are right at any temperature."""
         return ""
 
     def wrong_logprobs(self, params: SamplingParams) -> str:
@@ -231,7 +231,7 @@ class HTTPEngine:
             so_far = replace(so_far, sampled_by=[span], finish_reason="abort", matched=None)
             truncates = request.params.truncates(self.vocab or math.inf)
             if request.sampling_mask and truncates and len(masks) != len(so_far.output_ids):
-                wrong = f"{name} went away before it said which tokens top_p, top_k or min_p had left"
+                wrong = f"{name} went away before it said which tokens were left by top_p, top_k or min_p"
                 return replace(so_far, sampling_mask=None, wrong_logprobs=wrong)
         return so_far
 
@@ -247,7 +247,7 @@ class HTTPEngine:
         elif not total and new.finish_reason != "abort":
             wrong = f"it returned no tokens, and finish_reason {new.finish_reason!r}"
         if wrong:
-            raise FaultyAnswer(address, f"{wrong}, so they cannot be trained on. Look into its log, or restart it.")
+            raise FaultyAnswer(address, f"{wrong}: nothing to train on. Look into its log, or restart it.")
 
     def _new_of(self, event: dict[str, Any], before: int, address: str) -> Completion | None:
         """Return the new tokens of an answer, or of an event that has `before` tokens before it.
@@ -309,7 +309,7 @@ class HTTPEngine:
         return self._timings("/update_weights_from_disk", loaded)
 
     async def receive_weights(self, sent: Broadcast) -> Timings:
-        """Have the server take part in a broadcast; `load_weights` then has it checked.
+        """Have the server take part in a broadcast. `load_weights` then has the result checked.
 
         A server with vLLM or SGLang behind it aborts all requests first; one with the embedded engine keeps serving.
         """
@@ -389,7 +389,7 @@ class HTTPEngine:
         return await self._request("POST", path, orjson.dumps(body), take)
 
     async def _request(self, method: str, path: str, body: bytes | None, take: Take | None = None) -> Any:
-        """Return what `take` makes of the answer and the server's address; the answer is {} if it is empty or text.
+        """Return what `take` makes of the answer and the server's address. An empty or plain-text answer counts as {}.
 
         Raises:
             FaultyAnswer: The answer is no JSON, or not what `take` can read.
@@ -437,7 +437,7 @@ class HTTPEngine:
 
         Raises:
             EngineUnreachable: The server is away or not ready.
-            FaultyAnswer: What answers is no inference server, or one that fails.
+            FaultyAnswer: The answer does not come from an inference server, or the server fails.
             EngineError: The server refused the request; the message has the server's own words.
         """
         try:
@@ -561,7 +561,7 @@ def completion_of(answer: dict[str, Any], server: str, *, labelled: bool = False
 
     Args:
         server: Name for the record, unless the answer itself has one: a `clew serve` names the server behind it.
-        labelled: True if the answer must say which version made its tokens. Otherwise, another label counts as 0.
+        labelled: True if the answer must say which version made its tokens. Otherwise, any other label counts as 0.
 
     Raises:
         ValueError: The answer contradicts itself, or does not say the version.
@@ -611,7 +611,7 @@ def _sampled_by(reported: list[dict[str, Any]]) -> list[Span]:
 
 
 def final_versions(event: dict[str, Any]) -> list[int]:
-    """Return the version of each token from the last event of a stream; empty if it is not the last, or lacks some."""
+    """Return each token's version from the last event of a stream; empty if it is not the last, or lacks versions."""
     # Only once the answer is complete does a server know for sure which weights made which token.
     meta = event.get("meta_info") or {}
     if not meta.get("finish_reason") or "weight_versions" not in meta:

@@ -207,7 +207,8 @@ class ServerControl:
             self._ask("resume", HTTPEngine.resume_memory)
 
     def let_rollout_run(self) -> None:
-        time.sleep(POLL_S)  # rollout runs in processes of its own
+        """Sleep for the time between two looks for a batch: rollout runs in processes of its own."""
+        time.sleep(POLL_S)
 
     def close(self) -> None:
         for engine in self._engines.values():

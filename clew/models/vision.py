@@ -60,7 +60,7 @@ class Vision:
             opened = _opened(image)
             try:
                 made = self._processor(text=[self.placeholder], images=[[opened]], add_special_tokens=False)
-            except ValueError as error:  # some processors take no image that is 200 times as wide as high
+            except ValueError as error:  # some processors refuse an image that is 200 times as wide as it is high
                 raise ImageError(
                     f"Cannot show an image of {opened.width} x {opened.height} pixels: the model's processor refuses "
                     f"it ({first_line(error)[:-1]}). Crop or resize it."

@@ -3,7 +3,7 @@
 They are exact, fast, and do not depend on how an array is split over ranks. The digest of the whole is the sum (modulo
 2**64) of the digests of its pieces, each computed with the positions that its elements have in the whole.
 
-It imports nothing but NumPy: inference servers with packages of their own load it, too.
+This module imports only NumPy, because inference servers with packages of their own load it, too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MASK = (1 << 64) - 1
 
 
 def mix(values: np.ndarray) -> np.ndarray:
-    """Hash values by splitmix64's finalizer (Steele et al., 2014). Results are odd, so no changed bit gets lost."""
+    """Hash values by splitmix64's finalizer (Steele et al., 2014). Results are odd: products with them lose no bit."""
     z = (values + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -78,7 +78,7 @@ ALIGNED = {
     "temperatures": np.float32,
 }
 MASKS = ("sampling_mask_counts", "sampling_mask_ids")
-"""Columns of the tokens that could be drawn, by top_p, top_k and min_p."""
+"""Columns with the tokens that could be drawn under top_p, top_k and min_p."""
 TIMES = ("admitted_version", "admitted_at", "started_at", "finished_at", "consumed_at")
 """Fields of a sequence and its interactions that differ each time the same sequence is computed."""
 _ALIGNED = attrgetter(*ALIGNED)
@@ -119,7 +119,7 @@ class Sequence:
     images: list[str] = field(default_factory=list)
     """Names of the image files in media/ that the model was shown, in the order of their tokens."""
     sampling_mask_counts: np.ndarray | None = None
-    """[T] int32: number of tokens that this one was drawn from; 0: all. `logprobs` are then renormalised over them.
+    """[T] int32: number of tokens that this one was drawn from; 0: all. `logprobs` are renormalised over these tokens.
 
     None if nothing was cut, or if the engine does not say what it cut.
     """
@@ -202,7 +202,7 @@ def to_table(sequences: SequenceABC[Sequence]) -> pa.Table:
 
 
 def concatenated(tables: Iterable[pa.Table]) -> pa.Table:
-    """Return the rows of several tables, of which some may have optional columns that others leave out."""
+    """Return the rows of several tables. Some of them may have optional columns that others leave out."""
     return pa.concat_tables(tables, promote_options="default")
 
 

@@ -40,7 +40,7 @@ def outside_folder(parent: str, run: Path) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightRef:
-    """Location and digest of the weights of a version. It is valid until the next version is loaded everywhere."""
+    """Location and digest of a version's weights. They are valid until every engine has loaded the next version."""
 
     version: Count
     path: str

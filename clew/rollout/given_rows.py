@@ -38,7 +38,7 @@ async def run_rows(
 
     Args:
         load: Loads the engine. It is called after the user's code is loaded, and the engine is closed at the end.
-        name: Returns the group ID of a row by its place. The seeds of its episodes derive from it.
+        name: Returns the group ID of the row at a place. The seeds of the row's episodes derive from this ID.
         done: Called after each episode.
     """
     async with AsyncExitStack() as stack:
@@ -64,7 +64,7 @@ async def run_rows(
         else:  # close it on the loop that its requests came from
             stack.push_async_callback(lambda: gateway.call(engine.close()))
         shared = resources(config, engine, tokenizer, reward, vision=vision).at_temperature(temperature)
-        # With more episodes at a time, their time limits would count the wait for the engine.
+        # More episodes at a time would wait for the engine, and the wait would count toward their time limits.
         admitted_at, slots = time.time(), asyncio.Semaphore(config.inference.max_running)
 
         async def run(place: int, number: int) -> Episode:

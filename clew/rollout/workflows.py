@@ -76,8 +76,8 @@ class SingleTurn:
 class MultiTurnRetry(SingleTurn):
     """Tells the model when its answer is wrong, and lets it try again in the same conversation.
 
-    Each further turn extends the exact tokens of the one before. The reward is that of the last answer. There is no
-    further turn if none fits into the context.
+    Each further turn extends the exact tokens of the one before. The reward is that of the last answer. No further
+    turn is started if it would not fit into the context.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class MultiTurnRetry(SingleTurn):
             max_turns: Maximum number of answers.
             feedback: The user's message after a wrong answer.
             threshold: An answer is wrong when its reward is not above this.
-            discount: Factor of the reward for each retry.
+            discount: Factor by which each retry multiplies the reward.
             enable_thinking, chat: See `SingleTurn`.
         """
         super().__init__(enable_thinking, chat)
@@ -145,6 +145,6 @@ class MultiTurnRetry(SingleTurn):
 
 
 def _tokens(engine: EpisodeEngine, text: str, *, special: bool) -> list[int]:
-    """Return the tokens of a text; with `special`, those that the tokenizer puts around it too."""
+    """Return the tokens of a text. With `special`, include those that the tokenizer puts around it."""
     encoded: Any = engine.tokenizer(text, add_special_tokens=special)
     return list(encoded["input_ids"])

@@ -39,7 +39,7 @@ SAID = ("message", "delta", "text")
 """Fields that hold the words in the choices of OpenAI's dialect. Providers add many fields of their own."""
 
 OPAQUE = 4096
-"""Number of leading ASCII characters without a space from which a text counts as data, perhaps an image."""
+"""A text that begins with this many ASCII characters without a space counts as data, perhaps an image."""
 
 
 @dataclass(kw_only=True, eq=False)

@@ -27,8 +27,8 @@ def digest_tensors(named: Iterable[tuple[str, Tensor]], ranks: Ranks = ALONE) ->
     """
     tensors = dict(named)
     pieces = ((name, slice_of(tensor.detach(), ranks)) for name, tensor in tensors.items())
-    # No threads with tensor parallelism: some slices are copies then, and a pool would make all of them at once. None
-    # for a GPU either: they would fight for Python's lock.
+    # Tensor parallelism gets no threads: some slices are copies then, and a pool would make all of them at once. A GPU
+    # gets no threads either: they would fight for Python's lock.
     on_cpu = sum(tensor.numel() for tensor in tensors.values() if tensor.device.type == "cpu")
     in_threads = ranks.tp == 1 and on_cpu > LARGE
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
