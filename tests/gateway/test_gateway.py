@@ -346,12 +346,13 @@ def test_rewards_by_call(running: Running) -> None:
             b'{"reward": 1e999}',
         ):
             said.append(await running.post("/../rl/set_reward", body))
+        said.append(await running.post("/../rl/end_session", b'{"data": {}}'))
         said.append(await running.post("/../rl/end_session", b""))
         said.append(await running.post("/chat/completions", b'{"model": "x", "messages": []}'))
         return said
 
     said = asyncio.run(ask())
-    assert [status for status, _ in said] == [200, 200, 404, 400, 400, 200, 400]
+    assert [status for status, _ in said] == [200, 200, 404, 400, 400, 400, 200, 400]
     assert running.session.rewards == {"g000000.e0.i0": 1.0}
 
 

@@ -28,10 +28,13 @@ from tests.rollout.scripted import ROWS, config_for
 from tests.rollout.user_agents import HELD, LEFT
 
 
-async def rolled_out(tmp_path: Path, agent: str, **rollout: Any) -> tuple[list[Sequence], RunDirectory]:
+async def rolled_out(
+    tmp_path: Path, agent: str, turn_discount: float = 1.0, **rollout: Any
+) -> tuple[list[Sequence], RunDirectory]:
     """The rows of the first batch, or of what was rejected."""
     section = {"agent": f"tests.rollout.user_agents.{agent}", "reward": None, "max_failed_share": 1.0, **rollout}
-    config: Config = config_for(tmp_path, rollout=section, launch={"mode": "local"})
+    sections = {"rollout": section, "reward": {"turn_discount": turn_discount}, "launch": {"mode": "local"}}
+    config: Config = config_for(tmp_path, **sections)
     tokenizer = chatml_tokenizer(tmp_path / "tokenizer")
     engine = Spoken(tokenizer, lambda prompt: "hello<|im_end|>")
     run = RunDirectory(config.run_path)
@@ -154,6 +157,11 @@ def test_rewards_of_turns_become_returns(tmp_path: Path) -> None:
     joined, _ = asyncio.run(rolled_out(tmp_path / "joined", "Turns"))
     assert all(row.reward == 1.0 and len(row.interactions) == 3 for row in joined)
     assert [each["reward"] for each in joined[0].interactions] == [0.0, 0.0, 1.0]
+
+
+def test_a_filter_names_the_returns_that_it_compares(tmp_path: Path) -> None:
+    filtered, _ = asyncio.run(rolled_out(tmp_path, "Turns", turn_discount=0.5, drop_equal_rewards=True))
+    assert {(row.reward, row.error) for row in filtered} == {(0.25, "filtered: all rewards equal (0.25)")}
 
 
 def test_a_limit_of_turns_is_said_on_the_record(tmp_path: Path) -> None:
