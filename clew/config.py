@@ -42,7 +42,7 @@ from clew.devices import TRAINING, Devices, Part, parse_devices
 from clew.errors import ConfigError, RecordError
 from clew.printing import visible
 from clew.processes import cores
-from clew.reading import check_yaml, read_text
+from clew.reading import check_yaml, read_text, wrong_field
 
 DPO_BETA = 0.1
 """Default of algorithm.kl_coef for training.objective=dpo: the paper's beta."""
@@ -572,10 +572,12 @@ def _explain(problem: Any, path: Path, text: str, overrides: Sequence[str]) -> s
         return f"{where}: there is no field {name!r}; did you mean {nearest(name, field_names() + sections)!r}?"
     if problem["type"] == "missing":
         return f"{where}: the field {name!r} is missing; it has no default."
-    if name and not message.startswith(f"{name}."):
+    if name and message.startswith("Input should be "):
+        message = wrong_field(problem)
+    elif name and not message.startswith(f"{name}."):
         message = f"{name}: {message}"
-    if name and not isinstance(problem["input"], (dict, BaseModel)):
-        message += f", found {problem['input']!r}"
+        if not isinstance(problem["input"], (dict, BaseModel)):
+            message += f", found {problem['input']!r}"
     if problem["type"] == "string_type" and isinstance(problem["input"], int | float):
         message += ". Put it in quotes"
     return f"{where}: {message}{'' if message.endswith('?') else '.'}"

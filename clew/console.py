@@ -71,7 +71,7 @@ def progress(doing: str, *, total: int, unit: str) -> Iterator[Callable[[], None
     A terminal gets a bar that disappears at the end; a file gets a line after `SILENT_S` seconds, and one every
     `AGAIN_S` from then on. The block must print nothing to the terminal.
     """
-    console = EscapingConsole(stderr=True)
+    console, unit = EscapingConsole(stderr=True), unit.removesuffix("s") if total == 1 else unit
     if not console.is_terminal:
         steps, ended = list[None](), threading.Event()  # a list: append is safe in threads, += is not
 

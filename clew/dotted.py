@@ -69,9 +69,8 @@ def load(path: str, field: str) -> Any:
     module_name, _, name = path.rpartition(".")
     module = load_module(module_name, field, path)
     if name not in vars(module):
-        public = [defined for defined in vars(module) if not defined.startswith("_")]
         file = getattr(module, "__file__", None) or module_name  # a module in C, such as time, has no file
-        raise ConfigError(f"{field}={path}: {file} has no {name!r}.{did_you_mean(name, public)}")
+        raise _lacks(file, path, field, vars(module))
     value = vars(module)[name]
     home = getattr(value, "__module__", None)
     if trust_rules and home != module_name:
@@ -80,6 +79,15 @@ def load(path: str, field: str) -> Any:
             f"defined in {home}. --trust reaches only what a trusted module defines itself."
         )
     return value
+
+
+def _lacks(file: object, path: str, field: str, names: Iterable[str]) -> ConfigError:
+    """Return the error about a module that has no such name."""
+    module, _, name = path.rpartition(".")
+    meant = did_you_mean(name, [each for each in names if not each.startswith("_")])
+    if name == "py":
+        meant = f" Write {module}.NAME: the name of what is meant in the file, without .py."
+    return ConfigError(f"{field}={path}: {file} has no {name!r}.{meant}")
 
 
 def load_module(module_name: str, field: str, path: str | None = None) -> Any:
@@ -129,8 +137,7 @@ def check_defined(path: str, field: str) -> None:
         return
     bound = set(_bound(tree))
     if name not in bound and not bound & {"*", "__getattr__"}:  # those may bind any name
-        public = [each for each in bound if not each.startswith("_")]
-        raise ConfigError(f"{field}={path}: {_find(module)} has no {name!r}.{did_you_mean(name, public)}")
+        raise _lacks(_find(module), path, field, bound)
 
 
 def required_parameters(path: str, field: str) -> int | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from contextlib import suppress
 from functools import cache
@@ -22,6 +23,17 @@ RESTORE = "restore it from a copy of the run directory"
 
 DEEPEST = 100
 """Maximum depth of nested objects and lists. A deeper value could hit Python's recursion limit wherever it is used."""
+
+PLAIN = {
+    "a valid integer": "a whole number",
+    "a valid number": "a number",
+    "a valid boolean": "true or false",
+    "a valid string": "text",
+    "a valid list": "a list",
+    "a valid tuple": "a list",
+    "a valid dictionary": "fields with values",
+}
+"""What pydantic expects, in plain words."""
 
 STRICT = ConfigDict(strict=True)
 """Configuration for TypedDicts: no conversion between text and numbers. The types below are strict in themselves."""
@@ -165,8 +177,10 @@ def wrong_field(error: Any) -> str:
     where = ".".join(str(part)[:60] for part in error["loc"])
     if error["type"] == "missing":
         return f"the field {where} is missing"
-    expected = error["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-    return f"{where or 'the document'} is {error['input']!r:.60}; expected {expected[:1].lower()}{expected[1:]}"
+    words = error["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    words = re.split(", unable to |, got | or instance of ", words)[0]
+    words = PLAIN.get(words, f"a number {words}" if words.startswith(("greater ", "less ")) else words)
+    return f"{where or 'the document'} is {error['input']!r:.60}; expected {words[:1].lower()}{words[1:]}"
 
 
 @cache

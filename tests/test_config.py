@@ -85,11 +85,11 @@ def test_a_section_that_may_be_null_is_set_and_unset_like_a_field(good: Path) ->
         ("", ["algorithm.epsilom=1"], "no field 'algorithm.epsilom'; did you mean 'algorithm.clip_low'?"),
         ("", ["algorithm.rollout_is=token"], "'algorithm.rollout_is'; did you mean 'algorithm.importance'?"),
         ("", ["training.learning_rate=1"], "no field 'training.learning_rate'; did you mean 'training.lr'?"),
-        ("", ["training.lr=fast"], "override training.lr=fast: training.lr: Input should be a valid number"),
+        ("", ["training.lr=fast"], "override training.lr=fast: training.lr is 'fast'; expected a number."),
         (
             "  warmup_steps: -1\n",
             [],
-            "good.yaml:8: training.warmup_steps: Input should be greater than or equal to 0, found -1",
+            "good.yaml:8: training.warmup_steps is -1; expected a number greater than or equal to 0",
         ),
         ("", ["algorithm.minibatches=32"], "algorithm.minibatches (32) is above rollout.batch_groups (16)"),
         ("", ["inference.backend=vllm", "launch.mode=inline"], "launch.mode=inline needs the engine inside Clew's own"),
@@ -126,7 +126,7 @@ def test_a_section_that_may_be_null_is_set_and_unset_like_a_field(good: Path) ->
             "your own function, such as my_project.cipso. Did you mean 'cispo'?",
         ),
         ("", ["algorithm.advantages=groop"], "Did you mean 'group'?"),
-        ("", ["training.betas=[0.9,1]"], "Input should be less than 1, found 1"),
+        ("", ["training.betas=[0.9,1]"], "training.betas.1 is 1; expected a number less than 1"),
         (
             "",
             ["algorithm.overlong_penalty=300"],
@@ -167,7 +167,7 @@ def test_a_section_that_may_be_null_is_set_and_unset_like_a_field(good: Path) ->
             ["algorithm.kl_times_ratio=true", "algorithm.kl_in=reward"],
             "algorithm.kl_times_ratio is for a KL term in the loss, but algorithm.kl_in is reward. Unset one.",
         ),
-        ("", ["algorithm.veto=2"], "algorithm.veto: Input should be less than 1, found 2"),
+        ("", ["algorithm.veto=2"], "algorithm.veto is 2; expected a number less than 1"),
         ("", ["rollout.n_samples=1"], "rollout.n_samples is 1, and algorithm.advantages=group compares the episodes"),
         ("", ["algorithm.preset=rloo", "rollout.n_samples=1"], "Use at least 2, or algorithm.advantages=batch, gae"),
         (
@@ -205,8 +205,8 @@ def test_a_section_that_may_be_null_is_set_and_unset_like_a_field(good: Path) ->
         ("", ["training.lr"], "override 'training.lr': expected key=value"),
         ("", ["=3"], "override '=3': expected key=value"),
         ("", ["inference.args=[a"], "override 'inference.args=[a': did not find expected ',' or ']'"),
-        ("rollout: mine.exact\nalgorithm: {preset: dapo}\n", [], "rollout: "),
-        ("inference: {args: [a]}\nlaunch: {devices: sglang.d1t2}\n", [], "inference.args: "),
+        ("rollout: mine.exact\nalgorithm: {preset: dapo}\n", [], "rollout is 'mine.exact'; expected fields"),
+        ("inference: {args: [a]}\nlaunch: {devices: sglang.d1t2}\n", [], "inference.args is ['a']; expected fields"),
         ("data: [\n", [], "good.yaml:9: this is not YAML: "),
         ("data:\n\tpath: a\n", [], "good.yaml:9: this is not YAML: found character that cannot start any token"),
         ("", ["root=${nowhere}"], "nowhere"),
@@ -231,7 +231,7 @@ def test_numbers_are_names_of_experiments_and_trials(good: Path) -> None:
         assert config.load(good, [f"trial={trial}"]).trial == trial
     assert config.load(good, ["experiment=2026", "trial='7'"]).trial == "7"
     good.write_text(GOOD + "trial: 7\n")
-    with pytest.raises(ConfigError, match=r"found 7\. Put it in quotes\."):
+    with pytest.raises(ConfigError, match=r"trial is 7; expected text\. Put it in quotes\."):
         config.load(good)
 
 

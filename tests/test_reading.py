@@ -83,8 +83,8 @@ def test_a_missing_file_is_both_a_clew_error_and_a_missing_file(tmp_path: Path) 
         (b'{"a":' * 101 + b"1" + b"}" * 101, "more than 100 objects and lists within one another"),
         (b'{"a": 1, "a": 2}', "the key 'a' occurs twice in one object"),
         (b"[" + b"9" * 5000 + b"]", "expected JSON, .*digits"),
-        (b"null", "the document is None; expected a valid dictionary"),
-        (b'{"a": "1"}', "a is '1'; expected a valid integer"),
+        (b"null", "the document is None; expected fields with values"),
+        (b'{"a": "1"}', "a is '1'; expected a whole number"),
         (b'{"a": NaN}', "a is nan; expected"),
     ],
 )

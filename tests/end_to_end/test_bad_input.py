@@ -119,6 +119,7 @@ def test_no_model_folder(project: Project) -> None:
     ("eval.path=mine.py", "eval.path: Cannot read the data file mine.py: its name must end with one of .jsonl"),
     ("data.prompt=question", "row 1 has no column 'question'; it has 'prompt'"),
     ("eval.path=none.jsonl", "the data file none.jsonl: it does not exist"),
+    ("rollout.reward=mine.py", "mine.py has no 'py'. Write mine.NAME"),
     ("rollout.reward=mine.digit", "mine.py has no 'digit'. Did you mean 'digits'?"),
     ("rollout.reward=mime.digits", "there is no module 'mime'"),
     ("rollout.workflow=clew.rollout.workflows.SingleTrun", "has no 'SingleTrun'. Did you mean 'SingleTurn'?"),

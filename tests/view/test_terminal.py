@@ -148,7 +148,7 @@ def test_a_long_command_says_what_it_does_after_two_seconds(
     assert capsys.readouterr() == ("", "")
     for _ in console.tracked([1], "adding", total=1, unit="numbers"):
         time.sleep(0.5)
-    assert capsys.readouterr() == ("", "adding: 1 numbers\n")
+    assert capsys.readouterr() == ("", "adding: 1 number\n")
 
 
 def test_what_cannot_be_read_is_said_once_and_ends_neither_the_run_nor_the_live_picture(tmp_path: Path) -> None:
