@@ -33,7 +33,7 @@ PLAIN = {
     "a valid tuple": "a list",
     "a valid dictionary": "fields with values",
 }
-"""What pydantic expects, in plain words."""
+"""Plain words for what pydantic expects."""
 
 STRICT = ConfigDict(strict=True)
 """Configuration for TypedDicts: no conversion between text and numbers. The types below are strict in themselves."""

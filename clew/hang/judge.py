@@ -12,7 +12,7 @@ from dataclasses import replace
 from clew.hang import source
 from clew.hang.activity import DISTRIBUTED, Activity
 from clew.hang.advice import with_advice
-from clew.hang.between_ranks import cycle, initialisation, missing_ranks, same_everywhere, two_threads, with_callers
+from clew.hang.between_ranks import cycle, with_callers
 from clew.hang.collective_calls import record_lines
 from clew.hang.ended import done, ended_inside, explains
 from clew.hang.expressions import constants
@@ -23,6 +23,7 @@ from clew.hang.locks import locked_by
 from clew.hang.observed import Snapshot
 from clew.hang.progress import cpu_share, pace, recent, wakeups, woken_once
 from clew.hang.roles import actors_of, world_of
+from clew.hang.same_call import initialisation, missing_ranks, same_everywhere, two_threads
 from clew.hang.sink import Sink
 from clew.hang.verdict import SOUND, Actor, Verdict, names, sentences, verdict_about
 from clew.hang.waits_for import TO_OTHERS, Edges, all_edges, collective_edges, key_of

@@ -92,7 +92,7 @@ def state_of(process: Process, sources: Mapping[str, str]) -> Hashable:
     last, main = process.last, process.last.main(process.pid)
     one = activity_of(process, main, sources, process.world) if main is not None else None
     operation: tuple[Hashable, ...] = ()
-    if main is not None and one is not None:  # everything by which `between_ranks` tells ranks in one call apart
+    if main is not None and one is not None:  # everything by which `same_call` tells ranks apart
         counts = [each for each in one.counters.items() if LOOP_COUNTER.search(each[0]) or WORKS.search(each[0])]
         met = [frame.locals.get(name) for frame in main.frames for name in MEETING] if one.kind in MAKING else []
         met += [frame.locals.get("rank") for frame in main.frames if _joins(frame) and not _joins(frame, process.rank)]
