@@ -11,7 +11,7 @@ from itertools import takewhile
 from pathlib import PurePath
 
 from clew.hang import source
-from clew.hang.activity import DISTRIBUTED, Activity, line_of
+from clew.hang.activity import DISTRIBUTED, Activity
 from clew.hang.between_ranks import with_callers
 from clew.hang.collective_calls import behind, different_counts, first_different_call
 from clew.hang.ended import dead, done, joined_too_early, lost_task, outlived, pipe_kept_open
@@ -19,11 +19,11 @@ from clew.hang.expressions import Unknown, evaluate
 from clew.hang.filters import never_filled, never_holds, rejecting, rounds_without_put, starved, takes_in_vain
 from clew.hang.locks import left_locked, lock_holders, locked_by, locked_crosswise, locked_outside
 from clew.hang.observed import Look
+from clew.hang.polls import asks_as_told, both_poll, polling, retrying, threads_poll
 from clew.hang.progress import (
     STEADY_LOOKS,
     busy,
     cpu_share,
-    fails_in_loop,
     mains_of,
     moved_counters,
     own_code_only,
@@ -35,9 +35,6 @@ from clew.hang.sink import Sink
 from clew.hang.verdict import LOCAL, MESSAGES, Actor, Verdict, names, sentences, subject, words_of
 from clew.hang.waits_for import THROUGH_PIPES, TO_OTHERS, ports_named, surely_awaits
 
-FILE_CALLS = re.compile(
-    r"(^|\.)(exists|lexists|is_file|isfile|is_dir|isdir|i?r?glob|l?stat|listdir|scandir|iterdir|getmtime|getsize)$"
-)
 NUMERIC = {"numpy", "torch", "scipy", "sklearn", "pandas"}
 """Libraries whose calls compute, and end by themselves."""
 WRITES = 1 << 16
@@ -244,36 +241,6 @@ def _store(sink: Sink) -> Verdict | None:
     return sink.blame("missing rank", blamed, why, confidence="low")
 
 
-def _retrying(sink: Sink) -> Verdict | None:
-    """Judge a client that asks an idle server again and again and sleeps where it handles the failure."""
-    still = [a for a in [*sink.culprits, *sink.waiters] if not a.moving]
-    pausing = [a for a in still if a.activity.kind in ("sleep", "http", "network")]
-    clients = [a for a in pausing if _failing(sink, a) or _polls(sink, a)]
-    if not clients or (clients[0] is not sink.one and not sink.one.process.listens):
-        return None
-    asked = [a.process for a in sink.job if "health" in a.process.answers]
-    said = {f"{process.label} answers {process.answers['health']}." for process in asked}
-    label, site, looks = clients[0].process.label, clients[0].activity.site, clients[0].process.looks
-    why = f"{label} asks again and again, and each attempt fails: it is at {site}."
-    if clients[0].activity.kind == "sleep" and looks[-1].switches == looks[0].switches:
-        why = f"{label} had an attempt fail, and sleeps at {site} before the next one; it has not woken up meanwhile."
-    why = " ".join([why, *sorted(said)])
-    return sink.blame("external wait", clients, why, cause="http", confidence="medium")
-
-
-def _polls(sink: Sink, actor: Actor) -> bool:
-    """Return whether a process sleeps in a loop while the culprit, an idle server, answers /health with status 5xx."""
-    unwell = sink.one.process.answers.get("health", "").startswith("5") and sink.act.kind == "select"
-    text = sink.sources.get(actor.activity.file, "")
-    return unwell and actor.activity.kind == "sleep" and source.loop_at(text, actor.activity.line) is not None
-
-
-def _failing(sink: Sink, actor: Actor) -> bool:
-    """Return whether any look found the main thread where it handles a failed attempt."""
-    threads = (look.main(actor.pid) for look in actor.process.looks)
-    return any(fails_in_loop(thread, sink.sources) for thread in threads if thread is not None)
-
-
 def _silent_server(sink: Sink) -> Verdict | None:
     """Judge a server that a rank has started, and that leaves another rank, or its data loader, without an answer."""
     by = sink.parent
@@ -403,106 +370,6 @@ def device(sink: Sink) -> Verdict | None:
     pid = waiting[0].process.pid
     how = f"clew hang --pid {pid} again in a minute; cuda-gdb -p {pid} shows the kernel (info cuda kernels)."
     return sink.blame("undetermined", [], why, confidence="low", next=how)
-
-
-def _threads_poll(sink: Sink) -> Verdict | None:
-    """Judge threads of one process that ask again and again, at several places: each waits for another one."""
-    sources = sink.sources
-    polling = [t for t in sink.one.threads if t.kind == "sleep" and source.loop_at(sources.get(t.file, ""), t.line)]
-    polling = [each for each in polling if each is sink.act or not each.heartbeat]
-    if sink.act not in polling or len({each.site for each in polling}) < 2 or sink.one.rank is not None:
-        return None
-    told = ", ".join(f"{each.thread} at {each.site}" for each in polling[:4])
-    why = f"Threads of {sink.one.process.label} ask again and again, each for what another thread should bring: {told}."
-    found = sink.blame("rollout blocked", [sink.one], why, cause="sleep", confidence="medium")
-    return replace(found, sites=tuple(sorted({each.site for each in polling})))
-
-
-def _both_poll(sink: Sink) -> Verdict | None:
-    """Judge a program that asks again and again for its children's work, while they ask for work or for one another."""
-    by = next((a for a in sink.waiters if a.pid == sink.one.process.parent), None)
-    if by is None or sink.act.kind != "sleep" or sink.one.rank is not None or by.activity.kind != "sleep":
-        return None
-    sources = sink.sources
-    if not all(source.loop_at(sources.get(each.file, ""), each.line) for each in (sink.act, by.activity)):
-        return None
-    children = [a for a in sink.job if a.process.parent == by.pid and not (a.moving or a.dead)]
-    if circle := [a for a in children if any(_wait_for_each_other(a, b, sources) for b in children if b is not a)]:
-        why = f"{by.says}. Its children wait for one another: each asks again and again for what another one sets."
-        why = " ".join([why, sentences(circle)])
-        return sink.blame("rollout blocked", circle, why, cause="sleep", confidence="medium")
-    why = (
-        f"{by.says}. Its worker {sink.one.process.label} waits for work at {sink.act.place}. So what "
-        f"is awaited was never given to a worker, or was lost; or each of the two waits for the other."
-    )
-    return sink.blame("rollout blocked", [by], why, cause="sleep", confidence="medium").at(sink.act.site)
-
-
-def _wait_for_each_other(one: Actor, other: Actor, sources: Mapping[str, str]) -> bool:
-    """Return whether each of two processes sleeps until a condition holds that the function of the other one sets."""
-    both = ((one.activity, other.activity), (other.activity, one.activity))
-    return all(_asked_at(asks, sources) & _set_around(sets, sources) for asks, sets in both)
-
-
-def _asked_at(one: Activity, sources: Mapping[str, str]) -> set[str]:
-    """Return the strings, attributes and items in the condition of the loop in which a thread sleeps."""
-    loop = source.loop_at(sources.get(one.file, ""), one.line)
-    if one.kind != "sleep" or not isinstance(loop, ast.While):
-        return set()
-    items = (node for node in ast.walk(loop.test) if isinstance(node, (ast.Attribute, ast.Subscript)))
-    return source.texts_in(loop.test) | {ast.unparse(node) for node in items}
-
-
-def _set_around(one: Activity, sources: Mapping[str, str]) -> set[str]:
-    """Return the attributes and items that the function around a line assigns, and the strings that it passes on."""
-    around, found = source.enclosing_function(sources.get(one.file, ""), one.line), set[str]()
-    for node in ast.walk(around) if around else ():
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-            found |= source.texts_in(node)
-        elif isinstance(node, (ast.Assign, ast.AugAssign)):
-            found |= {ast.unparse(each) for each in (node.targets if isinstance(node, ast.Assign) else [node.target])}
-    return found
-
-
-def _asks_as_told(sink: Sink) -> Verdict | None:
-    """Judge a helper that polls a condition which its caller has passed to it, such as `poll(lambda: exists(path))`.
-
-    Processes that call it at different places may wait for one another: all of them are named, with their callers.
-    """
-    text, frames = sink.sources.get(sink.act.file, ""), sink.one.process.user_frames
-    helper, loop = source.enclosing_function(text, sink.act.line), source.loop_at(text, sink.act.line)
-    if sink.act.kind != "sleep" or sink.act.task or helper is None or loop is None:
-        return None
-    given, nodes = {each.arg for each in helper.args.args}, list(ast.walk(loop))
-    used = given & source.names_in(loop)
-    if len(frames) < 2 or frames[0].line != sink.act.line or not used:
-        return None
-    there = [a for a in sink.job if a.activity.site == sink.act.site and len(a.process.user_frames) > 1]
-    callers = {a.pid: (a.process.user_frames[1].file, a.process.user_frames[1].line) for a in there}
-    others = [a for a in there if callers[a.pid] != callers[sink.one.pid] and not (a.moving or a.dead)]
-    if not others and not given & {source.dotted(each.func) for each in nodes if isinstance(each, ast.Call)}:
-        return None
-    asking = [*sink.culprits, *(a for a in others if a not in sink.culprits)]
-    test = loop.test if isinstance(loop, ast.While) and not isinstance(loop.test, ast.Constant) else None
-    why = f"{sink.one.says} and asks again {f'while {ast.unparse(test)}' if test else 'and again'}."
-    sites = list[str]()
-    for one in (a for a in asking if a.pid in callers):
-        file, line = callers[one.pid]
-        sites.append(f"{PurePath(file).name}:{line}")
-        place = f"{sites[-1]}: {line_of(sink.sources.get(file, ''), line)}"
-        why += f" {one.process.label[:1].upper()}{one.process.label[1:]} asks at {place}."
-    why += (" They may wait for one another." if others else "") + sink.who_waits
-    confidence = "high" if sink.blocked_ranks else "medium"
-    return sink.blame("external wait", asking, why, cause="sleep", confidence=confidence).at(*sites)
-
-
-def _polling(sink: Sink) -> Verdict | None:
-    """Judge a loop that sleeps until a file appears."""
-    loop = source.loop_at(sink.sources.get(sink.act.file, ""), sink.act.line)
-    if sink.act.kind != "sleep" or loop is None or not any(map(FILE_CALLS.search, source.calls_of(loop))):
-        return None
-    why = f"{sink.one.process.label} polls for a file that does not appear, at {sink.act.place}."
-    return sink.blame("external wait", sink.culprits, why + sink.who_waits, cause="file")
 
 
 def _one_at_a_time(sink: Sink) -> Verdict | None:
@@ -658,8 +525,8 @@ def _beside(sink: Sink) -> str:
 RULES: tuple[Callable[[Sink], Verdict | None], ...] = (
     _paused, _blocked_loop, _not_woken, _held_already, rejecting, starved, never_filled, takes_in_vain, outlived,
     locked_outside, pipe_kept_open, joined_too_early, _joins_its_producer, dead, _own_waits, never_holds, _slow,
-    locked_crosswise, locked_by, _cleaned_up, _store, _unexplained, _loader, _silent_server, _outside, _retrying,
-    device, _unscheduled, _computing, _both_poll, _threads_poll, _asks_as_told, _polling, _one_at_a_time,
+    locked_crosswise, locked_by, _cleaned_up, _store, _unexplained, _loader, _silent_server, _outside, retrying,
+    device, _unscheduled, _computing, both_poll, threads_poll, asks_as_told, polling, _one_at_a_time,
     _through_server, lost_task, _unflushed, _blocked,
 )  # fmt: skip
 """Rules in the order in which they are tried: the first that answers decides, so facts come before guesses.
