@@ -20,12 +20,13 @@ from clew.errors import ConfigError, EngineError, RecordError
 from clew.gateway.agent_session import Limits
 from clew.gateway.gateway_thread import GatewayThread
 from clew.gateway.interactions import Interaction
-from clew.gateway.sequences import assemble, turn_returns
+from clew.gateway.sequences import with_returns
 from clew.inference.detect_server import find_engine
 from clew.record.rows import Sequence as Row
 from clew.record.run import RunDirectory
 from clew.rollout.agents import AgentWorkflow, load_agent
-from clew.rollout.reward_function import total
+from clew.rollout.episode import was_cancelled
+from clew.rollout.reward_function import by_name
 
 
 @dataclass(kw_only=True)
@@ -105,10 +106,10 @@ async def _replay(
     rewards = failure = None
     try:
         returned = await workflow.run_episode(model, json.loads(json.dumps(rows[0].data)))
-        chains = assemble(model.interactions, individual=shared.individual)
-        returns = turn_returns(chains, total(returned), model.turn_rewards, shared.turn_discount)
-        rewards = [returns[chain[0].id] for chain in chains]
-    except (Exception, SystemExit) as error:  # the user's code
+        rewards = [value for _, value, _ in with_returns(model, by_name(returned))]
+    except (Exception, SystemExit, asyncio.CancelledError) as error:  # the user's code
+        if was_cancelled(error):
+            raise
         failure = f"{type(error).__name__}: {error}"
     finally:
         await workflow.close()

@@ -21,7 +21,7 @@ from clew.models.loading import load_tokenizer
 from clew.models.vision import load_vision
 from clew.printing import counted
 from clew.rollout.agents import AgentWorkflow, SharedClient, call_run, extra_kwargs_of, load_agent
-from clew.rollout.episode import Episode, run_episode
+from clew.rollout.episode import Episode, run_episode, was_cancelled
 from clew.rollout.reward_function import checked
 
 if TYPE_CHECKING:
@@ -127,7 +127,9 @@ async def _with_provider(
     try:
         value = await call_run(agent, dict(row), arguments)
         returned = str(checked(value, "the agent's run"))
-    except (Exception, SystemExit) as error:  # the user's code
+    except (Exception, SystemExit, asyncio.CancelledError) as error:  # the user's code
+        if was_cancelled(error):
+            raise
         returned, failed = f"{type(error).__name__}: {error}", True
     seconds = time.monotonic() - began
     return AgentResult(data=row, seconds=seconds, episode=None, returned=returned, warnings=[], failed=failed)

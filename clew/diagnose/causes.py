@@ -49,7 +49,7 @@ def differing(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]
 def other_files(
     then: Mapping[str, str], now: Mapping[str, str], *, which: str, ignore: Collection[str] = ()
 ) -> list[str]:
-    """Return a line for each file whose digest differs. A file that several names stand for is listed once.
+    """Return a line for each file whose digest differs. A file that several fields name is listed once.
 
     Args:
         then: Digests of the files of one run, by the field that names the file or by the file's name.

@@ -1,4 +1,4 @@
-"""`clew doctor`: check whether this machine is fit for a run, and say what to do where it is not."""
+"""`clew doctor`: check whether this machine is fit for a run, and say what to do about each shortcoming."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from clew.config import Config
 from clew.errors import EpisodeError
 from clew.gateway.episode_engine import EpisodeEngine, Resources, resources
 from clew.gateway.interactions import Interaction
-from clew.inference.protocol import SamplingParams
+from clew.inference.protocol import RequestTooLong, SamplingParams
 from clew.models.loading import load_tokenizer
 from clew.models.vision import load_vision
 from clew.printing import around, common_length
@@ -65,6 +65,7 @@ class RecordedModel(EpisodeEngine):
         Raises:
             EpisodeError: The request differs from every recorded one, and no served model can continue (`live` is
                 False).
+            RequestTooLong: The prompt fills the context. Such a request was refused, so none is on record.
         """
         index = self.reserve() if index is None else index
         if not self.difference:
@@ -77,6 +78,8 @@ class RecordedModel(EpisodeEngine):
                 interaction = replace(answer, id=own_id, index=index, details=dict(details or {}))
                 self.interactions.append(interaction)
                 return interaction
+            if self.resources.context is not None and len(input_ids) >= self.resources.context:
+                raise RequestTooLong(f"the prompt has {len(input_ids)} tokens, the context {self.resources.context}.")
             self.difference = self._describe(now)
         if not self._continue_live:
             raise EpisodeError(

@@ -16,10 +16,12 @@ from clew.diagnose.causes import code_at
 from clew.diagnose.recorded_model import RecordedModel, interactions_of, resources_of
 from clew.diagnose.stages import select_rows
 from clew.errors import ConfigError, EpisodeError
+from clew.gateway.sequences import with_returns
 from clew.printing import counted, print
 from clew.record.rows import by_episode
 from clew.record.run import RunDirectory
 from clew.record.steps import steps_in_words
+from clew.rollout.episode import was_cancelled
 from clew.rollout.reward_function import by_name
 from clew.rollout.reward_pool import RewardPool
 from clew.rollout.setup import load_reward, load_workflow
@@ -111,14 +113,14 @@ async def recompute_rewards(
                 model, trace = RecordedModel(shared, interactions_of(rows), episode_id, sampling=False), ""
                 try:
                     now: dict[str, float] | str = by_name(await workflow.run_episode(model, dict(rows[0].data)))
+                    now = next((parts for _, _, parts in with_returns(model, now)), now)
                 except ConfigError:  # the other episodes would fail in the same way
                     raise
                 except EpisodeError as error:  # its message ends with the traceback from the reward's own process
                     now, _, trace = str(error).partition("\n")
                 except (Exception, SystemExit, asyncio.CancelledError) as error:  # the user's code
-                    task = asyncio.current_task()
-                    if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
-                        raise  # Ctrl-C
+                    if was_cancelled(error):
+                        raise
                     now, *_ = f"{type(error).__name__}: {error}".splitlines()
                     trace = "".join(format_exception(error))
                 recorded = rows[0].rewards

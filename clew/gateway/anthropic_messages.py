@@ -287,7 +287,7 @@ def _of_user(
 
 
 def _definition(reference: _ToolReference, tools: dict[str, dict[str, Any]]) -> str:
-    """Return the text that describes a found tool to the model."""
+    """Return the text that describes to the model a tool that a search has found."""
     if reference.tool_name not in tools:
         message = f"Cannot read messages: tool_reference names {reference.tool_name!r}, which is not among the tools."
         raise Refusal(400, message, param="messages")

@@ -26,6 +26,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 
+from clew.errors import ClewError
 from clew.gateway import anthropic_messages, openai_chat, openai_completions, openai_responses
 from clew.gateway.agent_session import AgentSession, Submission
 from clew.gateway.dialect import Dialect, ModelRequest, Refusal, encoded, message_of
@@ -126,6 +127,9 @@ def application(sessions: Sessions) -> FastAPI:
                 return json_response(dialect.refuse(refusal), refusal.status)
             except ClientDisconnect:
                 return GONE
+            except ClewError as error:  # such as a full disk
+                log.error("a request to %s failed: %s", path, error)
+                return json_response(dialect.refuse(Refusal(500, str(error))), 500)
             except Exception as error:
                 log.exception("a bug in the gateway, at %s", path)
                 return json_response(dialect.refuse(Refusal(500, f"{type(error).__name__}: {error}")), 500)
@@ -292,6 +296,9 @@ async def _stream(dialect: Dialect, request: ModelRequest, submission: Submissio
             submission.delivered, place = submission.delivered or answered, place + 1
     except Refusal as refusal:
         yield dialect.refuse_in_stream(refusal, place)
+    except ClewError as error:
+        log.error("a request failed: %s", error)
+        yield dialect.refuse_in_stream(Refusal(500, str(error)), place)
     except Exception as error:
         log.exception("a bug in the gateway, in a stream")
         yield dialect.refuse_in_stream(Refusal(500, f"{type(error).__name__}: {error}"), place)

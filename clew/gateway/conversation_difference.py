@@ -1,4 +1,4 @@
-"""Describe in words how a request departs from the conversation that it should continue."""
+"""Description, in words, of how a request departs from the conversation that it should continue."""
 
 from __future__ import annotations
 

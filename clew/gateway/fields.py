@@ -1,4 +1,4 @@
-"""Reading of a request's body: what each field may be, and what happens to fields that the gateway does not know.
+"""Reading of a request's body: the values that each field may have, and what becomes of fields that are not known.
 
 An unknown field is accepted with a warning, because client libraries add fields all the time. A field that would change
 what is generated, and that cannot be honoured, is refused by name: see `REFUSED`.

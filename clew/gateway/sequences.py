@@ -116,19 +116,17 @@ def turn_returns(
     return returns
 
 
-def sequences_of(engine: EpisodeEngine, rewards: dict[str, float], columns: dict[str, Any]) -> list[Sequence]:
-    """Return the rows of an episode, one for each sequence. Their rewards are the returns of their first interactions.
+def with_returns(
+    engine: EpisodeEngine, rewards: dict[str, float]
+) -> list[tuple[list[Interaction], float, dict[str, float]]]:
+    """Return the chains of an episode's interactions, with the return of each one's first turn, and its named parts.
 
     Args:
         rewards: Reward of the episode as named numbers, whose sum is what is trained on.
-        columns: Columns that do not follow from the interactions.
     """
     total = math.fsum(rewards.values())
     chains = assemble(engine.interactions, individual=engine.resources.individual)
     returns = turn_returns(chains, total, engine.turn_rewards, engine.resources.turn_discount)
-    for interaction in engine.interactions:
-        if interaction.id in engine.turn_rewards:
-            interaction.details["reward"] = engine.turn_rewards[interaction.id]
 
     def named(value: float) -> dict[str, float]:
         if math.isnan(value):
@@ -136,11 +134,24 @@ def sequences_of(engine: EpisodeEngine, rewards: dict[str, float], columns: dict
         # The named parts add up to the episode's reward. A turn that got another number has no parts.
         return rewards if value == total else {"reward": value}
 
+    return [(chain, returns[chain[0].id], named(returns[chain[0].id])) for chain in chains]
+
+
+def sequences_of(engine: EpisodeEngine, rewards: dict[str, float], columns: dict[str, Any]) -> list[Sequence]:
+    """Return the rows of an episode, one for each sequence. Their rewards are the returns of their first interactions.
+
+    Args:
+        rewards: Reward of the episode as named numbers, whose sum is what is trained on.
+        columns: Columns that do not follow from the interactions.
+    """
+    for interaction in engine.interactions:
+        if interaction.id in engine.turn_rewards:
+            interaction.details["reward"] = engine.turn_rewards[interaction.id]
     return [
         Sequence(
             id=f"{engine.episode_id}.s{number}",
-            reward=returns[chain[0].id],
-            rewards=named(returns[chain[0].id]),
+            reward=value,
+            rewards=parts,
             finish_reason=chain[-1].finish_reason,
             interactions=[interaction.record_entry() for interaction in chain],
             images=list(chain[-1].images),
@@ -148,5 +159,5 @@ def sequences_of(engine: EpisodeEngine, rewards: dict[str, float], columns: dict
             **reported(chain),
             **columns,
         )
-        for number, chain in enumerate(chains)
+        for number, (chain, value, parts) in enumerate(with_returns(engine, rewards))
     ]

@@ -120,8 +120,8 @@ class StandaloneGateway:
     def _make_room(self, key: str) -> None:
         """End the sessions that were unused for longest, until there is room for a request with this key.
 
-        The session of this key is not ended: it would split a conversation into two episodes. The request is refused
-        if the remaining sessions are in use.
+        The session of this key is not ended, because that would split a conversation into two episodes. The request is
+        refused if the remaining sessions are in use.
         """
         new = key not in self._sessions
         while len(self._sessions) + new > MAX_SESSIONS or self._bytes() >= MAX_BYTES:
@@ -141,17 +141,19 @@ class StandaloneGateway:
         return sum(session.received_bytes for session in self._sessions.values())
 
     def _end(self, key: str) -> None:
-        session = self._sessions.pop(key)
+        session = self._sessions[key]
         session.end("it was closed")
         self._file(session)
+        del self._sessions[key]  # when it is on disk: a client whose call failed may call again
 
     def _end_unasked(self, key: str) -> None:
-        """End a session that no client has asked to end. If it cannot be recorded, the others go on."""
+        """End a session although no client has asked for it. If it cannot be recorded, the other sessions go on."""
         session = self._sessions[key]
         try:
             self._end(key)
         except Exception as error:
             log.error("session %s is lost: it cannot be recorded: %s: %s", session.id, type(error).__name__, error)
+            self._sessions.pop(key, None)
 
     def _open(self, key: str) -> None:
         episode_id = f"{group_name(self._count)}.e0"

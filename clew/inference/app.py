@@ -38,6 +38,7 @@ from clew.models.vision import Vision
 from clew.reading import wrong_field
 from clew.record.weight_broadcast import Broadcast
 from clew.record.weights import WeightRef
+from clew.waits import waiting
 
 PAUSE_LEASE_S = 60.0
 """Seconds that a pause lasts if the caller names no lease_s."""
@@ -69,7 +70,8 @@ class Application:
         self._weights_below = [folder.resolve() for folder in weights_below]
         folder = Path(model_path).expanduser()
         self.model_path = str(folder.resolve()) if folder.is_dir() else model_path
-        self.ready = False
+        self.ready = asyncio.Event()
+        """Set while the newest weights are loaded."""
         self.updating = asyncio.Lock()
         """Lock that each weight update holds, so that `clew serve` does not load the trainer's weights once more."""
         administration = _Administration(self)
@@ -84,6 +86,9 @@ class Application:
         elif scope["type"] != "http" or scope["path"] in self._admin_paths:
             await self._admin(scope, receive, send)
         else:
+            if scope["type"] == "http" and scope["method"] == "POST" and not self.ready.is_set():
+                with waiting("the newest weights", unblocks="the inference engine"):
+                    await self.ready.wait()
             await self._beside(scope, receive, send)
 
     def refuse_foreign_weights(self, path: str) -> None:
@@ -99,7 +104,7 @@ class Application:
                 )
 
     def refuse_while_starting(self) -> None:
-        if not self.ready:
+        if not self.ready.is_set():
             raise EngineUnreachable("", "starting: the weights are being loaded")
 
     async def _generate(self, receive: Receive, send: Send) -> None:
@@ -251,8 +256,8 @@ class _SequenceStream:
         self._output.append(token)
         self._logprobs.append(logprob)
         # The token that ends the completion is sent only in the last event. If it came earlier and the last event were
-        # lost, a client would submit the request again, and continue after its end. A token is known not to complete a
-        # stop string only when the next token comes.
+        # lost, a client would submit the request again, and continue after its end. Only when
+        # the next token comes is it known that a token does not complete a stop string.
         ready = len(self._output) - bool(self._request.params.stop)
         if token in self._ends or not ready:
             return
@@ -355,7 +360,7 @@ class _Administration:
         return _json({"error": {"message": str(error)}}, 503 if away else 400)
 
     async def health(self, request: Request) -> Response:
-        if self._application.ready and not self._engine.core.broken:
+        if self._application.ready.is_set() and not self._engine.core.broken:
             return Response(status_code=200)
         return Response(self._engine.core.broken or "starting", 503)
 

@@ -21,7 +21,7 @@ BACKENDS: dict[str, type[Backend]] = {"vllm": VLLMEngine, "sglang": SGLangEngine
 """Clients of servers that others maintain, by their names in `clew.config_fields.ENGINES`."""
 
 FIND_S = 120.0
-"""Seconds within which a server must show what it is, its first token included."""
+"""Seconds within which a server must show what it is. This includes generating its first token."""
 
 
 @dataclass(frozen=True, kw_only=True)

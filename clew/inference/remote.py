@@ -64,6 +64,8 @@ ABORT_S = 60.0
 """Seconds within which all aborted requests must come back. After that the server is given up."""
 
 
+RESTARTED = "the server is started again, and has not loaded the newest weights"
+
 NO_TORCHVISION = (
     "torchvision is not installed here, and %s uses it: images that must be resized may get other logprobs there than "
     "in training. Install torchvision beside Clew."
@@ -190,7 +192,7 @@ class RemoteEngine:
     async def _drawn(self, request: GenerateRequest) -> Completion:
         """Return the server's completion, without the token that stands for images: another is drawn in its place.
 
-        No image would belong to it, and the trainer would end. A ban would change the other tokens' logprobs. At
+        No image would belong to it, and the trainer would fail. A ban would change the other tokens' logprobs. At
         temperature 0 the same token would be drawn each time, so it is left there.
         """
         vision, params, tell = self.core.vision, request.params, request.on_token
@@ -295,10 +297,8 @@ class RemoteEngine:
             await self._backend.abort(request_id)
 
     def _refuse_when_broken(self) -> None:
-        if self.failure is not None:
-            raise EngineError(self.failure)
-        if self.core.broken:
-            raise EngineUnreachable("", self.core.broken)
+        if reason := self.failure or self.core.broken:  # a server that is given up may be started again
+            raise EngineUnreachable("", reason)
 
     # Weights ---------------------------------------------------------------------------------------------------------
 
@@ -412,7 +412,7 @@ class RemoteEngine:
                 f"its tensors are the trainer's, but it gives the probe the logprob {logprob:.6f}, and the trainer "
                 f"gave it {ref.probe_logprob:.6f} (tolerance {self._tolerance:g}). It computes from other weights "
                 f"(for example a packed copy of lm_head, or what was left after sleep level 2 discarded the model), or "
-                f"computes another model. It serves nothing now."
+                f"it computes a different model. It serves nothing now."
             )
 
     async def _ended(self) -> None:
@@ -673,7 +673,7 @@ class RemoteEngine:
         await asyncio.to_thread(self.process.end)
 
     async def restart(self, reporter: Reporter) -> None:
-        """Start the server anew, with the weights in model.path.
+        """Start the server anew, with the weights in model.path. It serves nothing until the caller clears `broken`.
 
         Raises:
             EngineError: It did not start.
@@ -684,7 +684,7 @@ class RemoteEngine:
         if isinstance(self.process, ServerProcess):
             assert self._launch is not None
             self.process = ServerProcess(self._launch, self.process.log)
-        self.failure, self.core.broken, self._loaded = None, None, None
+        self.failure, self.core.broken, self._loaded = None, RESTARTED, None
         self.core.version, self.unchecked_version = 0, None
         self._longest_s.clear()
         await self.start(reporter)

@@ -1,4 +1,4 @@
-"""Completes requests even if weights are loaded, or the server dies, in the middle. Imports no torch.
+"""Completion of requests even if weights are loaded, or the server dies, in the middle of one. Imports no torch.
 
 In the embedded engine, a token's random number depends on its position and the seed alone. So the result with aborts is
 the same as without them, except for the version of the weights that made each token.

@@ -21,7 +21,7 @@ from clew.http_server import ASGI, Access, GuardedServer, bind, new_event_loop
 from clew.inference.app import Application, ServedEngine
 from clew.inference.local import load_engine
 from clew.inference.protocol import EngineUnreachable
-from clew.inference.remote import RemoteEngine, start_remote
+from clew.inference.remote import RESTARTED, RemoteEngine, start_remote
 from clew.printing import print
 from clew.record.run import RunDirectory, Server
 from clew.record.weights import outside_folder
@@ -204,11 +204,11 @@ async def _keep_listed(
             assert isinstance(engine, RemoteEngine)
             log.warning("%s; it is %s", engine.failure, "attached to again" if engine.attached else "started again")
             restarts -= 1
-            application.ready = False
+            application.ready.clear()
             run.register_server(replace(entry, ready=False))
             await engine.restart(reporter)
         if not any(server.ready and server.pid == entry.pid for server in run.servers()):
-            application.ready = False
+            application.ready.clear()
             async with application.updating:  # while an update hangs, the trainer would wait for it at each version
                 if engine.failure is not None:
                     continue
@@ -222,7 +222,9 @@ async def _keep_listed(
                 run.register_server(replace(entry, ready=False))
                 await asyncio.sleep(LOOK_S)
                 continue
-            application.ready = True
+            if engine.core.broken == RESTARTED:  # no newer weights are announced than those in model.path
+                engine.core.broken = None
+            application.ready.set()
             reporter.set(doing="serving", version=engine.core.version)
             reporter.write()
             print(f"LLM inference server launched at: {SERVERS_VARIABLE}={entry.address}", flush=True)
@@ -301,7 +303,7 @@ async def _describe(application: Application, reporter: Reporter) -> None:
     before = core.generated_tokens
     while True:
         await asyncio.sleep(1.0)
-        if application.ready:
+        if application.ready.is_set():
             engine = application.engine
             resting = "its memory is lent to training" if engine.released else "paused" if engine.paused else ""
             reporter.set(doing=f"serves nothing: {core.broken}" if core.broken else resting or "serving")
@@ -310,6 +312,7 @@ async def _describe(application: Application, reporter: Reporter) -> None:
             running=core.running(),
             queued=len(core.waiting),
             cache_bytes=core.cache_bytes(),
+            tokens=core.generated_tokens,
             tokens_per_s=core.generated_tokens - before,
         )
         before = core.generated_tokens

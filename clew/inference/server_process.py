@@ -77,7 +77,7 @@ class ServerProcess:
         return ""
 
     def cause(self) -> str:
-        """Return the error in the log that the others follow from, or else the log's last line."""
+        """Return the error in the log that caused the others, or else the log's last line."""
         lines = [line for line in written_since(self.log, self._skip).splitlines() if line.strip()]
         cause = lines[-1].strip() if lines else "it wrote nothing"
         for place, line in enumerate(lines):

@@ -90,7 +90,7 @@ MASK_OPTION = "sampling_mask_max_tokens"
 """Server option with the largest number of tokens in a sampling mask. SGLang ends a request that exceeds it."""
 
 CLEANUP_S = 10.0
-"""Seconds that a server is given to end a failed update session. One whose workers are frozen would never answer."""
+"""Seconds that a server has to end a failed update session. A server whose workers are frozen would never answer."""
 
 ABORT_CHECKS = 50
 """Number of checks, 20 ms apart, of whether aborted requests have ended. SGLang's own pause checks once a second."""
@@ -170,6 +170,7 @@ class SGLangEngine(Backend):
         server = await self._request("GET", "/server_info", None)
         self.context = int(server["max_req_input_len"])
         self.takes_images = bool(info.get("has_image_understanding"))
+        self._before_temperature = await self._reports_before_temperature()
         await self.find_masks(server)
         return str(info["tokenizer_path"])
 

@@ -91,10 +91,8 @@ async def run_episode(
         error = f"{type(failure).__name__}: {failure}"
     except (Exception, SystemExit, asyncio.CancelledError) as failure:
         # The user's code may raise anything. Here its failure becomes part of the record.
-        task = asyncio.current_task()
-        assert task is not None
-        if isinstance(failure, asyncio.CancelledError) and task.cancelling():
-            raise  # rollout is ending; any other CancelledError came from the user's code
+        if was_cancelled(failure):
+            raise
         error = f"{_in_words(failure)}\n{''.join(traceback.format_exception(failure))}"
 
     columns: dict[str, Any] = {
@@ -112,6 +110,12 @@ async def run_episode(
         sequences = sequences_of(engine, by_name(reward), columns)
         whole = total(reward) + math.fsum(engine.turn_rewards.values())
     return Episode(id=episode_id, sequences=sequences, reward=whole, warnings=list(engine.warnings))
+
+
+def was_cancelled(error: BaseException) -> bool:
+    """Return whether this task is cancelled, as at Ctrl-C. Any other CancelledError comes from the user's code."""
+    task = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 
 
 async def _reward_of(

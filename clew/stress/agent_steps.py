@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from clew.rollout.agents import call_run, extra_kwargs_of
+from clew.rollout.episode import was_cancelled
 from clew.rollout.reward_function import checked
 from clew.stress.frames import Code, stack_of_error
 
@@ -109,8 +110,7 @@ async def run_episode(
         episode.reward = checked(returned, f"{type(agent).__qualname__}.run")
     except (Exception, SystemExit, asyncio.CancelledError) as failure:
         # The user's code: whatever it raises is an episode that failed.
-        task = asyncio.current_task()
-        if isinstance(failure, asyncio.CancelledError) and task is not None and task.cancelling():
+        if was_cancelled(failure):
             raise
         episode.error = f"{type(failure).__name__}: {failure}".strip()
         episode.at = str(code.place(stack_of_error(failure)) or "")

@@ -1085,8 +1085,7 @@ def test_a_server_that_hangs_in_an_update_is_not_listed_again_before_it_ends(
                     assert not ready() and not keeper.done()
                     ends.set()
                     assert (await updating).status_code == 200
-                    while not application.ready:  # noqa: ASYNC110
-                        await asyncio.sleep(0.01)
+                    await application.ready.wait()
                     assert ready() and engine.holds(version)
                 finally:
                     keeper.cancel()
@@ -1219,7 +1218,7 @@ def test_clew_serve_names_the_server_behind_it_that_is_away(tmp_path: Path) -> N
     async def generate() -> str:
         engine = RemoteEngine(named, RemoteCore(named), VLLMEngine.client(named, address))
         application = Application(engine, named.model.path)
-        application.ready = True
+        application.ready.set()
         try:
             async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=application)) as client:
                 answer = await client.post("http://front/generate", json={"input_ids": [9], "sampling_params": {}})
