@@ -30,7 +30,7 @@ LOOK_S = 1.0
 """Seconds between two looks at the status files."""
 
 USUAL = 2.0
-"""A pause counts as unusual from this multiple of the longest pause that the run has had."""
+"""Multiple of the run's longest pause so far from which a pause counts as unusual."""
 
 STARTING_S = 60.0
 """Minimum of the time limit in seconds before the first step, while modules are imported and models loaded."""
@@ -114,8 +114,7 @@ class Watch:
                 status = json.loads(path.read_text())
                 mark = {name: value for name, value in status.items() if name not in NO_PROGRESS}
                 mark["doing"] = re.sub(r"\d+", "#", status["doing"])  # it may count the seconds of a wait
-                serves = path.stem.startswith("server") and status.get("tokens_per_s")
-                if mark != self._marks.get(path.stem) or serves:
+                if mark != self._marks.get(path.stem):
                     self._marks[path.stem], self._progressed_at[path.stem] = mark, now
                 if path.stem.startswith("trainer"):
                     rollout_counts |= any(wait["unblocks"] == "rollout" for wait in status["waits"])

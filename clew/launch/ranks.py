@@ -151,7 +151,7 @@ def _wait(children: list[subprocess.Popen[bytes]]) -> dict[int, int]:
 
     while any(child.poll() is None for child in children) and not failed():
         time.sleep(POLL_S)
-    # Polled again: the rank that made another one fail ended earlier, but may have been polled too early.
+    # Polled again: the rank that made another one fail ended earlier, but perhaps just after it was polled.
     first = failed()
     deadline = time.monotonic() + TOGETHER_S
     while time.monotonic() < deadline and any(child.poll() is None for child in children):

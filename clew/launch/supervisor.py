@@ -113,6 +113,11 @@ def supervise(config: Config, arguments: list[str], refresh: Callable[[], None])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: stop.append(number))
     watch, hung_at = Watch(run, config.hang.after_s), list[int]()
+
+    def end() -> None:
+        signals = len(stop)
+        _end(list(children.values()), run, lambda: len(stop) > signals)
+
     try:
         for child in children.values():
             child.start()
@@ -124,14 +129,14 @@ def supervise(config: Config, arguments: list[str], refresh: Callable[[], None])
                 break
             if (hang := watch.look()) is not None and hang.started and config.hang.action != "warn":
                 _end_if_hopeless(config, run, hang, hung_at)
-                _end(list(children.values()))
+                end()
                 for child in children.values():
                     child.start()
                 watch.begin()
             time.sleep(0.1)
     finally:
         watch.stop()
-        _end(list(children.values()))
+        end()
         refresh()
     done, trainer = run.steps.count(), children.get("trainer")
     # After the last step, too, the trainer has work to do: a checkpoint, and the wait for the last evaluation.
@@ -255,14 +260,25 @@ def _end_if_hopeless(config: Config, run: RunDirectory, hang: Hang, hung_at: lis
     hung_at.append(done)
 
 
-def _end(children: list[Child]) -> None:
+def _end(children: list[Child], run: RunDirectory, is_urgent: Callable[[], bool]) -> None:
+    """Ask the processes to end, and kill those that are still there after `GRACE_S`.
+
+    The trainer may write a checkpoint for longer, as long as its files grow and nobody asks once more.
+    """
     started = [child.process for child in children if hasattr(child, "process")]
     for process in started:
         process.terminate()
-    deadline = time.monotonic() + GRACE_S
+    begun, written = time.monotonic(), 0
+    deadline, told = begun + GRACE_S, False
+    while any(process.poll() is None for process in started):
+        if time.monotonic() > (begun + GRACE_S if is_urgent() else deadline):
+            break
+        if (size := run.unfinished_checkpoint()) > written:
+            written, deadline = size, time.monotonic() + GRACE_S
+        if written and not told and time.monotonic() > begun + GRACE_S:
+            print("the trainer writes its checkpoint; Ctrl-C ends it without", flush=True)
+            told = True
+        time.sleep(0.05)
     for process in started:
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        process.kill()
+        process.wait()

@@ -46,7 +46,7 @@ class Interrupts:
         if self._asked:
             raise KeyboardInterrupt
         self._asked = True
-        # Only now: until here, SIGALRM belongs to user code. The default handler of SIGINT raises KeyboardInterrupt.
+        # Not before: until now, SIGALRM belongs to user code. The default handler of SIGINT raises KeyboardInterrupt.
         signal.signal(signal.SIGALRM, signal.default_int_handler)
         signal.setitimer(signal.ITIMER_REAL, self._patience_s)
         if self._wake is not None:

@@ -103,6 +103,7 @@ def train_again(config: Config, run: RunDirectory, engine: TrainEngine, around: 
     reason = ""
     for done in replay(run, engine, run.steps.count() - 1):
         if done.differences:
+            engine.between_steps = False  # its weights must not become a checkpoint
             raise TrainingError(
                 f"step {done.step}, trained again from the record, differs: {done.differences[0]}. Nothing was "
                 f"published or overwritten. Either {run.steps.data_path(done.step)} or a checkpoint was altered, or "

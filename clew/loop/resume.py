@@ -16,6 +16,9 @@ from clew.training.ranks import Ranks
 
 log = logging.getLogger("clew.trainer")
 
+ADVISED = ("training.on_bad_gradient", "training.spike_factor", "training.micro_batch_tokens")
+"""Fields that the error of a failed step advises to change."""
+
 
 def restore(config: Config, run: RunDirectory, ranks: Ranks, *, supervised: bool = False) -> TrainEngine:
     """Return the engine at the newest checkpoint, or at the model that the run begins with.
@@ -43,7 +46,7 @@ def restore(config: Config, run: RunDirectory, ranks: Ranks, *, supervised: bool
     saved, committed = run.checkpointed(), run.steps.count()
     version = max(saved, default=0)
     _refuse_other_runs(run, version, committed, supervised)
-    # A run that began in the middle of another has its own first checkpoint for a model, see `clew.loop.branch`.
+    # A run that began in the middle of another has its first checkpoint as its model, see `clew.loop.branch`.
     if run.newest_weights() is not None or ((saved or committed) and not config.debug.first_step):
         _refuse_changes(config, run, version, committed)
     if committed > version and ranks.leads:
@@ -110,6 +113,8 @@ def _refuse_changes(config: Config, run: RunDirectory, version: int, committed: 
     if config.training.schedule == "constant":
         changed.pop("training.steps", None)
     changed.pop("training.tp", None)  # like launch.ranks, it only changes the order of sums
+    for name in ADVISED:  # a recorded step is trained again with its own
+        changed.pop(name, None)
     decisive = [change for name, change in changed.items() if name.startswith(("training.", "algorithm."))]
     if decisive and committed > version:
         raise ConfigError(

@@ -32,7 +32,7 @@ POLL_S = 0.01
 
 CONNECTS_S = 1.0
 """Seconds for which a broadcast is not called off after a server fails. By then the others have connected to the
-trainer. A server that connects at the very moment when it is called off would try in vain for longer."""
+trainer. A server that is just connecting when the broadcast is called off would keep trying in vain."""
 
 WANTED_S = 1.0
 """Seconds between checks for servers that wait for a broadcast."""

@@ -198,6 +198,7 @@ class Surroundings:
         if self.config.debug.dump_rollout_data:
             dump(self.config, self.run, step)
         if (keep := self.config.record.keep_steps) is not None:
-            resumable = self.run.checkpointed()[1:]  # the first is kept for the KL term, not to resume from
+            # The first is kept for the KL term and the best for its evaluation, not to resume from.
+            resumable = self.run.checkpointed()[1:][-self.config.checkpoint.keep :]
             self.run.prune(min(step + 1 - keep, min(resumable, default=0)))
         on_step(step, summary)

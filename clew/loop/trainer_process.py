@@ -81,6 +81,7 @@ class EngineHere:
             with self.interrupts.waking(lambda: self._loop.call_soon_threadsafe(turn.cancel)):
                 going_on = self._loop.run_until_complete(turn)
         except (KeyboardInterrupt, asyncio.CancelledError):
+            self.interrupts.check()  # ends the alarm, which would interrupt the checkpoint
             raise Interrupted("") from None
         if not going_on:
             raise RolloutError(

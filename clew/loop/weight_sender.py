@@ -197,7 +197,7 @@ def host_for(address: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting sends nothing
         try:
             probe.connect((host, int(port)))
-        except OSError:  # nothing can reach it, such as a server whose name is gone: asking it will show that
+        except OSError:  # it cannot be reached, perhaps because its name is gone: asking it will show that
             return socket.gethostname()
         return probe.getsockname()[0]
 

@@ -193,6 +193,14 @@ class RunDirectory:
         folders = chain.checkpoint_folders(self.checkpoints)
         return [chain.version_of(folder) for folder in folders if (folder / "checkpoint.json").exists()]
 
+    def unfinished_checkpoint(self) -> int:
+        """Return how many bytes are written of a checkpoint that is not complete; 0 if none is being written."""
+        size = 0
+        for file in self.checkpoints.glob(".step-*/**/*"):
+            with suppress(OSError):  # it has just become complete
+                size += file.stat().st_size
+        return size
+
     def checkpoint(self, version: int) -> Path:
         return self.checkpoints / f"step-{version:06d}"
 

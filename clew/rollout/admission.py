@@ -10,8 +10,8 @@ from __future__ import annotations
 def may_start(*, waiting: int, running: int, remaining: int, max_lag: int, batch_groups: int) -> int:
     """Return the number of new groups that may start now.
 
-    Together with `clew.loop.choose_batch`, this bounds the lag by construction: at most `max_lag` whole batches lie
-    before a group that starts now.
+    Together with `clew.loop.choose_batch`, this bounds the lag by construction: at most `max_lag` whole batches are
+    ahead of a group that starts now.
 
     Args:
         waiting: Groups that are finished and not yet consumed.

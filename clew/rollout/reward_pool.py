@@ -13,7 +13,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -28,11 +27,11 @@ class RewardPool:
 
     The time in which a worker starts and imports the function does not count.
 
-    Use it from one event loop on the main thread: on Linux a worker is killed when the *thread* that started it ends.
+    Use it from one event loop, in a thread that ends after `close`: on Linux a worker is killed when the *thread* that
+    started it ends.
     """
 
     def __init__(self, path: str, prompt_column: str, *, workers: int, timeout_s: float) -> None:
-        assert threading.current_thread() is threading.main_thread()
         self.path = path
         self.timeout_s = timeout_s
         self._prompt_column = prompt_column

@@ -172,9 +172,7 @@ class RolloutRunner:
     @property
     def facts(self) -> dict[str, Any]:
         """Counts for status and progress."""
-        since = time.monotonic() - RATE_S
-        while self._generated and self._generated[0][0] < since:
-            self._generated.popleft()
+        self._forget_generated()
         return {
             "version": self._version,
             "groups_running": len(self._running),
@@ -183,12 +181,17 @@ class RolloutRunner:
             "tokens_per_s": round(sum(tokens for _, tokens in self._generated) / RATE_S, 1),
         }
 
+    def _forget_generated(self) -> None:
+        since = time.monotonic() - RATE_S
+        while self._generated and self._generated[0][0] < since:
+            self._generated.popleft()
+
     # Admission -------------------------------------------------------------------------------------------------------
 
     def _start_due_work(self) -> None:
         """Start everything that may start now: first the evaluation that is due, then groups."""
         self._inbox_seen = self._inbox_time()
-        # Look into the inbox first, then for the version: groups leave the inbox once the next version is published.
+        # Look into the inbox first, then at the version: groups leave the inbox once the next version is published.
         self._waiting = len(self._run.inbox.names())
         self._version = self._run.inbox.published()
         if self._version is not None:
@@ -280,6 +283,7 @@ class RolloutRunner:
                 self._counts["episodes_failed"] += 1
             self._counts["episodes_branched"] += finished.branched
             self._generated.append((time.monotonic(), finished.tokens))
+            self._forget_generated()
             return finished
 
         return await run_concurrently(episode(number) for number in range(n_samples))
@@ -326,13 +330,18 @@ class RolloutRunner:
     # Evaluation ------------------------------------------------------------------------------------------------------
 
     def _start_evaluation(self, version: int) -> None:
-        due = version not in self._evaluating and self._config.evaluates(version)
+        due = version not in self._evaluating and self._config.evaluates(version) and not self._is_replaced(version)
         if due and self._run.read_eval(version) is None:
             self._evaluating.add(version)
             self._start(self._evaluate(version))
 
+    def _is_replaced(self, version: int) -> bool:
+        """Return whether later weights are announced: the trainer has given up the evaluation of `version`."""
+        newest = self._run.newest_weights()
+        return newest is not None and newest.version > version
+
     async def _evaluate(self, version: int) -> None:
-        """Run all evaluation episodes at `version`, which stays the published version until the result is filed."""
+        """Run all evaluation episodes at `version`. It stays the published version, unless its weights are lost."""
         began = time.monotonic()
         n_samples = self._config.eval.n_samples
         eval_resources = self._resources.at_temperature(self._config.eval.temperature)
@@ -346,6 +355,10 @@ class RolloutRunner:
         sequences = [sequence for episodes in prompts for episode in episodes for sequence in episode.sequences]
         for sequence in sequences:
             if others := set(sequence.versions[sequence.loss_mask].tolist()) - {version}:
+                if self._is_replaced(version):
+                    log.warning("the evaluation of version %d is left out: its weights were replaced", version)
+                    self._evaluating.remove(version)
+                    return
                 raise RolloutError(
                     f"the evaluation of version {version} has tokens by version {min(others)} "
                     f"({sequence.id}): an inference server loaded other weights meanwhile."

@@ -1,4 +1,4 @@
-"""Rollout without a trainer: writes batches as training would consume them to a run directory of their own."""
+"""Rollout without a trainer: it writes the batches that training would consume to a run directory of their own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from clew.config import Config, Eval
-from clew.printing import print
+from clew.printing import few, print
 from clew.record.rows import from_table
 from clew.record.run import RunDirectory
 from clew.record.writer import Writer
@@ -63,7 +63,7 @@ async def _roll_out(config: Config, steps: int, writer: Writer, reporter: Report
                     number = writer.step(row for name in names for row in from_table(finished[name]))
                     inbox.publish(number + 1)
                     inbox.remove(names)
-                    print(f"batch {number}: {' '.join(names[:3])} … {names[-1]}", flush=True)
+                    print(f"batch {number}: {few(names, 3)}", flush=True)
             await making
 
 

@@ -23,6 +23,9 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 Message = dict[str, Any]
 
+REFUSES = (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError)
+"""Errors of a chat template that does not take the messages."""
+
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -50,7 +53,7 @@ def encode_conversation(messages: list[Any], tools: Any, tokenizer: Any, where: 
             ids, mask = np.array(encoded["input_ids"], np.int32), np.array(encoded["assistant_masks"], np.bool_)
         else:
             ids, mask = _by_prefixes(clean, tools, tokenizer, where)
-    except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+    except REFUSES as error:
         raise DataError(f"{where}: the chat template does not take these messages: {error}") from None
     if not mask.any():
         raise DataError(f"{where}: the chat template writes nothing for the assistant's messages.")

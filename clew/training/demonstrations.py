@@ -13,7 +13,7 @@ from clew import data
 from clew.config import Config
 from clew.errors import DataError
 from clew.record.rows import Sequence
-from clew.training.conversations import encode_conversation
+from clew.training.conversations import REFUSES, encode_conversation
 from clew.training.tokens import Tokens
 
 
@@ -181,7 +181,12 @@ def _tokenize_prompts(prompts: list[Any], rows: list[int], config: Config, token
         elif tokenizer.chat_template is None:
             raise DataError(_no_template(f"{where}: row {row + 1}: {column!r}", config))
         else:
-            encoded.append(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
+            try:
+                encoded.append(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
+            except REFUSES as error:
+                raise DataError(
+                    f"{where}: row {row + 1}: {column!r}: the chat template does not take these messages: {error}"
+                ) from None
     return encoded
 
 

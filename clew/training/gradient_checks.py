@@ -40,7 +40,7 @@ def loss_problem(
     if not bad_N.any():
         return None
     bad = where_N[bad_N]
-    by_model = bad[~np.isfinite(logprobs_S[bad])]  # its sequence's other tokens may have caught it from there
+    by_model = bad[~np.isfinite(logprobs_S[bad])]  # it may have spread from there to the sequence's other tokens
     where = int((by_model if len(by_model) else bad)[0])
     row, logprob = int(tokens.row_of_S[where]), logprobs_S[where]
     if not math.isfinite(logprob):
@@ -71,7 +71,7 @@ def norm_problem(
         return (
             f"the norm of the gradient is {norm}, first in {where}, although every loss is finite. {hint_of(optimizer)}"
         )
-    # Where all rewards were equal there was no gradient, apart from rounding: any other would be a spike beside it.
+    # Where all rewards were equal, the gradient was only rounding. Beside it, any real gradient would be a spike.
     recent = [each for each in recent_norms if each > NO_GRADIENT]
     if spike_factor is None or len(recent) < ENOUGH_NORMS:
         return None

@@ -45,7 +45,7 @@ def remove_folder(folder: Path) -> None:
     """Remove a folder, if it exists. It is renamed first, so that no reader sees a part of it."""
     if folder.exists():
         doomed = folder.with_name(f".{folder.name}.{os.getpid()}.removed")
-        shutil.rmtree(doomed, ignore_errors=True)  # what a process with this ID could not remove
+        shutil.rmtree(doomed, ignore_errors=True)  # left by an earlier process with this ID
         folder.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 

@@ -442,7 +442,7 @@ def _split(values: np.ndarray) -> int:
     sums = np.cumsum(values)
     apart = sums[:-1] / before - (sums[-1] - sums[:-1]) / after
     # The squared distances from the mean of all values add up to a fixed sum: what lies between the two parts' means,
-    # plus what is left within the parts. The split that maximises the first minimises the second.
+    # plus what is left within the parts. The split that maximises the former minimises the latter.
     return int(np.argmax(apart**2 * before * after)) + 1
 
 
