@@ -211,11 +211,20 @@ def _only_serves(actor: Actor, sources: Mapping[str, str]) -> bool:
     if serving and main.kind == "thread":  # it joins that thread, or has ended
         return not others
     for_ever = main.op.endswith(("pause", "sigwait")) or (main.kind == "condition" and UNTIL_END.search(main.target))
-    if serving and for_ever and all(each.kind == "queue" for each in others):
+    waits = for_ever or main.thread in serving
+    if serving and waits and all(each.kind == "queue" or _keeps_house(each, sources) for each in others):
         return True
     loop = source.loop_at(sources.get(main.file, ""), main.line)
     serves = main.op.endswith("accept") or (bool(serving) and main.kind == "sleep")
     return (serves and source.goes_on_for_ever(loop)) or _reads_requests(main, sources)
+
+
+def _keeps_house(one: Activity, sources: Mapping[str, str]) -> bool:
+    """Return whether a thread wakes up again and again and works then, for example to forget what is old."""
+    text = sources.get(one.file, "")
+    loop = source.loop_at(text, one.line)
+    leaves = loop is not None and any(isinstance(node, (ast.Break, ast.Return)) for node in ast.walk(loop))
+    return one.periodic and loop is not None and not leaves and not source.polls(loop, text)
 
 
 def _may_work(one: Activity) -> bool:

@@ -19,7 +19,7 @@ from clew.hang.expressions import Unknown, evaluate
 from clew.hang.filters import never_filled, never_holds, rejecting, rounds_without_put, starved, takes_in_vain
 from clew.hang.locks import left_locked, lock_holders, locked_by, locked_crosswise, locked_outside
 from clew.hang.observed import Look
-from clew.hang.polls import asks_as_told, both_poll, polling, retrying, threads_poll
+from clew.hang.polls import asks_again, asks_as_told, both_poll, polling, retrying, threads_poll
 from clew.hang.progress import (
     STEADY_LOOKS,
     busy,
@@ -465,23 +465,32 @@ def _asked(sink: Sink) -> str:
 
 
 def _through_server(sink: Sink) -> Verdict | None:
-    """Judge clients that all wait for a server whose handlers wait for what another of these clients should bring."""
+    """Judge clients that all wait for a server whose handlers wait for what another of these clients should bring.
+
+    A client that asks the server again and again may be among them.
+    """
     server, ports = sink.one, set(sink.one.process.listens)
     waiting = [a for a in sink.waiters if a.activity.kind in ("http", "network") and not a.moving]
     asking = [a for a in waiting if ports & set(a.process.peers)]
-    places = {tuple((f.file, f.line) for f in a.process.user_frames) for a in asking}
-    others = [a for a in sink.waiters if a not in asking and a.activity.kind not in ("process", "thread")]
+    again = [a for a in sink.job if not a.moving and asks_again(a.activity, sink.sources)]
+    places = {tuple((f.file, f.line) for f in a.process.user_frames) for a in (*again, *asking)}
+    others = [a for a in sink.waiters if a not in (*asking, *again) and a.activity.kind not in ("process", "thread")]
     handlers = [each for each in server.threads if each.kind == "condition" and _waits_as_asked(each, sink.sources)]
     working = [each for each in server.threads if each.of_user and each not in handlers and each.kind != "select"]
-    working = [each for each in working if "serve_forever(" not in each.text]
+    reading = [each for each in working if each.kind == "network"][: len(again)]  # the connections of `again`
+    working = [each for each in working if "serve_forever(" not in each.text and each not in reading]
     if len(places) < 2 or len(handlers) < len(asking) or not all(map(done, others)) or working or sink.blocked_ranks:
         return None
-    why = (
-        f"{', '.join(a.process.label for a in asking)} wait for one another through {server.process.label}: its "
-        f"handlers wait at {handlers[0].place} for what a client should bring, and no client is left to bring it."
+    blamed = [*again, *asking]
+    why = " ".join(
+        [
+            f"{', '.join(a.process.label for a in blamed)} wait for one another through {server.process.label}: its "
+            f"handlers wait at {handlers[0].place} for what a client should bring, and no client is left to bring it.",
+            *(f"It is asked again and again at {a.activity.place}." for a in again),
+        ]
     )
-    found = sink.blame("rollout blocked", asking, why, cause="condition", confidence="medium")
-    return with_callers(found, asking).at(handlers[0].site)
+    found = sink.blame("rollout blocked", blamed, why, cause="condition", confidence="medium")
+    return with_callers(found, asking).at(*(a.activity.site for a in again), handlers[0].site)
 
 
 def _waits_as_asked(one: Activity, sources: Mapping[str, str]) -> bool:

@@ -19,6 +19,11 @@ FILE_CALLS = re.compile(
 )
 
 
+def asks_again(one: Activity, sources: Mapping[str, str]) -> bool:
+    """Return whether a thread sleeps in a loop."""
+    return one.kind == "sleep" and source.loop_at(sources.get(one.file, ""), one.line) is not None
+
+
 def retrying(sink: Sink) -> Verdict | None:
     """Judge a client that asks an idle server again and again and sleeps where it handles the failure."""
     still = [a for a in [*sink.culprits, *sink.waiters] if not a.moving]
@@ -52,7 +57,7 @@ def _failing(sink: Sink, actor: Actor) -> bool:
 def threads_poll(sink: Sink) -> Verdict | None:
     """Judge threads of one process that ask again and again, at several places: each waits for another one."""
     sources = sink.sources
-    polling = [t for t in sink.one.threads if t.kind == "sleep" and source.loop_at(sources.get(t.file, ""), t.line)]
+    polling = [each for each in sink.one.threads if asks_again(each, sources)]
     polling = [each for each in polling if each is sink.act or not each.heartbeat]
     if sink.act not in polling or len({each.site for each in polling}) < 2 or sink.one.rank is not None:
         return None
@@ -68,7 +73,7 @@ def both_poll(sink: Sink) -> Verdict | None:
     if by is None or sink.act.kind != "sleep" or sink.one.rank is not None or by.activity.kind != "sleep":
         return None
     sources = sink.sources
-    if not all(source.loop_at(sources.get(each.file, ""), each.line) for each in (sink.act, by.activity)):
+    if not all(asks_again(each, sources) for each in (sink.act, by.activity)):
         return None
     children = [a for a in sink.job if a.process.parent == by.pid and not (a.moving or a.dead)]
     if circle := [a for a in children if any(_wait_for_each_other(a, b, sources) for b in children if b is not a)]:

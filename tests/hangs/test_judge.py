@@ -1511,6 +1511,39 @@ def test_clients_that_wait_for_one_another_through_a_server_are_at_fault(
         assert verdict.sites == ("train.py:10", "train.py:4", "train.py:8", "train.py:9")
 
 
+def test_a_client_that_polls_a_server_may_wait_for_one_whose_handler_waits() -> None:
+    text = (
+        "def pop(self, key):\n    while not self.lists[key]:\n        self.changed.wait()\n"
+        "def handle(self):\n    for line in self.rfile:\n        self.answer(line)\n"
+        "def sample():\n    while ask('status') != 'done':\n        sleep(0.2)\n"
+        "key = ask('prompts')\nserver.serve_forever()\n"
+    )
+    serves = (within("select", "selectors.py"), within("serve_forever", "socketserver.py"), at(11, "<module>"))
+    waits = (within("Condition.wait", "threading.py"), at(3, "pop"))
+    reads = within("SocketIO.readinto", "socket.py")
+    handlers = [
+        Thread(name=f"T{n}", os_id=n, frames=frames) for n, frames in enumerate((waits, (reads, at(5, "handle"))))
+    ]
+    looks = tuple(Look(at=0.5 * n, state="S", switches=7, threads=(main_in(*serves), *handlers)) for n in range(6))
+    server = replace(below(101), looks=looks, listens=(80,), peers=(501, 502))
+    trainer, agent = below(100, at(9, "sample")), below(102, reads, at(10, "<module>"), peers=(80,))
+    verdict = judge(Snapshot(processes=(trainer, server, agent), seconds=3.0, sources={"train.py": text}))
+    assert (verdict.pattern, verdict.pids) == ("rollout blocked", (100, 102))
+    assert "no client is left to bring it. It is asked again and again at train.py:9" in verdict.explanation
+
+
+@pytest.mark.parametrize("does, idle", [("self.entries.pop(0)", True), ("if self.version() > 3: return", False)])
+def test_a_thread_that_tidies_up_makes_no_service_busy(does: str, idle: bool) -> None:
+    text = f"def tidy(self):\n    while not self.stopping.wait(30):\n        {does}\nserver.serve_forever()\n"
+    serves = (within("select", "selectors.py"), within("serve_forever", "socketserver.py"), at(4, "<module>"))
+    tidies = (within("Condition.wait", "threading.py"), within("Event.wait", "threading.py"), at(2, "tidy"))
+    threads = (main_in(*serves), Thread(name="tidy", os_id=101, frames=tidies))
+    looks = tuple(Look(at=0.5 * n, state="S", switches=7, threads=threads) for n in range(6))
+    service = Process(pid=100, looks=looks, listens=(8000,), waits_in="futex_do_wait")
+    verdict = judge(Snapshot(processes=(service,), seconds=3.0, sources={"train.py": text}))
+    assert (verdict.pattern == "healthy") is idle
+
+
 @pytest.mark.parametrize("step, known, pattern", [(1, False, "slow"), (0, False, "external wait"), (1, True, "cycle")])
 def test_of_two_that_seem_to_wait_for_one_another_one_that_moves_is_slow(step: int, known: bool, pattern: str) -> None:
     text = "answer = file.readline()\nreply = sys.stdin.readline()\n"
