@@ -140,6 +140,34 @@ def test_an_interrupt_after_the_last_step_and_before_the_end_is_told(
         supervisor.supervise(asked, [], lambda: handlers[signal.SIGINT](signal.SIGINT, None))
 
 
+WRITES = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+with open({file!r}, "ab", buffering=0) as file:
+    for _ in range({times}):
+        file.write({data!r})
+        time.sleep(0.1)
+"""
+
+
+@pytest.mark.parametrize(("data", "urgent"), [(b"weights", False), (b"", False), (b"weights", True)])
+def test_only_a_trainer_that_writes_its_checkpoint_has_longer_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], data: bytes, urgent: bool
+) -> None:
+    monkeypatch.setattr(supervisor, "GRACE_S", 1.0)
+    run, ends = RunDirectory(tmp_path / "e" / "0"), bool(data) and not urgent
+    file = run.checkpoints / ".step-000001.123" / "model.safetensors"
+    file.parent.mkdir()
+    trainer = child_of(run, "trainer", WRITES.format(file=str(file), times=25 if ends else 1000, data=data))
+    trainer.start()
+    while not file.exists():
+        assert trainer.process.poll() is None
+        time.sleep(0.01)
+    supervisor._end([trainer], run, lambda: urgent)
+    assert trainer.process.returncode == (0 if ends else -signal.SIGKILL)
+    assert ("the trainer writes its checkpoint" in capfd.readouterr().out) == ends
+
+
 def test_an_error_that_an_earlier_start_logged_is_not_reported(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "e" / "0")
     child = child_of(run, "server", "raise SystemExit('\\nclew: out of disk')")

@@ -196,8 +196,8 @@ class RunDirectory:
     def unfinished_checkpoint(self) -> int:
         """Return how many bytes are written of a checkpoint that is not complete; 0 if none is being written."""
         size = 0
-        for file in self.checkpoints.glob(".step-*/**/*"):
-            with suppress(OSError):  # it has just become complete
+        with suppress(OSError):  # it has just become complete
+            for file in self.checkpoints.glob(".step-*/**/*"):
                 size += file.stat().st_size
         return size
 

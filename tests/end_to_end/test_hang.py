@@ -70,6 +70,22 @@ def test_a_diagnosis_without_a_report_and_one_that_came_too_late(
         assert found is None and "could not say why" in warned
 
 
+def test_a_stopped_server_with_its_last_tokens_per_second_makes_no_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, asked = RunDirectory(tmp_path / "run"), list[float]()
+    watch = Watch(run, 0.1)
+    monkeypatch.setattr(watch, "_ask", asked.append)
+    run.steps.json_path(0).write_text("{}")
+    waits = {"doing": "waits", "waits": [{"unblocks": "rollout"}]}
+    for name, status in {"trainer": waits, "server": {"doing": "serves", "waits": [], "tokens_per_s": 50.0}}.items():
+        (run.status / f"{name}.json").write_text(json.dumps(status))
+    deadline = time.monotonic() + 30
+    while not asked:
+        assert watch.look() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 @pytest.mark.slow
 def test_a_run_without_progress_is_diagnosed_started_again_once_and_ended(project: Project) -> None:
     """A reward waits for ever, with its own time limit far away; after the restart another one does."""

@@ -15,6 +15,7 @@ from clew.errors import ClewError, ConfigError, ModelError, RecordError, Trainin
 from clew.loop.stopwatch import Clock
 from clew.record import rows
 from clew.record.run import RunDirectory
+from clew.training import optimizer
 from clew.view.show import show
 from tests.loop import losses, runs
 from tests.loop.runs import learn
@@ -185,6 +186,29 @@ def test_a_changed_configuration_is_refused_where_steps_must_be_trained_again(
         learn(configure(folder, "changed", **{"training.lr": 0.01, "training.steps": 6}))
 
 
+def test_what_a_failed_step_advises_to_change_may_change_where_steps_must_be_trained_again(
+    folder: Path, first: RunDirectory
+) -> None:
+    keep_checkpoints(copy(first, folder, "advised"), 0, 4)
+    advised = {"micro_batch_tokens": 50, "spike_factor": 1e6, "on_bad_gradient": "skip"}
+    changes = {f"training.{name}": value for name, value in advised.items()}
+    run = learn(configure(folder, "advised", **changes, **{"training.steps": 6}))
+    assert run.steps.index()[:5] == first.steps.index()
+    plans = [run.steps.read(step)["plan"] for step in (4, 5)]
+    assert [max(map(len, plan)) > 1 for plan in plans] == [False, True]
+
+
+def test_the_weights_of_a_last_step_that_differs_are_not_saved(
+    folder: Path, first: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = copy(first, folder, "differs")
+    keep_checkpoints(run, 0, 4)
+    monkeypatch.setattr(optimizer, "learning_rate", lambda *_, **__: 2e-3)
+    with pytest.raises(TrainingError, match="step 4, trained again from the record, differs"):
+        learn(configure(folder, "differs"))
+    assert run.checkpointed() == [0, 4]
+
+
 def test_another_model_is_refused(folder: Path, first: RunDirectory) -> None:
     copy(first, folder, "other-model")
     with pytest.raises(ConfigError, match=r"with another model: model\.path .* A run keeps its model"):
@@ -243,8 +267,11 @@ def test_other_threads_are_compared_within_a_tolerance(
     assert run.steps.index() == first.steps.index()
 
 
-def test_old_data_goes_when_few_steps_are_kept(folder: Path) -> None:
-    run = learn(configure(folder, "pruned", **{"record.keep_steps": 1, "checkpoint.keep": 1}))
+@pytest.mark.parametrize("best", [None, 2])
+def test_old_data_goes_when_few_steps_are_kept(folder: Path, monkeypatch: pytest.MonkeyPatch, best: int | None) -> None:
+    monkeypatch.setattr(RunDirectory, "best_eval", lambda _, versions: best if best in versions else None)
+    run = learn(configure(folder, f"pruned-{best}", **{"record.keep_steps": 1, "checkpoint.keep": 1}))
+    assert run.checkpointed() == ([0, 5] if best is None else [0, 2, 5])
     assert [step for step in range(5) if run.steps.has_data(step)] == [4]
     assert run.steps.count() == 5
 

@@ -46,6 +46,23 @@ def commit(run: RunDirectory, step: int) -> None:
     run.steps.commit(step, {**SUMMARY, "groups": [group]})
 
 
+def test_a_checkpoint_may_become_complete_while_it_is_measured(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, scandir = run.checkpoints / ".step-000001.123", os.scandir
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"weights")
+    assert run.unfinished_checkpoint() >= 7
+
+    def complete(path: Path) -> Any:
+        if path == folder:
+            folder.rename(run.checkpoint(1))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", complete)
+    assert run.unfinished_checkpoint() == 0
+
+
 def test_a_group_waits_in_the_inbox_until_it_is_removed(run: RunDirectory) -> None:
     group = [a_sequence(f"g000004.e{i}.s0") for i in range(2)]
     run.inbox.put("g000004", group)

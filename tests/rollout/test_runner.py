@@ -14,6 +14,7 @@ from clew.inference.protocol import EngineUnreachable, RequestTooLong
 from clew.record import rows as record_rows
 from clew.record.rejected import count_rejected
 from clew.record.run import RunDirectory
+from clew.record.weights import WeightRef
 from clew.rollout.evaluation import pass_at_k
 from clew.waits import current_waits
 from tests.record.test_run import SUMMARY
@@ -581,6 +582,30 @@ def test_an_evaluation_by_two_versions_is_an_error(tmp_path):
     config = config_for(tmp_path, eval={"path": "eval.jsonl"})
     with pytest.raises(RolloutError, match="the evaluation of version 0 has tokens by version 1"):
         drive(tmp_path, config, Moves(), [0], eval_rows=ROWS[:2])
+
+
+def test_an_evaluation_is_left_out_when_its_weights_were_replaced(tmp_path, caplog):
+    config = config_for(tmp_path, eval={"path": "eval.jsonl"})
+    run = RunDirectory(config.run_path)
+
+    class Replaced(Scripted):
+        async def generate(self, request):
+            run.announce_weights(WeightRef(version=1, path="weights", digest="00"))
+            self.now = 1
+            return await super().generate(request)
+
+    engine = Replaced()
+    runner = runner_for(tmp_path, config, engine, eval_rows=ROWS[:2])
+
+    async def go():
+        publish(run, engine, 0)
+        while await runner.advance():
+            assert len(engine.requests) == 8, "3 groups of 2 episodes, and one evaluation of 2"
+        await runner.close()
+
+    asyncio.run(go())
+    assert run.read_eval(0) is None and len(run.inbox.names()) == 3
+    assert "the evaluation of version 0 is left out: its weights were replaced" in caplog.text
 
 
 @pytest.mark.parametrize("discount", [1.0, 0.5])

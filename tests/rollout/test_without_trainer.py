@@ -64,6 +64,19 @@ def test_a_failed_episode_is_in_the_batch_with_its_error(folder: Path) -> None:
     assert not batch.rows and all("planted" in (row.error or "") for row in batch.failed)
 
 
+def test_a_plain_reward_works_in_another_thread(folder: Path) -> None:
+    work = asyncio.to_thread(
+        clew.rollout_batch,
+        ROWS[:2],
+        model=str(folder / "model"),
+        reward="tests.rollout.user_code.exact",
+        n_samples=1,
+        sampling={"max_new_tokens": 4},
+    )
+    batch = asyncio.run(work)
+    assert len(batch.rows) == 2 and not batch.failed
+
+
 class OneAtATime(Scripted):
     """Takes 0.2 s for each request, and makes the others wait."""
 

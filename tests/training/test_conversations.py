@@ -247,6 +247,13 @@ def test_a_conversation_needs_a_template(settings, tmp_path):
         sft(make_config(**settings))
 
 
+def test_a_prompt_that_the_template_refuses_is_named(settings, tokenizer, tmp_path):
+    tokenizer.chat_template = "{{ raise_exception('only users') }}"
+    write_rows(tmp_path / "data.jsonl", [{"prompt": prompt, "completion": "2"} for prompt in ("1+1=", [ASK])])
+    with pytest.raises(DataError, match="row 2: 'prompt': the chat template does not take these messages: only users"):
+        Demonstrations(make_config(**settings), tokenizer, context=None)
+
+
 @pytest.mark.parametrize("objective", ["dpo", "reward_model"])
 def test_preferences_are_not_conversations(settings, tmp_path, objective):
     write_rows(tmp_path / "data.jsonl", [{"messages": [ASK, ANSWER]}])
