@@ -170,7 +170,12 @@ class SGLangEngine(Backend):
         server = await self._request("GET", "/server_info", None)
         self.context = int(server["max_req_input_len"])
         self.takes_images = bool(info.get("has_image_understanding"))
-        self._before_temperature = await self._reports_before_temperature()
+        try:
+            self._before_temperature = await self._reports_before_temperature()
+        except EngineUnreachable:
+            raise
+        except EngineError:  # it does not show its likeliest tokens
+            self._before_temperature = False
         await self.find_masks(server)
         return str(info["tokenizer_path"])
 

@@ -12,10 +12,12 @@ from typer.testing import CliRunner
 
 from clew import config as configuration
 from clew.cli.main import app
+from clew.diagnose import agent_run
 from clew.diagnose.agent_replay import Replay, replay_agent
 from clew.diagnose.recorded_model import RecordedModel, first_difference
 from clew.gateway.episode_engine import resources
 from clew.record.run import RunDirectory
+from clew.rollout.agents import SharedClient
 from clew.stress.standin import StandIn, byte_tokenizer
 from clew.view.find_episode import Name, episode_of, find_group
 from tests.gateway.chatml import chatml_tokenizer
@@ -144,6 +146,32 @@ class Exits(Once):
             return await super().run(data, **extra_kwargs)
         except RuntimeError:
             sys.exit(3)
+
+
+def test_an_agent_that_raises_the_error_of_a_cancelled_task_has_failed(tmp_path: Path) -> None:
+    """No traceback: nobody has cancelled the replay."""
+    run = recorded(tmp_path, "Once")
+    name = Name.parse("g000000.e0")
+    rows = episode_of(run, find_group(run, name), name)
+    again = replay_agent(run, rows, agent=f"{__name__}.Cancelled", base_url=None)
+    assert not again.same and again.answered == 1 and (again.error or "").startswith("CancelledError")
+
+
+def test_an_agent_before_a_provider_that_raises_the_error_of_a_cancelled_task_has_failed() -> None:
+    client = SharedClient()
+    result = asyncio.run(agent_run._with_provider(CancelledAtOnce(), {"prompt": "a"}, "http://127.0.0.1:9", "", client))
+    assert result.failed and result.returned.startswith("CancelledError")
+
+
+class Cancelled(Once):
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> Any:
+        await super().run(data, **extra_kwargs)
+        raise asyncio.CancelledError
+
+
+class CancelledAtOnce:
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> Any:
+        raise asyncio.CancelledError
 
 
 def test_values_and_their_types_are_compared_within_containers_too() -> None:

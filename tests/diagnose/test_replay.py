@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import io
 import json
@@ -24,23 +25,31 @@ from safetensors.torch import load_file, save_file
 
 from clew import config as configuration
 from clew.algorithms.kl import ESTIMATORS
+from clew.config import Config
 from clew.diagnose import reward_replay
 from clew.diagnose.blame import blame
 from clew.diagnose.diff import diff
 from clew.diagnose.rerun import Options, rerun
 from clew.errors import ClewError, ConfigError, Interrupted, ModelError, RecordError, TrainingError
+from clew.gateway.episode_engine import resources
+from clew.inference.protocol import RequestTooLong
 from clew.loop.differences import differs
 from clew.loop.trainer_process import learn_from_record, learn_inline
 from clew.record import chain, rows
 from clew.record.bundle import opened, write_bundle
 from clew.record.run import RunDirectory
+from clew.rollout.episode import run_episode
+from clew.rollout.setup import load_reward, load_workflow
 from clew.training import checkpoint, metrics
 from clew.training.custom import digest_of_file
 from clew.training.engine import TrainEngine
 from clew.training.sharded_digest import digest_tensors
 from clew.view.show import show
 from tests.diagnose.planted import REWARD, change_stage, configure, everything, generated_at, seal
+from tests.gateway.chatml import chatml_tokenizer
+from tests.gateway.spoken import Script, Spoken
 from tests.models import tiny_model, tiny_tokenizer
+from tests.rollout.scripted import config_for
 
 
 def again(
@@ -480,6 +489,48 @@ def test_a_reward_function_with_a_new_bug(run: RunDirectory, folder: Path, capsy
     run.config_path.write_text(run.config_path.read_text().replace("planted_rewards.digits", "gone_rewards.digits"))
     with pytest.raises(ConfigError, match="gone_rewards"):
         again(run, "0", reward=True)
+
+
+def retried(folder: Path, script: Script, **reward: Any) -> tuple[Config, RunDirectory]:
+    """Record one episode of MultiTurnRetry, in which the model says what the script tells it."""
+    workflow = "clew.rollout.workflows.MultiTurnRetry"
+    config = config_for(folder, rollout={"workflow": workflow}, reward=reward, sampling={"max_new_tokens": 3})
+    tiny_model(folder / "model", context=16)
+    tokenizer = chatml_tokenizer(folder / "model")
+    engine: Any = Spoken(tokenizer, script)
+    shared = resources(config, engine, tokenizer, load_reward(config), vision=None)
+    rolled = run_episode(
+        load_workflow(config),
+        shared,
+        episode_id="g000000.e0",
+        group_id="g000000",
+        data={"prompt": "1+1=", "answer": "2"},
+        admitted_version=0,
+        admitted_at=0.0,
+        timeout_s=None,
+    )
+    run = RunDirectory(config.run_path)
+    run.steps.write_data(0, rows.to_table(asyncio.run(rolled).sequences))
+    return config, run
+
+
+def test_returns_of_turns_are_computed_again_as_they_were_recorded(tmp_path: Path) -> None:
+    config, run = retried(tmp_path, lambda prompt: "2" if "again" in prompt else "3", turn_discount=0.5)
+    [row] = run.steps.read_data(0)
+    assert len(row.interactions) == 2 and row.rewards == {"reward": 0.5}
+    assert asyncio.run(reward_replay.recompute_rewards(run, config, [0], None)) == []
+
+
+def test_a_turn_that_did_not_fit_into_the_context_is_refused_again(tmp_path: Path) -> None:
+    def refuses(prompt: str) -> str:
+        if "again" in prompt:
+            raise RequestTooLong("the prompt fills the context.")
+        return "3"
+
+    config, run = retried(tmp_path, refuses)
+    [row] = run.steps.read_data(0)
+    assert len(row.interactions) == 1 and row.error is None
+    assert asyncio.run(reward_replay.recompute_rewards(run, config, [0], None)) == []
 
 
 def test_only_finds_the_step_that_trained_on_an_id(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:

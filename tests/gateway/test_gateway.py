@@ -18,6 +18,7 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import TypeAdapter
 
+from clew.errors import RecordError
 from clew.gateway import agent_session, app
 from clew.gateway.agent_session import AgentSession, Limits
 from clew.gateway.gateway_thread import GatewayThread
@@ -549,6 +550,26 @@ def test_a_defect_in_a_stream_is_told_in_the_stream(
             return await response.text()
 
     assert "ZeroDivisionError: planted" in asyncio.run(ask()).strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_full_disk_is_told_to_the_client_and_is_not_called_a_bug(
+    running: Running, stream: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(app, "KEEP_ALIVE_S", 0.02)
+    full = "Cannot write media/a.png: No space left on device."
+    running.engine.failure, running.engine.delay_s = RecordError(full), 0.1
+
+    async def ask() -> openai.APIError:
+        async with running.client(max_retries=0) as client:
+            with pytest.raises(openai.APIError) as raised:
+                answer: Any = client.chat.completions.create(model="x", messages=[USER], stream=stream)
+                async for _ in await answer:
+                    pass
+            return raised.value
+
+    assert asyncio.run(ask()).body["message"] == full  # pyright: ignore
+    assert f"failed: {full}" in caplog.text and "a bug in the gateway" not in caplog.text
 
 
 @pytest.mark.parametrize("colon", [b":", b" : ", b"\t\n :"])

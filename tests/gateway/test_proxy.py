@@ -18,6 +18,7 @@ import openai
 import pytest
 from aiohttp import web
 
+from clew.errors import RecordError
 from clew.gateway import openai_chat, standalone
 from clew.gateway.dialect import Refusal
 from clew.gateway.episode_engine import Resources
@@ -392,6 +393,33 @@ def test_recorded_sessions_get_numbers_that_are_new_to_the_run(config: Path, tmp
     with clew(*arguments) as second:
         said = second.communicate(60)[1]
         assert f"(pid {os.getpid()}) already works on {tmp_path}" in said and second.returncode == 2
+
+
+def test_a_session_that_could_not_be_recorded_can_be_ended_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDirectory(tmp_path / "run")
+    shared = session_on(Spoken(chatml_tokenizer(tmp_path), lambda prompt: "hello<|im_end|>")).resources
+    sessions = standalone.StandaloneGateway(shared, ["x"], key="", record=run.path)
+    inbox = type(run.inbox)
+
+    def full(self: Any, group_id: str, sequences: Any) -> None:
+        monkeypatch.undo()  # the next call succeeds
+        raise RecordError("Cannot write g000000: No space left on device.")
+
+    async def scenario() -> list[int]:
+        headers = {"Authorization": "Bearer sk-a"}
+        async with httpx2.AsyncClient(
+            transport=httpx2.ASGITransport(app=sessions.app), base_url="http://gateway", headers=headers
+        ) as client:
+            asked = await client.post("/v1/completions", json={"model": "x", "prompt": "a"})
+            monkeypatch.setattr(inbox, "put", full)
+            ended = [await client.post("/rl/end_session") for _ in range(2)]
+        assert "No space left on device" in ended[0].text
+        return [answer.status_code for answer in (asked, *ended)]
+
+    assert asyncio.run(scenario()) == [200, 500, 200]
+    assert run.inbox.names() == {"g000000"} and not sessions.has_session("sk-a")
 
 
 def test_beyond_this_machine_a_session_wants_a_key(config: Path, behind: str) -> None:

@@ -87,6 +87,9 @@ class Remote:
         return web.Response(text=lines, content_type="text/event-stream")
 
     async def _generate(self, request: web.Request) -> web.Response:
+        if (body := await request.json()).get("top_logprobs_num"):  # the probe of its logprobs
+            likeliest = [(-0.5, 5, None), (-0.5 - 1 / body["sampling_params"]["temperature"], 6, None)]
+            return web.json_response({"meta_info": {"output_top_logprobs": [likeliest]}})
         ids = await self._ids(request)
         ended = {"type": "abort"} if self.cut else {"type": "stop", "matched": ids[-1]}
         pairs = [(-0.5, token, None) for token in ids]

@@ -36,6 +36,7 @@ from clew.inference.client import HTTPEngine
 from clew.inference.local import load_engine
 from clew.inference.protocol import Completion, EngineUnreachable, FaultyAnswer, GenerateRequest, SamplingParams
 from clew.inference.remote import RemoteCore, RemoteEngine, start_remote
+from clew.inference.resubmit import generate_through_aborts
 from clew.inference.server_process import ServerProcess
 from clew.inference.sglang import NEEDED, SESSION, SGLangEngine
 from clew.inference.vllm import VLLMEngine
@@ -1207,6 +1208,92 @@ def test_the_weights_that_a_server_started_with_are_not_taken_for_the_trainers(
     engine = RemoteEngine(named, RemoteCore(named), VLLMEngine.client(named, "127.0.0.1:1"), launch, tmp_path / "log")
     assert engine.core.version == 0 and not engine.holds(replace(version, version=0))
     asyncio.run(engine.close())
+
+
+@pytest.mark.usefixtures("version")
+def test_a_request_waits_for_a_server_that_is_given_up_until_it_is_started_again(tmp_path: Path) -> None:
+    named, _ = served_model(tmp_path)
+    choice = {"token_ids": [7], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "length"}
+
+    async def scenario(address: str) -> Completion:
+        engine = RemoteEngine(named, RemoteCore(named), VLLMEngine.client(named, address))
+        engine.failure = "vLLM was killed by signal 9"
+        try:
+            asking = asyncio.ensure_future(
+                generate_through_aborts(engine, GenerateRequest([9], SamplingParams(max_new_tokens=1)))
+            )
+            await asyncio.sleep(0.1)
+            assert not asking.done()
+            engine.failure = None
+            return await asking
+        finally:
+            await engine.close()
+
+    with answering(200, {"choices": [choice]}) as address:
+        assert asyncio.run(asyncio.wait_for(scenario(address), 60)).output_ids == [7]
+
+
+@pytest.mark.parametrize("announced", [False, True])
+def test_a_server_that_is_started_again_generates_nothing_before_it_has_the_newest_weights(
+    tmp_path: Path, version: WeightRef, announced: bool
+) -> None:
+    named, held = served_model(tmp_path)
+    choice = {"token_ids": [7], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "length"}
+    probed = {"top_logprobs": [{"token_id:7": -0.5, "token_id:8": -1.5}]}
+    listed = {"paths": {path: {} for path in vllm.NEEDED}, "data": [{"id": "m", "max_model_len": 64}]}
+
+    async def answer(request: web.Request) -> web.Response:
+        probes = b"return_tokens_as_token_ids" in await request.read()
+        given = {**choice, "logprobs": probed} if probes else choice
+        return web.json_response({**listed, "results": [held], "choices": [given], "vllm_config": {}})
+
+    async def scenario(address: str) -> Completion:
+        engine = RemoteEngine(named, RemoteCore(named), VLLMEngine.client(named, address))
+        application = Application(engine, named.model.path)
+        run = RunDirectory(tmp_path / "run")
+        entry = Server(name="server", address=address, pid=os.getpid(), ready=True)
+        if announced:
+            run.announce_weights(version)
+        request = GenerateRequest([9], SamplingParams(max_new_tokens=1))
+        listening = asyncio.Event()
+        listening.set()
+        with run.report("server") as reporter:
+            await engine.restart(reporter)
+            with pytest.raises(EngineUnreachable, match="has not loaded the newest weights"):
+                await engine.generate(request)
+            keeper = asyncio.ensure_future(
+                serve._keep_listed(named, run, entry, application, reporter, listening, None)
+            )
+            try:
+                await application.ready.wait()
+                return await engine.generate(request)
+            finally:
+                keeper.cancel()
+                await engine.close()
+
+    with serving(answer) as address:
+        completion = asyncio.run(asyncio.wait_for(scenario(address), 60))
+    assert completion.versions == [version.version if announced else 0]
+
+
+def test_clew_serve_lets_agents_wait_until_the_newest_weights_are_loaded() -> None:
+    async def gateway(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    async def scenario() -> None:
+        engine: Any = None
+        application = Application(engine, "m", gateway)
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=application)) as client:
+            posting = asyncio.ensure_future(client.post("http://front/v1/completions", json={}))
+            assert (await client.get("http://front/v1/models")).status_code == 200
+            while "the newest weights" not in [wait.what for wait in current_waits()]:
+                assert not posting.done()
+                await asyncio.sleep(0.01)
+            application.ready.set()
+            assert (await posting).status_code == 200
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
 def test_clew_serve_names_the_server_behind_it_that_is_away(tmp_path: Path) -> None:

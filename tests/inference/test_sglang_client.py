@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from clew.errors import EngineError, ImageError
 from clew.inference import sglang
+from clew.inference.detect_server import find_engine
 from clew.inference.protocol import Completion, FaultyAnswer, GenerateRequest, SamplingParams
 from clew.inference.sglang import NEEDED, SESSION, SGLangEngine
 from clew.inference.sglang_checksums import read_folder
@@ -174,6 +175,32 @@ def test_a_mask_that_cannot_be_right_is_a_fault_of_the_server(masks: Any) -> Non
     stand_in.masks = masks
     with pytest.raises(FaultyAnswer, match="sampling mask"):
         complete(stand_in, top_k=3)
+
+
+@pytest.mark.parametrize(("before", "refuses"), [(False, False), (True, False), (True, True)])
+def test_which_logprobs_it_reports_is_found_out_behind_the_gateway_too(before: bool, refuses: bool) -> None:
+    """A server that does not show its likeliest tokens is found all the same."""
+
+    class Behind(StandIn):
+        def generated(self, body: Any) -> dict[str, Any]:
+            if refuses and "top_logprobs_num" in body:
+                return {"error": {"message": "top_logprobs_num is not supported"}}
+            if before:
+                body["sampling_params"]["temperature"] = 1.0
+            return super().generated(body)
+
+    stand_in = Behind()
+    stand_in.server["max_req_input_len"] = 64
+    stand_in.model["tokenizer_path"] = "m"
+
+    async def find(address: str) -> str:
+        found = await find_engine(f"http://{address}/v1")
+        assert found is not None
+        return found.engine.wrong_logprobs(SamplingParams(temperature=0.7))
+
+    with serving(stand_in.answer) as address:
+        wrong = asyncio.run(find(address))
+    assert ("before temperature, and the temperature is 0.7" in wrong) == (before and not refuses)
 
 
 Q, K, NORM = (f"model.layers.0.{name}.weight" for name in ("self_attn.q_proj", "self_attn.k_proj", "input_layernorm"))
