@@ -70,7 +70,7 @@ LINES = {
     "diagnose": 2935,  # 2750 before the search of clew diff had a file of its own; clew doctor beside broken GPUs
     "gateway": 4910,  # stop strings twice in a token, retries of one of equal requests, forced calls after <think>
     "hang": 8360,  # memory, pipes, programs; RAS, Ray; engines; locks; queues never filled; filters that do not count
-    "inference": 6615,  # vLLM and SGLang in training; called-off meetings, drawn image tokens, lost weights
+    "inference": 6620,  # vLLM and SGLang in training; called-off meetings, drawn image tokens, lost weights
     "launch": 690,  # no_progress.py, also without clew train; several servers, and their devices
     "loop": 2730,  # weight_sender.py: servers that froze or refused are taken out; the others have time to connect
     "models": 742,  # images that are turned; prompts with placeholders, for engines that expand them; sorted digests
