@@ -416,7 +416,7 @@ def _merged(text: str) -> Any:
     check_yaml(text)
     try:
         return OmegaConf.create(text)
-    except (AttributeError, OverflowError, RecursionError, TypeError) as error:
+    except (AssertionError, AttributeError, OverflowError, RecursionError, TypeError) as error:
         raise ValueError(f"expected sections with plain values ({type(error).__name__}: {error})") from None
 
 
@@ -487,7 +487,8 @@ def _forget_preset(values: Any) -> None:
         section, field = name.split(".")
         kind: Any = Config.model_fields[section].annotation
         default = kind.model_fields[field].get_default(call_default_factory=True)
-        if _section(written, section).get(field, ...) == chosen.get(name, default):
+        derived = _max_new_tokens(written) if field == "loss_constant" else default
+        if _section(written, section).get(field, ...) in (chosen.get(name, default), derived):
             del values[section][field]
 
 
@@ -501,13 +502,21 @@ def preset_in_words(config: Config) -> str:
 
 def dump(config: Config) -> str:
     """Return the resolved configuration as YAML; `load` reads it back."""
+    content = config.model_dump(mode="json")
+    text = as_yaml(content, allow_unicode=True)
+    return text if visible(text) == text else as_yaml(content)  # escapes everything but ASCII
+
+
+def as_yaml(values: Mapping[str, Any], **options: Any) -> str:
+    """Return values as YAML for `parse`. Text that OmegaConf takes for a number, such as the trial 1e-5, is quoted."""
     import yaml
 
-    content = config.model_dump(mode="json")
-    text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
-    if visible(text) == text:
-        return text
-    return yaml.safe_dump(content, sort_keys=False)  # escapes everything but ASCII
+    class Dumper(yaml.SafeDumper):
+        pass
+
+    number = re.compile(r"[-+]?\.?\d[\d_]*\.?[\d_]*([eE][-+]?\d+)?$")  # PyYAML wants a dot and a sign
+    Dumper.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
+    return yaml.dump(values, Dumper=Dumper, sort_keys=False, **options)
 
 
 def server_addresses() -> list[str]:

@@ -170,8 +170,9 @@ def _read_with_datasets(path: str, split: str) -> Iterator[dict]:
         source = str(Path(path).expanduser()) if looks_local else path
         # Without trust_remote_code, older versions of datasets would ask on the terminal.
         rows: Any = datasets.load_dataset(source, split=split, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise DataError(f"Cannot load the data set {path}, split {split}: {error}") from error
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        reason = error.__cause__ or error  # such as rows that do not fit together
+        raise DataError(f"Cannot load the data set {path}, split {split}: {reason}") from error
     yield from rows
 
 

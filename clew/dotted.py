@@ -68,10 +68,10 @@ def load(path: str, field: str) -> Any:
     """
     module_name, _, name = path.rpartition(".")
     module = load_module(module_name, field, path)
-    if name not in vars(module):
+    if name not in vars(module) and (trust_rules or not hasattr(module, name)):  # it may define `__getattr__`
         file = getattr(module, "__file__", None) or module_name  # a module in C, such as time, has no file
         raise _lacks(file, path, field, vars(module))
-    value = vars(module)[name]
+    value = getattr(module, name)
     home = getattr(value, "__module__", None)
     if trust_rules and home != module_name:
         raise ConfigError(

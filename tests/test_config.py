@@ -47,7 +47,14 @@ def test_overrides_and_interpolation_are_resolved(good: Path) -> None:
     assert loaded.run_path == Path("runs/other/0")
 
 
-@pytest.mark.parametrize("overrides", [[], ["algorithm.reject={by: k3, over: token, high: 0.1}"]])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["algorithm.reject={by: k3, over: token, high: 0.1}"],
+        ["trial=1e-5", "experiment=0.5e3", "sampling.stop=['1e5']"],
+    ],
+)
 def test_what_is_dumped_loads_to_the_same(good: Path, tmp_path: Path, overrides: list[str]) -> None:
     loaded = config.load(good, overrides)
     again = tmp_path / "again.yaml"
@@ -218,6 +225,20 @@ def test_a_field_that_cannot_be_meant_stops_at_once(good: Path, addition: str, o
         config.load(good, overrides)
     assert said in str(caught.value)
     assert not str(caught.value).endswith(("?.", ".."))
+
+
+def test_another_preset_takes_back_a_constant_that_followed_from_the_old_one(good: Path, tmp_path: Path) -> None:
+    good.write_text(GOOD + "algorithm: {loss_mean: constant}\n")
+    resolved = tmp_path / "resolved.yaml"
+    resolved.write_text(config.dump(config.load(good)))
+    assert config.load(resolved).algorithm.loss_constant == config.load(good).sampling.max_new_tokens
+    assert config.load(resolved, ["algorithm.preset=rloo"]) == config.load(good, ["algorithm.preset=rloo"])
+
+
+def test_a_number_is_no_configuration(good: Path) -> None:
+    good.write_text("3\n")
+    with pytest.raises(ConfigError, match="expected sections with plain values"):
+        config.load(good)
 
 
 def test_a_list_is_no_configuration(good: Path) -> None:

@@ -53,6 +53,7 @@ def test_names_that_cannot_be_known_are_left_to_the_import(here: Path) -> None:
     (here / "lazy.py").write_text("def __getattr__(name): return name\n")
     for path in ("stars.join", "lazy.anything", "math.sqrt", "clew.rollout.workflows.SingleTurn"):
         check_defined(path, "rollout.reward")
+        load(path, "rollout.reward")
 
 
 def test_a_function_s_parameters_are_counted_without_running_it(here: Path) -> None:

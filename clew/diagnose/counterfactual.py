@@ -95,6 +95,7 @@ def _configured(run: RunDirectory, first: int, overrides: list[str], root: Path)
         f"trial={_quoted(_free_trial(root / recorded.experiment, recorded.trial))}",
     ]
     forced = [  # after the user's overrides, so that they cannot be overridden
+        "launch.devices=null",
         "launch.ranks=1",
         "training.tp=1",
         "debug.replay_rollout_data=true",

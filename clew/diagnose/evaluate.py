@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import yaml
 
 from clew import config as configuration
 from clew.config import Config
@@ -149,7 +148,7 @@ def _settings(models: Sequence[str], data: str | None, reward: str | None, overr
     for section, fields in given.items():
         values[section] = {**(values.get(section) or {}), **fields}
     values["data"] = {"path": "", **(values.get("data") or {})}
-    config = configuration.parse(yaml.safe_dump(values), found or Path(models[0]), list(overrides))
+    config = configuration.parse(configuration.as_yaml(values), found or Path(models[0]), list(overrides))
     if not config.eval.path:
         raise ConfigError("Cannot evaluate: neither --data nor a run's eval.path names prompts. Add --data FILE.")
     rollout = config.rollout

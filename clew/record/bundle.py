@@ -86,11 +86,21 @@ def write_bundle(run: RunDirectory, step: int, *, stages_only: bool, to: Path | 
                 index = [json.dumps(entry) + "\n" for entry in run.steps.index_lines()[: step + 1]]
                 archive.writestr("steps/index.jsonl", "".join(index))
                 for file in files:
-                    archive.write(file, str(file.relative_to(run.path)))
+                    _add(archive, file, str(file.relative_to(run.path)))
             beside.replace(path)
         finally:
             beside.unlink(missing_ok=True)
     return path
+
+
+def _add(archive: zipfile.ZipFile, file: Path, name: str) -> None:
+    try:
+        archive.write(file, name)
+    except FileNotFoundError:
+        raise RecordError(
+            f"{file} was removed meanwhile, by the run that goes on (checkpoint.keep, record.keep_steps). Bundle a "
+            f"later step, or let the run keep more."
+        ) from None
 
 
 def _versions(run: RunDirectory, step: int) -> list[int]:

@@ -71,22 +71,29 @@ class Writer:
         if described or self.run.newest_weights() is not None:
             raise RecordError(f"{path} is a run of Clew, not of another trainer. Choose another folder.")
         self._lock = self.run.hold("trainer")
+        self._trainer = trainer
+        self.next_group = 0
+        try:
+            self._begin(config)
+        except BaseException:
+            self._lock.close()
+            raise
+
+    def _begin(self, config: Mapping[str, Any] | None) -> None:
+        """Check the record so far, and write what describes the run."""
         for found in chain.breaks(self.run):
             if not found.harmless:
-                self._lock.close()
-                raise RecordError(f"Cannot go on with {path}: {found} Or choose another folder.")
+                raise RecordError(f"Cannot go on with {self.run.path}: {found} Or choose another folder.")
         self.run.clean_after_trainer()
         # An import runs none of the user's code, so the git revision of the current folder has nothing to do with it.
         # The folder may also be a stranger's repository, and git runs programs that a repository names.
-        unknown: dict[str, Any] = {"git": None} if trainer == IMPORTED else {}
-        self.run.describe(None, trainer=trainer, **unknown)
+        unknown: dict[str, Any] = {"git": None} if self._trainer == IMPORTED else {}
+        self.run.describe(None, trainer=self._trainer, **unknown)
         if config is not None:
             import yaml
 
             plain = json.loads(json.dumps(dict(config), default=str))
             write_bytes(self.run.config_path, yaml.safe_dump(plain, sort_keys=False, allow_unicode=True).encode())
-        self._trainer = trainer
-        self.next_group = 0
         self._count_groups(self.run.steps.consumed())
 
     def close(self) -> None:
@@ -173,7 +180,7 @@ def complete(sequences: Iterable[Mapping[str, Any] | rows.Sequence], *, version:
         where = f"sequence {place}"
         if isinstance(given, rows.Sequence):
             _check_kinds(where, vars(given))
-            made.append(given)
+            made.append(dataclasses.replace(given, rewards=_numbers(f"{where}: reward", given.rewards)))
             continue
         _check_kinds(where, given)
         _check_names(where, given)

@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+import yaml
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
@@ -28,6 +29,7 @@ from clew.algorithms.kl import ESTIMATORS
 from clew.config import Config
 from clew.diagnose import reward_replay
 from clew.diagnose.blame import blame
+from clew.diagnose.counterfactual import _configured
 from clew.diagnose.diff import diff
 from clew.diagnose.rerun import Options, rerun
 from clew.errors import ClewError, ConfigError, Interrupted, ModelError, RecordError, TrainingError
@@ -586,6 +588,15 @@ def test_a_counterfactual_of_a_run_whose_names_look_like_something_else(run: Run
     config.write_text(config.read_text().replace("experiment: e\n", "experiment: '007'\n"))
     assert again(there, "4", ["training.lr=1e-4"])
     assert RunDirectory(there.with_name("first-replay-1")).steps.count() == 5
+
+
+def test_a_counterfactual_of_a_run_on_several_devices_needs_none_of_them(run: RunDirectory, tmp_path: Path) -> None:
+    there = tmp_path / "e" / "devices"
+    shutil.copytree(run.path, there)
+    settings = yaml.safe_load((there / "config.yaml").read_text())
+    settings["launch"] |= {"devices": "d2", "ranks": 2, "mode": "local"}
+    (there / "config.yaml").write_text(yaml.safe_dump(settings))
+    assert _configured(RunDirectory(there), 4, ["training.lr=1e-4"], tmp_path).launch.devices is None
 
 
 def test_a_refused_counterfactual_leaves_nothing(run: RunDirectory) -> None:

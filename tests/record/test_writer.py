@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from clew.record import Writer, rows
 from clew.record.batch_digest import digest_batch, digest_rows
 from clew.record.run import RunDirectory, open_run
 from clew.record.weights import WeightRef
+from clew.record.writer import complete
 from clew.training.engine import TrainEngine
 from clew.view.learning_curve import draw_learning_curve
 from tests.models import tiny_model, tiny_tokenizer
@@ -197,6 +199,21 @@ def test_one_writer_a_run_and_none_in_a_run_of_clew_train(path: Path, tmp_path: 
     own.announce_weights(WeightRef(version=0, path="weights", digest="00"))
     with pytest.raises(RecordError, match=r"own is a run of Clew, not of another trainer"):
         Writer(own.path)
+
+
+def test_a_writer_that_could_not_begin_locks_nobody_out(path: Path) -> None:
+    with pytest.raises(TypeError) as kept:  # as a notebook keeps it, with its frames
+        Writer(path, {(1, 2): 3})  # pyright: ignore[reportArgumentType]
+    with Writer(path, {"lr": 3}) as writer:
+        assert writer.step([given()]) == 0
+    assert kept.value
+
+
+def test_rewards_of_a_sequence_become_plain_numbers(path: Path) -> None:
+    [row] = complete([given()], version=0)
+    with Writer(path) as writer:
+        writer.step([replace(row, rewards={"right": np.float32(1)})])  # pyright: ignore[reportArgumentType]
+    assert open_run(path).steps.read_data(0)[0].rewards == {"right": 1.0}
 
 
 def test_a_run_of_clew_sft_which_announces_no_weights_is_left_as_it_is(path: Path) -> None:
