@@ -55,17 +55,17 @@ LIBRARY: Patterns = (
     (r"torch/distributed/rendezvous\.py$", "", "init"),
     (r"torch/distributed/rpc/", "", "rpc"),
     (r"/subprocess\.py$", "_wait|wait|communicate|_try_wait", "process"),
-    (r"multiprocessing/popen_\w+\.py$", "wait|poll", "process"),
+    (r"multiprocess(ing)?/popen_\w+\.py$", "wait|poll", "process"),
     (r"torch/multiprocessing/spawn\.py$", "join", "process"),
-    (r"multiprocessing/managers\.py$", "acquire|__enter__", "lock"),
-    (r"multiprocessing/managers\.py$", "wait|wait_for", "signal"),
-    (r"multiprocessing/managers\.py$", "", "queue"),
-    (r"multiprocessing/queues\.py$|^queue\.py$|/queue\.py$", "get", "queue"),
-    (r"multiprocessing/queues\.py$|/queue\.py$", "put", "queue_full"),
+    (r"multiprocess(ing)?/managers\.py$", "acquire|__enter__", "lock"),
+    (r"multiprocess(ing)?/managers\.py$", "wait|wait_for", "signal"),
+    (r"multiprocess(ing)?/managers\.py$", "", "queue"),
+    (r"multiprocess(ing)?/queues\.py$|^queue\.py$|/queue\.py$", "get", "queue"),
+    (r"multiprocess(ing)?/queues\.py$|/queue\.py$", "put", "queue_full"),
     (r"/queue\.py$|^queue\.py$", "join", "condition"),
     (r"ray/_private/worker\.py$", "get_objects|wait", "ray"),
     (r"ray/_private/worker\.py$", "main_loop", "queue"),
-    (r"multiprocessing/pool\.py$", "get|wait|next", "pool"),
+    (r"multiprocess(ing)?/pool\.py$", "get|wait|next", "pool"),
     (r"concurrent/futures/\w+\.py$", "result|wait|exception", "future"),
     (r"urllib3/connectionpool\.py$|httpcore/_sync/connection_pool\.py$",
      "_get_conn|wait_for_connection", "connections"),
@@ -73,12 +73,12 @@ LIBRARY: Patterns = (
      "readinto|_read_status|begin|getresponse|urlopen|request|create_connection|read|connect|send", "http"),
     (r"/(socket|ssl)\.py$", "readinto|create_connection|read|connect|send", "network"),
     (r"/grpc/_channel\.py$", "_blocking|_next|result", "http"),
-    (r"multiprocessing/connection\.py$", r"_?send\w*", "queue_full"),
-    (r"multiprocessing/connection\.py$", "", "pipe"),
+    (r"multiprocess(ing)?/connection\.py$", r"_?send\w*", "queue_full"),
+    (r"multiprocess(ing)?/connection\.py$", "", "pipe"),
     (r"/selectors\.py$", "select", "select"),
     (r"/threading\.py$", "_wait_for_tstate_lock|join|_shutdown", "thread"),
-    (r"multiprocessing/synchronize\.py$", "wait|wait_for", "signal"),
-    (r"multiprocessing/synchronize\.py$", "", "lock"),
+    (r"multiprocess(ing)?/synchronize\.py$", "wait|wait_for", "signal"),
+    (r"multiprocess(ing)?/synchronize\.py$", "", "lock"),
     (r"/threading\.py$", "_wait", "barrier"),
     (r"/threading\.py$", "wait|wait_for|acquire|__enter__", "condition"),
     (r"filelock/", "", "file"),
@@ -357,7 +357,9 @@ def _distributed(base: Activity, place: Place) -> Activity | None:
 def _called(base: Activity, frame: Frame, place: Place) -> Activity:
     """Return the collective or message that a function of torch.distributed stands for."""
     group, members = group_in_memory(frame, place.process) or group_of(frame, place)
-    found = replace(base, op=frame.name, group=group, members=members, shape=shape_in(frame))
+    # An object's tensor has the size of its pickle, and uneven splits differ: their shapes tell nothing.
+    alike = "_object" not in frame.name and not frame.name.startswith("all_to_all")
+    found = replace(base, op=frame.name, group=group, members=members, shape=shape_in(frame) if alike else ())
     if frame.name not in POINT_TO_POINT:
         return replace(found, kind="collective", root=_rank_in(frame, "src", "dst", "group_src", "group_dst"))
     kind, end = ("send", "dst") if "send" in frame.name else ("recv", "src")

@@ -33,6 +33,14 @@ def _cleaning_up(sink: Sink) -> Verdict | None:
     cleaning = [a for a in sink.culprits if a.activity.cleanup or a.activity.kind == "destroy"]
     if not cleaning or len(cleaning) == len(sink.culprits):
         return None
+    rest = [a for a in sink.culprits if a not in cleaning]
+    failed = any(a.activity.cleanup != "finally" or a.hidden_exception or a.process.old_error for a in cleaning)
+    if len(cleaning) > len(rest) and not failed:
+        why = (
+            f"{subject(rest, 'still trains', 'still train')}; the others have come to a `finally`. There may have been "
+            f"a batch more here, or an exception brought the others there. {sink.says}"
+        )
+        return sink.blame("collective mismatch", rest, why, confidence="medium", structural=True)
     hidden = next((f"{a.hidden_exception} is" for a in cleaning if a.hidden_exception), "An exception may be")
     hidden += " hidden there: it is shown only after the cleanup ends, and that waits."
     if all(a.activity.cleanup == source.WITHOUT_RAISE for a in cleaning):

@@ -37,6 +37,8 @@ DUMP_S = 5.0
 """Time limit in seconds for reading one process."""
 NATIVE_S = 15.0
 """Time limit in seconds for reading the native frames of one process, during which it is paused."""
+LOCAL_WORLD = ("LOCAL_WORLD_SIZE", "RAY_LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "LOCAL_SIZE")
+"""Variables in which launchers give the number of ranks on a node."""
 AT_ONCE = 16
 """Number of processes that are read at the same time."""
 LOCALS_SHOWN = 300
@@ -248,7 +250,7 @@ def describe(pid: int) -> Process:
         cwd=proc.link_of(proc.PROC / str(pid) / "cwd"),
         rank=_number(environment.get("RANK")),
         world=_number(environment.get("WORLD_SIZE")),
-        local_world=_number(environment.get("LOCAL_WORLD_SIZE")),
+        local_world=_number(next((environment[name] for name in LOCAL_WORLD if name in environment), None)),
     )
 
 

@@ -16,7 +16,7 @@ ANSWER_S = 1.0
 BETWEEN_S = 0.5
 SERVERS = re.compile(r"http/server\.py$|socketserver\.py$|/(uvicorn|aiohttp|hypercorn|starlette|fastapi|vllm|sglang)/")
 """Files in the stacks of HTTP servers. No other process that listens is asked anything."""
-COUNTERS = re.compile(r"^(\w*tokens?_total\S*|\w*_success_total\S*)\s+([\d.eE+]+)", re.M)
+COUNTERS = re.compile(r"^([\w:]*(?:tokens?|_success)_total(?:\{.*\})?)\s+([\d.eE+]+)", re.M)
 """Counters of generated tokens and finished requests. Counters of HTTP requests would also count those made here."""
 
 

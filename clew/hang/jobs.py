@@ -44,7 +44,8 @@ def with_peers(pids: Sequence[int]) -> list[int]:
     serving = {inode for inode, (state, local, _) in machine.items() if state == proc.LISTENING and local in wanted}
     if serving:
         links = {f"socket:[{inode}]" for inode in serving}
-        found += [pid for pid in proc.all_pids() if pid not in found and links & set(proc.descriptors_of(pid))]
+        servers = [pid for pid in proc.all_pids() if pid not in found and links & set(proc.descriptors_of(pid))]
+        found += [pid for pid in proc.below(servers) if pid not in found]
     return found
 
 

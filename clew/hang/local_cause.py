@@ -205,6 +205,14 @@ def _slow(sink: Sink) -> Verdict | None:
     return sink.blame("slow", [one] if generates else moving, why, cause="slow", confidence="medium")
 
 
+def _joins_alone(sink: Sink) -> Verdict | None:
+    """Judge a rank that waits in init_process_group, or in the rendezvous of a further group, for what is no rank."""
+    if sink.act.kind != "init":
+        return None
+    why = f"{sink.one.says}. Whoever has to join that group, too, such as an inference engine, has not come."
+    return sink.blame("initialisation", sink.culprits, why + sink.who_waits, confidence="medium")
+
+
 def _unexplained(sink: Sink) -> Verdict | None:
     """Abstain if the culprit is in a collective whose peers were not seen, or if its stack says nothing."""
     if sink.act.kind in ("collective", *MESSAGES, "init", "new_group", "destroy"):
@@ -534,8 +542,8 @@ def _beside(sink: Sink) -> str:
 RULES: tuple[Callable[[Sink], Verdict | None], ...] = (
     _paused, _blocked_loop, _not_woken, _held_already, rejecting, starved, never_filled, takes_in_vain, outlived,
     locked_outside, pipe_kept_open, joined_too_early, _joins_its_producer, dead, _own_waits, never_holds, _slow,
-    locked_crosswise, locked_by, _cleaned_up, _store, _unexplained, _loader, _silent_server, _outside, retrying,
-    device, _unscheduled, _computing, both_poll, threads_poll, asks_as_told, polling, _one_at_a_time,
+    locked_crosswise, locked_by, _cleaned_up, _store, _joins_alone, _unexplained, _loader, _silent_server, _outside,
+    retrying, device, _unscheduled, _computing, both_poll, threads_poll, asks_as_told, polling, _one_at_a_time,
     _through_server, lost_task, _unflushed, _blocked,
 )  # fmt: skip
 """Rules in the order in which they are tried: the first that answers decides, so facts come before guesses.

@@ -19,7 +19,7 @@ from clew.hang.verdict import Actor
 RANK_NAMES = ("rank", "global_rank", "world_rank", "my_rank", "local_rank", "rank_id", "RANK", "self.rank")
 WORLD_NAMES = ("world_size", "world", "nprocs", "num_ranks", "n_ranks", "WORLD_SIZE", "WORLD", "self.world_size")
 WORKERS = re.compile(
-    r"multiprocessing/(pool|managers)\.py$|concurrent/futures/process\.py$|torch/utils/data/_utils/worker\.py$"
+    r"multiprocess(ing)?/(pool|managers)\.py$|concurrent/futures/process\.py$|torch/utils/data/_utils/worker\.py$"
 )
 """Files whose loops run a user's function, or wait for one to run."""
 WORKER_LOOPS = ("worker", "_process_worker", "_worker_loop", "serve_forever")
@@ -113,7 +113,7 @@ def role_of(process: Process, parent: Process | None, sources: Mapping[str, str]
 
 def _forked_by_server(process: Process) -> bool:
     """Return whether a process does the work of a forkserver's child, which has the command of the forkserver."""
-    return any(frame.name == "_serve_one" and "multiprocessing" in frame.file for frame in process.main_frames)
+    return any(frame.name == "_serve_one" and "multiprocess" in frame.file for frame in process.main_frames)
 
 
 def _rank_of(process: Process, sources: Mapping[str, str]) -> int | None:

@@ -168,6 +168,8 @@ def initialisation(ranks: list[Actor]) -> Verdict | None:
     for kind, words in (("init", "init_process_group"), ("new_group", "new_group")):
         inside = [a for a in ranks if a.activity.kind == kind]
         outside = [a for a in ranks if a.activity.kind != kind and not a.dead]
+        if kind == "init" and outside and any(a.process.inside.groups for a in inside):
+            continue  # a further group, with an engine for example, which the others need not join
         if inside and outside and not any(a.moving for a in outside):
             made = [_new_ranks(a) for a in inside]
             if kind == "new_group" and all(made):  # blame only members of the new group

@@ -1686,6 +1686,50 @@ def test_a_callback_of_an_exit_stack_is_cleanup_if_there_was_an_exception(raised
     assert judged(first, replace(second, looks=looks)).pattern == pattern
 
 
+@pytest.mark.parametrize("cleaning, ranks", [((3,), (3,)), ((1, 2, 3), (0,)), ((2, 3), (2, 3))])
+def test_of_most_ranks_in_a_finally_the_one_that_still_trains_is_at_fault(
+    cleaning: tuple[int, ...], ranks: tuple[int, ...]
+) -> None:
+    text = "try:\n    for row in rows[rank::4]:\n        dist.all_reduce(row)\nfinally:\n    dist.barrier()\n"
+    every = [
+        rank(n, 5 if n in cleaning else 3, "barrier" if n in cleaning else "all_reduce", world=4) for n in range(4)
+    ]
+    verdict = judge(Snapshot(processes=tuple(every), seconds=3.0, sources={"train.py": text}))
+    pattern = "cleanup deadlock" if ranks == cleaning else "collective mismatch"
+    assert (verdict.pattern, verdict.ranks) == (pattern, ranks)
+
+
+def test_a_rank_that_joins_a_group_with_an_engine_is_at_fault_for_the_others_barrier() -> None:
+    text = "if rank == 0:\n    init_custom_process_group(url)\ndist.barrier()\n"
+    meets = Frame(function="_create_c10d_store", file="/x/torch/distributed/rendezvous.py", line=1)
+    joins = rank(0, 2)
+    frames = (meets, joins.threads[0].frames[-1])
+    looks = tuple(replace(look, threads=(replace(look.threads[0], frames=frames),)) for look in joins.looks)
+    joins = replace(joins, looks=looks, inside=Inside(groups=(Group(at=64, name="0", members=(0, 1, 2)),)))
+    others = [rank(number, 3, "barrier", world=3) for number in (1, 2)]
+    first = replace(joins, world=3)
+    verdict = judge(Snapshot(processes=(first, *others), seconds=3.0, sources={"train.py": text}))
+    assert (verdict.pattern, verdict.ranks) == ("initialisation", (0,)), verdict
+
+
+@pytest.mark.parametrize("op, pattern", [("all_gather", "shape mismatch"), ("all_gather_object", "same collective")])
+def test_the_sizes_of_pickled_objects_are_no_shapes(op: str, pattern: str) -> None:
+    ranks = [rank(n, 5, op, world=3, **{"shape(input_tensor)": f"[{70 + (n == 1)}]"}) for n in range(3)]
+    assert judged(*ranks).pattern.startswith(pattern)
+
+
+def test_what_the_multiprocess_package_does_is_what_multiprocessing_does() -> None:
+    def about(package: str) -> Verdict:
+        manager = below(101, within("Event.wait", "threading.py"), within("serve_forever", f"{package}/managers.py"))
+        asks = (within("Connection._recv", f"{package}/connection.py"), within("_callmethod", f"{package}/managers.py"))
+        parent = below(100, *asks, at(4))
+        return judge(Snapshot(processes=(parent, manager), seconds=3.0, sources={"train.py": SCRIPT}))
+
+    ours, theirs = about("multiprocessing"), about("multiprocess")
+    assert (theirs.pattern, theirs.pids, theirs.explanation) == (ours.pattern, ours.pids, ours.explanation)
+    assert theirs.pids == (100,)
+
+
 @pytest.mark.parametrize("does, line", [("self.pool.submit(self.episode)", 4), ("self.beat(self.episodes)", 9)])
 def test_a_thread_that_hands_on_what_fills_the_main_threads_queue_explains_its_wait(does: str, line: int) -> None:
     text = (
@@ -2369,6 +2413,32 @@ def test_a_port_that_speaks_no_http_does_not_hide_the_answer_of_another() -> Non
         threading.Thread(target=greet, args=(other,), daemon=True).start()
         http, mute = server.server_port, other.getsockname()[1]
         assert answers(process, (mute, http), "") == answers(process, (http, mute), "") == {"health": "200"}
+        server.shutdown()
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("moves", [True, False])
+def test_an_engine_whose_counter_of_tokens_grows_is_moving(engine: str, moves: bool) -> None:
+    asked = 0
+
+    class Metrics(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            nonlocal asked
+            asked += moves
+            self.send_response(200)
+            self.end_headers()
+            labels = f'{{engine="0",model_name="my model"}} {27453.0 + asked}'
+            self.wfile.write(f"# TYPE x counter\n{engine}:generation_tokens_total{labels}\n".encode())
+
+        def log_message(self, *_: object) -> None:
+            """Print nothing."""
+
+    frame = Frame(function="serve", file="/x/site-packages/uvicorn/server.py", line=1)
+    thread = Thread(name="MainThread", os_id=1, frames=(frame,))
+    process = Process(pid=1, looks=(Look(at=0.0, state="S", threads=(thread,)),))
+    with HTTPServer(("127.0.0.1", 0), Metrics) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        assert answers(process, (server.server_port,), "")["metrics"] == ("moving" if moves else "still")
         server.shutdown()
 
 
