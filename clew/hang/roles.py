@@ -28,7 +28,7 @@ HELPERS = (
     "/ray/autoscaler/", "/ray/dashboard/", "/ray/_private/log_monitor",
     "ray::DashboardAgent", "ray::RuntimeEnvAgent", "ray::IDLE",
 )  # fmt: skip
-LAUNCHER = re.compile(r"torch\.distributed\.(run|launch)|torchrun|accelerate.*launch")
+LAUNCHER = re.compile(r"torch\.distributed\.(run|launch)|torchrun|accelerate.*launch|deepspeed\.launcher|/deepspeed ")
 WORKER_PRIORITY = (
     "stdin", "lock", "ray", "http", "network", "file", "process", "connections", "sleep", "pipe",
     "compute", "collective", "condition", "queue_full", "signal", "future", "select", "queue", "barrier", "tasks",

@@ -2416,6 +2416,15 @@ def test_a_port_that_speaks_no_http_does_not_hide_the_answer_of_another() -> Non
         server.shutdown()
 
 
+def test_the_launchers_of_deepspeed_are_no_ranks() -> None:
+    sleeps = Frame(function="main", file="/x/deepspeed/launcher/launch.py", line=1, locals={"local_rank": "1"})
+    runner = below(90, sleeps, command=("python", "/usr/bin/deepspeed", "--num_gpus", "2", "train.py"))
+    launch = below(91, sleeps, parent=90, command=("python", "-m", "deepspeed.launcher.launch", "train.py"))
+    ranks = [replace(rank(n, 8 if n == 0 else 5, "all_reduce" if n else ""), parent=91) for n in range(2)]
+    verdict = judged(runner, launch, *ranks)
+    assert (verdict.pattern, verdict.ranks) == ("missing rank", (0,))
+
+
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 @pytest.mark.parametrize("moves", [True, False])
 def test_an_engine_whose_counter_of_tokens_grows_is_moving(engine: str, moves: bool) -> None:
