@@ -11,7 +11,7 @@ INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-com
 # Environments with real inference servers, some gigabytes: kept outside the checkout, and built again when missing.
 ENGINES ?= $(HOME)/.cache/clew/engines
 
-.PHONY: demo tour test slow hangs test-engines docs chaos bench gpu clean
+.PHONY: demo tour test slow stress hangs test-engines docs chaos bench gpu clean
 
 demo: $(VENV)/demo
 	$(BIN)/python -m examples.addition.demo
@@ -38,6 +38,10 @@ slow: $(VENV)/dev
 	@# alone at the end.
 	$(BIN)/python -m pytest -m slow tests/stress -n 2; alone=$$?; \
 	$(BIN)/python -m pytest -m slow --ignore tests/stress -n 2 --dist loadfile --no-loadscope-reorder && exit $$alone
+
+# All agents of the stress test; `make slow` has two with each kind of fault, and every second sound one.
+stress: $(VENV)/dev
+	CLEW_ALL_AGENTS=1 $(BIN)/python -m pytest -m "not engines" tests/stress -n 2
 
 # Before a real vLLM and a real SGLang, as far as they run without a GPU. Two files at a time: servers take long to start.
 test-engines: $(VENV)/dev
