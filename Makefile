@@ -39,9 +39,10 @@ slow: $(VENV)/dev
 	$(BIN)/python -m pytest -m slow tests/stress -n 2; alone=$$?; \
 	$(BIN)/python -m pytest -m slow --ignore tests/stress -n 2 --dist loadfile --no-loadscope-reorder && exit $$alone
 
-# All agents of the stress test; `make slow` has two with each kind of fault, and every second sound one.
+# All agents of the stress test, and the example of an agent until it has learnt. `make slow` has two agents with each
+# kind of fault, every second sound one, and some steps of the example.
 stress: $(VENV)/dev
-	CLEW_ALL_AGENTS=1 $(BIN)/python -m pytest -m "not engines" tests/stress -n 2
+	CLEW_ALL_AGENTS=1 $(BIN)/python -m pytest -m "not engines" tests/stress tests/end_to_end/test_agents.py -n 2
 
 # Before a real vLLM and a real SGLang, as far as they run without a GPU. Two files at a time: servers take long to start.
 test-engines: $(VENV)/dev
