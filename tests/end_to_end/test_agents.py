@@ -13,7 +13,6 @@ from clew.record.run import RunDirectory
 from tests.end_to_end.project import ROOT
 from tests.end_to_end.test_help import command_of, examples, paste, run, variables
 
-
 WHOLE = bool(os.environ.get("CLEW_ALL_AGENTS"))
 """True to train until the agent has learnt, as `make stress` does; that takes ten minutes."""
 
@@ -35,7 +34,7 @@ def test_an_agent_learns_to_use_its_tool(tmp_path: Path) -> None:
     assert trained.returncode == 0, trained.stdout + trained.stderr
     record = RunDirectory(tmp_path / "runs" / "calculator" / "grpo")
     curve = [evaluation["pass@1"] for evaluation in record.read_evals()]
-    assert len(curve) == 2 and (not WHOLE or curve[0] < 0.5 and curve[-1] > 0.75), curve
+    assert len(curve) == 2 and (not WHOLE or (curve[0] < 0.5 and curve[-1] > 0.75)), curve
     rows = record.steps.read_data(learns - 1)
     assert any("tool_calls" in each["reply"] for row in rows for each in row.interactions)
 
