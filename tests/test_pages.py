@@ -17,14 +17,14 @@ BY_ANOTHER_TEST = {
     "make slow": ".ci/run",
     ".ci/run": ".ci/run",
     "python -m examples.agents.make --out runs/calculator/material": (
-        "tests/end_to_end/test_agents.py::test_an_agent_learns_to_use_its_tool"
+        "tests/end_to_end/test_agents.py::test_the_example_of_an_agent"
     ),
-    "clew sft examples/agents/sft.yaml": "tests/end_to_end/test_agents.py::test_an_agent_learns_to_use_its_tool",
+    "clew sft examples/agents/sft.yaml": "tests/end_to_end/test_agents.py::test_the_example_of_an_agent",
     "clew sft examples/agents/sft.yaml trial=talk training.steps=20 "
     "data.path=runs/calculator/material/conversations.jsonl": (
-        "tests/end_to_end/test_agents.py::test_an_agent_learns_to_use_its_tool"
+        "tests/end_to_end/test_agents.py::test_the_example_of_an_agent"
     ),
-    "clew train examples/agents/grpo.yaml": "tests/end_to_end/test_agents.py::test_an_agent_learns_to_use_its_tool",
+    "clew train examples/agents/grpo.yaml": "tests/end_to_end/test_agents.py::test_the_example_of_an_agent",
 }
 """Commands that a test other than `test_the_commands_of_the_pages` runs."""
 

@@ -19,7 +19,7 @@ WHOLE = bool(os.environ.get("CLEW_ALL_AGENTS"))
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_an_agent_learns_to_use_its_tool(tmp_path: Path) -> None:
+def test_the_example_of_an_agent(tmp_path: Path) -> None:
     """Type what docs/agents.md shows, and what the guide to your own data shows of conversations, with fewer steps."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     made = run(sys.executable, "-m", "examples.agents.make", "--out", "runs/calculator/material", cwd=tmp_path)
