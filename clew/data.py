@@ -157,6 +157,7 @@ def _read_parquet(file: Path) -> Iterator[dict]:
 
 def _read_with_datasets(path: str, split: str) -> Iterator[dict]:
     import datasets
+    from datasets.exceptions import DatasetsError
 
     if Path(path).expanduser().is_file():
         raise DataError(f"Cannot read the data file {path}: its name must end with one of {', '.join(LOCAL)}.")
@@ -170,7 +171,7 @@ def _read_with_datasets(path: str, split: str) -> Iterator[dict]:
         source = str(Path(path).expanduser()) if looks_local else path
         # Without trust_remote_code, older versions of datasets would ask on the terminal.
         rows: Any = datasets.load_dataset(source, split=split, trust_remote_code=False)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, DatasetsError) as error:
         reason = error.__cause__ or error  # such as rows that do not fit together
         raise DataError(f"Cannot load the data set {path}, split {split}: {reason}") from error
     yield from rows
