@@ -514,7 +514,7 @@ def as_yaml(values: Mapping[str, Any], **options: Any) -> str:
     class Dumper(yaml.SafeDumper):
         pass
 
-    number = re.compile(r"[-+]?\.?\d[\d_]*\.?[\d_]*([eE][-+]?\d+)?$")  # PyYAML wants a dot and a sign
+    number = re.compile(r"[-+]?\.?\d[\d_]*\.?[\d_]*([eE][-+]?\d+)?$")  # PyYAML itself takes 1e5 for text
     Dumper.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
     return yaml.dump(values, Dumper=Dumper, sort_keys=False, **options)
 

@@ -157,7 +157,7 @@ def _read_parquet(file: Path) -> Iterator[dict]:
 
 def _read_with_datasets(path: str, split: str) -> Iterator[dict]:
     import datasets
-    from datasets.exceptions import DatasetsError
+    from datasets.exceptions import DatasetGenerationError, DatasetsError
 
     if Path(path).expanduser().is_file():
         raise DataError(f"Cannot read the data file {path}: its name must end with one of {', '.join(LOCAL)}.")
@@ -172,7 +172,8 @@ def _read_with_datasets(path: str, split: str) -> Iterator[dict]:
         # Without trust_remote_code, older versions of datasets would ask on the terminal.
         rows: Any = datasets.load_dataset(source, split=split, trust_remote_code=False)
     except (OSError, ValueError, DatasetsError) as error:
-        reason = error.__cause__ or error  # such as rows that do not fit together
+        # Only the cause of this one says what is wrong, such as columns that do not match.
+        reason = error.__cause__ if isinstance(error, DatasetGenerationError) and error.__cause__ else error
         raise DataError(f"Cannot load the data set {path}, split {split}: {reason}") from error
     yield from rows
 

@@ -177,8 +177,9 @@ def wrong_field(error: Any) -> str:
     where = ".".join(str(part)[:60] for part in error["loc"])
     if error["type"] == "missing":
         return f"the field {where} is missing"
-    words = error["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-    words = re.split(", unable to |, got | or instance of ", words)[0]
+    words = error["msg"].removeprefix("Value error, ")
+    if words.startswith("Input should be "):
+        words = re.split(", unable to |, got | or instance of ", words.removeprefix("Input should be "))[0]
     words = PLAIN.get(words, f"a number {words}" if words.startswith(("greater ", "less ")) else words)
     return f"{where or 'the document'} is {error['input']!r:.60}; expected {words[:1].lower()}{words[1:]}"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,20 +11,21 @@ import pytest
 from clew.record.run import RunDirectory
 from tests.end_to_end.project import ROOT
 from tests.end_to_end.test_help import command_of, examples, paste, run, variables
-
-WHOLE = bool(os.environ.get("CLEW_ALL_AGENTS"))
-"""True to train until the agent has learnt, as `make stress` does; that takes ten minutes."""
+from tests.stress.judging import ALL
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_example_of_an_agent(tmp_path: Path) -> None:
-    """Type what docs/agents.md shows, and what the guide to your own data shows of conversations, with fewer steps."""
+    """Type what docs/agents.md shows, and what the guide to your own data shows of conversations, with fewer steps.
+
+    `make stress` trains until the agent has learnt, which takes ten minutes.
+    """
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     made = run(sys.executable, "-m", "examples.agents.make", "--out", "runs/calculator/material", cwd=tmp_path)
     assert made.returncode == 0, made.stderr
     of_conversations = ["trial=talk", "training.steps=20", "data.path=runs/calculator/material/conversations.jsonl"]
-    imitates, learns = (400, 20) if WHOLE else (60, 2)
+    imitates, learns = (400, 20) if ALL else (60, 2)
     for overrides, steps in ((of_conversations, 20), ([f"training.steps={imitates}"], imitates)):
         trained = run(*command_of("clew sft examples/agents/sft.yaml", *overrides), cwd=tmp_path, seconds=900)
         assert f"{steps} steps are trained" in trained.stdout, trained.stdout + trained.stderr
@@ -34,7 +34,7 @@ def test_the_example_of_an_agent(tmp_path: Path) -> None:
     assert trained.returncode == 0, trained.stdout + trained.stderr
     record = RunDirectory(tmp_path / "runs" / "calculator" / "grpo")
     curve = [evaluation["pass@1"] for evaluation in record.read_evals()]
-    assert len(curve) == 2 and (not WHOLE or (curve[0] < 0.5 and curve[-1] > 0.75)), curve
+    assert len(curve) == 2 and (not ALL or (curve[0] < 0.5 and curve[-1] > 0.75)), curve
     rows = record.steps.read_data(learns - 1)
     assert any("tool_calls" in each["reply"] for row in rows for each in row.interactions)
 

@@ -1,6 +1,7 @@
 """Reading the user's data, and the order of prompts."""
 
 import json
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -71,3 +72,10 @@ def test_epochs_and_seeds_differ():
         [order(30, i + 30 * epoch, seed) for i in range(30)] for epoch, seed in [(0, 1), (1, 1), (0, 2)]
     )
     assert first != second and first != other
+
+
+def test_files_of_a_folder_that_do_not_fit_together_are_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"a": 1}\n')
+    (tmp_path / "b.jsonl").write_text('{"b": "x", "c": [1]}\n')
+    with pytest.raises(DataError, match="column names don't match"):
+        load_rows(str(tmp_path))
