@@ -502,9 +502,18 @@ def preset_in_words(config: Config) -> str:
 
 def dump(config: Config) -> str:
     """Return the resolved configuration as YAML; `load` reads it back."""
-    content = config.model_dump(mode="json")
+    content = _escaped(config.model_dump(mode="json"))
     text = as_yaml(content, allow_unicode=True)
     return text if visible(text) == text else as_yaml(content)  # escapes everything but ASCII
+
+
+def _escaped(value: Any) -> Any:
+    """Return values in which OmegaConf finds no `${...}` to resolve: what is left of them is text."""
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+    if isinstance(value, Mapping):
+        return {name: _escaped(each) for name, each in value.items()}
+    return [_escaped(each) for each in value] if isinstance(value, list) else value
 
 
 def as_yaml(values: Mapping[str, Any], **options: Any) -> str:

@@ -53,6 +53,7 @@ def test_overrides_and_interpolation_are_resolved(good: Path) -> None:
         [],
         ["algorithm.reject={by: k3, over: token, high: 0.1}"],
         ["trial=1e-5", "experiment=0.5e3", "sampling.stop=['1e5']"],
+        [r"sampling.stop=['\${x}','\\\\\${x}']"],
     ],
 )
 def test_what_is_dumped_loads_to_the_same(good: Path, tmp_path: Path, overrides: list[str]) -> None:
