@@ -432,7 +432,8 @@ def _blocked(sink: Sink) -> Verdict | None:
         # A thread that asks again and again while the main one waits in the same process: they wait for one another.
         inside = sink.act.thread != "MainThread" and not sink.one.process.peers
         pattern = "rollout blocked" if circle and inside else "external wait"
-    idle = sink.act.kind == "select" and sink.one.rank is not None and bool(sink.blocked_ranks)
+    unasked = sink.act.kind == "select" or sink.act.op == "main_loop"
+    idle = unasked and sink.one.rank is not None and bool(sink.blocked_ranks)
     pattern = "missing rank" if idle else pattern
     others = sink.culprits[1:]
     guessed = any(a.activity.kind in THROUGH_PIPES and not surely_awaits(a, sink.job) for a in sink.culprits)

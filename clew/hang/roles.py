@@ -93,7 +93,8 @@ def role_of(process: Process, parent: Process | None, sources: Mapping[str, str]
     """
     command = "" if _forked_by_server(process) else " ".join(process.command)
     files = [frame.file for thread in process.threads for frame in thread.frames]
-    if any(word in command for word in HELPERS) or waits_for_work(process):
+    member = world_group(process)  # of an actor of Ray: the others may wait for it, though it has nothing to do
+    if any(word in command for word in HELPERS) or (waits_for_work(process) and not member):
         return "idle", None
     if LAUNCHER.search(command) and process.rank is None:
         return "launcher", None

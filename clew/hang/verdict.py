@@ -45,6 +45,8 @@ LOCAL = {
 
 def words_of(one: Activity) -> str:
     """Return what a thread or coroutine does, as a verb and its object."""
+    if one.op == "main_loop":
+        return "is an idle actor of Ray, with no method to run,"
     if one.kind == "condition" and one.op == "acquire":
         return "waits for a lock or semaphore that nobody releases"
     if one.kind == "condition" and one.task:
