@@ -57,12 +57,15 @@ def _with_first_model(config: Config, run: RunDirectory) -> Config:
 
 
 def branch(source: RunDirectory, run: RunDirectory, engine: TrainEngine) -> None:
-    """Let `run`, which must be new, continue from the step that `engine` has reached in `source`.
+    """Let `run` continue from the step that `engine` has reached in `source`. It must be new, or only have begun this.
 
     The commits of earlier steps are copied without their data. The engine's state becomes a checkpoint, and so does the
     first checkpoint of `source`: the model that both runs began with. All ranks must call this together.
     """
-    if run.steps.count() or run.checkpointed():
+    first = source.checkpoint(source.checkpointed()[0])
+    there, saved = run.steps.count(), run.checkpointed()
+    copied = saved in ([], source.checkpointed()[:1]) and all(_copied(step, source, run) for step in range(there))
+    if (there or saved) and not (copied and 0 < there <= engine.version):  # not one that was killed in here
         raise RecordError(f"{run.path} has steps or checkpoints already. Choose another trial=NAME.")
     engine.ranks.meet()  # every rank has passed the check above, which fails once rank 0 writes
     if engine.ranks.leads:
@@ -72,7 +75,12 @@ def branch(source: RunDirectory, run: RunDirectory, engine: TrainEngine) -> None
         if source.media.folder.exists():
             with explain_disk_errors(run.media.folder):
                 shutil.copytree(source.media.folder, run.media.folder, dirs_exist_ok=True)
-        first = source.checkpoint(source.checkpointed()[0])
         with written_aside(run.checkpoints / first.name) as aside:
             shutil.copytree(first, aside, dirs_exist_ok=True)
     save_checkpoint(run, engine)
+
+
+def _copied(step: int, source: RunDirectory, run: RunDirectory) -> bool:
+    """Return whether the commit of a step of `run` is that of `source`."""
+    ours, theirs = run.steps.json_path(step), source.steps.json_path(step)
+    return theirs.exists() and ours.read_bytes() == theirs.read_bytes()

@@ -994,6 +994,26 @@ def test_training_goes_on_from_a_later_step_of_another_run(run: RunDirectory, fo
     assert everything(run.path) == before and not run.inbox.folder.exists()
 
 
+def test_a_beginning_from_a_later_step_that_was_killed_begins_again(
+    run: RunDirectory, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends before its first own checkpoint. The same command goes on; one with an earlier step is refused."""
+    replaying = [f"root={tmp_path}", "trial=later", *replaying_from(run.path)]
+    with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):
+        killed.setattr("clew.loop.branch.save_checkpoint", interrupted)
+        learn_from_record(configure(folder, *replaying, "debug.first_step=3"), lambda step, summary: None)
+    new = RunDirectory(tmp_path / "e" / "later")
+    assert new.steps.count() == 3 and new.checkpointed() == [0]
+    with pytest.raises(RecordError, match="has steps or checkpoints already"):
+        learn_from_record(configure(folder, *replaying, "debug.first_step=2"), lambda step, summary: None)
+    learn_from_record(configure(folder, *replaying, "debug.first_step=3"), lambda step, summary: None)
+    assert [entry["digests"] for entry in new.steps.index()] == [entry["digests"] for entry in run.steps.index()]
+
+
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 def test_a_later_step_needs_a_run_directory(folder: Path, original: Path, tmp_path: Path) -> None:
     copies = tmp_path / "copies"
     shutil.copytree(original / "steps", copies)
