@@ -36,16 +36,15 @@ def counterfactual(run: RunDirectory, steps: range, overrides: list[str], *, fro
     more about the batch.
 
     Args:
-        from_bundle: False if `run` is a run directory: the new one is placed beside it. True if it is an unpacked
-            bundle: the new one is placed below the default `root`, because a stranger wrote the configuration.
+        from_bundle: True if `run` is an unpacked bundle. A stranger wrote its configuration, so the new run is
+            placed below the default `root`. If False, it is placed beside `run`, or in a folder of the experiment
+            there if `run` was copied to a folder of another name.
 
     Raises:
         ClewError: The steps cannot be trained, or the new run directory is already in use.
     """
     first, last = steps[0], steps[-1]
-    beside = os.path.normpath(run.path / ".." / "..")  # Path(".").parent is "." again
-    root = Path(Config.model_fields["root"].default if from_bundle else beside)
-    config = _configured(run, first, overrides, root)
+    config = _configured(run, first, overrides, Path(Config.model_fields["root"].default) if from_bundle else None)
     for step in steps:
         read_batch_with_warning(run, step)
     going_on = config.run_path.exists() and _left_unfinished(config, run, last)
@@ -80,15 +79,19 @@ def counterfactual(run: RunDirectory, steps: range, overrides: list[str], *, fro
         if len(weights) == 1:
             print(f"no metric differs: {' '.join(overrides)} has no effect on these steps on the same data.")
         else:  # a step's metrics are taken before its update, so the next step's show it first
-            print(f"no metric of these steps differs, but the weights after step {last} do. Replay the next step, too.")
+            print(f"all metrics are identical, but the weights after step {last} differ. Replay the next step, too.")
         return
     EscapingConsole(wide=200).print(table_of_changes("step", changed, rows, title="recorded → here"))
     print(f"→ clew show {shlex.quote(str(new.path))} {last}")
 
 
-def _configured(run: RunDirectory, first: int, overrides: list[str], root: Path) -> Config:
-    """Return the configuration of the new run, which begins with step `first` and has its directory below `root`."""
+def _configured(run: RunDirectory, first: int, overrides: list[str], root: Path | None) -> Config:
+    """Return the configuration of the new run, which begins with step `first`. Its `root` is that of `run` if None."""
     recorded = configuration.load(run.config_path)
+    if root is None:
+        folder = Path(os.path.normpath(run.path / ".."))  # Path(".").parent is "." again
+        moved = folder.resolve().name != recorded.experiment  # the run was copied or renamed
+        root = folder if moved else Path(os.path.normpath(folder / ".."))
     ours = [
         f"root={_quoted(root)}",
         f"experiment={_quoted(recorded.experiment)}",

@@ -99,7 +99,7 @@ def evaluate(
 
 
 def write_episodes(evaluations: Sequence[Evaluation], path: Path) -> None:
-    """Write a Parquet file with a row per episode of all models; see `EPISODES`."""
+    """Write a Parquet file with one row for each episode of each model; see `EPISODES`."""
     episodes = [episode for each in evaluations for episode in each.episodes]
     rows.write_table(path, pa.Table.from_pylist(episodes, schema=EPISODES))
 
@@ -127,13 +127,13 @@ def _checkpoint_of(name: str) -> Path:
 def _settings(models: Sequence[str], data: str | None, reward: str | None, overrides: Sequence[str]) -> Config:
     """Return the configuration that all models are evaluated with.
 
-    It is that of the first run that names a reward, an agent or a workflow of its own (a run of `clew sft` names none
-    of them). If there is no such run, it is that of the first run, or the defaults.
+    The first run that names a reward, an agent or a workflow of its own gives it (a run of `clew sft` names none of
+    them). If no run does, the first run gives it. If there is no run at all, the defaults apply.
 
     Raises:
-        ConfigError: Neither the options nor a run name the prompts or the reward; or a field is invalid.
+        ConfigError: Neither the options nor a run names the prompts or the reward, or a field is invalid.
     """
-    configs = [_checkpoint_of(name).parent.parent / "config.yaml" for name in models]
+    configs = [_checkpoint_of(name).absolute().parent.parent / "config.yaml" for name in models]
     runs = [path for path in configs if (path.parent / "status").is_dir() and path.exists()]
     found = next((path for path in runs if _gives_rewards(read_yaml(path))), next(iter(runs), None))
     values: dict[str, Any] = {"experiment": "eval", "algorithm": {"advantages": "none"}}  # "none" compares no episodes

@@ -37,7 +37,7 @@ class Options:
     """
 
     steps: str | None = None
-    """Steps to replay; None: all of a run, or the one of a bundle."""
+    """Steps to replay; None: all steps of a run, or the one step of a bundle."""
     stages: str | None = None
     """Stages to compute again from recorded inputs, separated by commas."""
     only: str | None = None
@@ -95,7 +95,7 @@ class Options:
             raise ConfigError(f"{' and '.join(self.modes)} are different ways to replay. Use one of them.")
         if not run.steps.json_path(first).exists() and (self.stages is not None or self.ranks > 1):
             raise RecordError(
-                f"Cannot compare step {first} of {run.path}: it was begun and never committed. Leave out --stage and "
+                f"Cannot compare step {first} of {run.path}: it was begun but never committed. Leave out --stage and "
                 f"--ranks to train it here, add --break to stop in it, or ask `clew blame` for the cause."
             )
         if (self.stages is not None or self.reward) and run.supervised and self.stages != "data":
@@ -131,9 +131,10 @@ def rerun(target: Path, options: Options) -> bool:
                 algorithm = _algorithm_of_another(options.overrides, stages)
             return _recompute_stages(run, steps, stages, options.only, algorithm)
         if bundle is not None and bundle["stages_only"]:
-            if options.modes or options.device is not None:
+            training = {"--device": options.device, "--no-verify": not options.verify, "--ranks": options.ranks > 1}
+            if unusable := [*options.modes, *(name for name, chosen in training.items() if chosen)]:
                 raise RecordError(
-                    f"Cannot use {', '.join(options.modes) or '--device'} on {target}: it was written with "
+                    f"Cannot use {', '.join(unusable)} on {target}: it was written with "
                     f"--stages-only, so it lacks the weights and the rest of the run."
                 )
             print("this bundle has no weights: the stages that need none are compared")
@@ -191,7 +192,7 @@ def _step_of(run: RunDirectory, only: str, steps: range) -> range:
 
 NOT_RECOMPUTED = (
     "not computed again: metrics (such as metrics.response_length), evaluation, timings, committed_at, environment, "
-    "tensors, the other stages, and checkpoints. Without --stage, metrics, tensors, stages and checkpoints are."
+    "tensors, the other stages, and checkpoints. Leave out --stage to compute metrics, tensors and checkpoints again."
 )
 """Message that lists what `--stage` does not check."""
 
@@ -304,7 +305,7 @@ def _train_again(run: RunDirectory, steps: range, options: Options, *, named: Pa
 
 
 def _first_differing(replayed: Iterable[Replayed], steps: range, *, shown: bool) -> Replayed | None:
-    """Train the steps that lead up to those that were asked for, by reading `replayed`.
+    """Train the steps before the requested ones, by iterating over `replayed`.
 
     Args:
         shown: True to show the progress.

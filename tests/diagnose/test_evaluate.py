@@ -113,6 +113,13 @@ def test_a_run_gives_the_numbers_of_its_own_evaluation(
     assert [(row["episode"], row["reward"]) for row in now] == [(row["episode_id"], row["reward"]) for row in then]
 
 
+def test_a_checkpoint_that_is_named_from_its_own_folder_has_the_settings_of_its_run(
+    run: RunDirectory, held_out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(run.checkpoints)
+    assert "5 prompts" in evaluated("step-000000", data=held_out)
+
+
 def test_the_reward_is_that_of_the_first_run_that_names_one(run: RunDirectory, held_out: str, tmp_path: Path) -> None:
     """Evaluate `SFT GRPO`, as after `clew sft`, whose run names no reward."""
     without = tmp_path / "runs" / "e" / "sft"

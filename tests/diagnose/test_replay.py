@@ -317,7 +317,7 @@ def test_what_matches_nothing_is_no_success(run: RunDirectory, tmp_path: Path) -
         again(run, "1", reward=True, only="nonsense")
     small = write_bundle(run, 3, stages_only=True, to=tmp_path / "small.zip")
     asked: list[dict[str, Any]] = [{"reward": True}, {"stop": "loss"}, {"overrides": ["training.lr=1"]}]
-    asked.append({"device": "cpu"})
+    asked += [{"device": "cpu"}, {"verify": False}, {"ranks": 2}]
     for options in asked:
         with pytest.raises(
             RecordError, match=r"small\.zip: it was written with --stages-only, so it lacks the weights"
@@ -581,6 +581,12 @@ def test_a_counterfactual_lies_beside_its_run_wherever_it_is_started(
     assert RunDirectory(run.path.parent / "first-replay-1").steps.count() == 5
 
 
+def test_a_counterfactual_of_a_copied_run_lies_in_the_folder_of_the_copy(run: RunDirectory, tmp_path: Path) -> None:
+    shutil.copytree(run.path, tmp_path / "copy")
+    assert again(tmp_path / "copy", "4", ["training.lr=1e-4"])
+    assert RunDirectory(tmp_path / "e" / "first-replay-1").steps.count() == 5
+
+
 def test_a_counterfactual_of_a_run_whose_names_look_like_something_else(run: RunDirectory, tmp_path: Path) -> None:
     there = tmp_path / "a: b #é😀" / "007" / "first"
     shutil.copytree(run.path, there)
@@ -781,7 +787,7 @@ def test_a_step_that_was_not_committed_is_trained_with_what_the_run_has_now(
     assert again(run, "5") and again(run, "5", stop="advantages")
     shown = capsys.readouterr().out
     assert f"step 5: loss {loss:.6g}, " in shown and [scope["step"] for scope in stopped] == [5]
-    with pytest.raises(RecordError, match=r"step 5 of .* it was begun and never committed"):
+    with pytest.raises(RecordError, match=r"step 5 of .* it was begun but never committed"):
         again(run, "5", stages="loss")
     assert again(run, "5", ["training.lr=1e-4"])
     assert "\n   5  - → " in capsys.readouterr().out
@@ -997,7 +1003,7 @@ def test_training_goes_on_from_a_later_step_of_another_run(run: RunDirectory, fo
 def test_a_beginning_from_a_later_step_that_was_killed_begins_again(
     run: RunDirectory, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It ends before its first own checkpoint. The same command goes on; one with an earlier step is refused."""
+    """End it before its own first checkpoint. The same command goes on; one with an earlier step is refused."""
     replaying = [f"root={tmp_path}", "trial=later", *replaying_from(run.path)]
     with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):
         killed.setattr("clew.loop.branch.save_checkpoint", interrupted)
