@@ -108,9 +108,9 @@ def _stack(task: asyncio.Task[Any]) -> str:
 def suspended(awaited: Any) -> tuple[CodeType | None, FrameType | None, Any]:
     """Return code, frame and awaited object of a coroutine, a generator or an asynchronous generator.
 
-    If another thread is running it, the awaited object is None. Python 3.11 must not be asked then: it looks for what
-    the running frame awaits all the same, takes something else for an object, and crashes. There is no call between the
-    check and the read, because a call lets other threads go on.
+    If another thread is running it, the awaited object is None. Reading `cr_await` would then crash Python 3.11, which
+    takes something in the running frame for the awaited object. There must be no call between the check and the read,
+    because a call lets other threads run.
     """
     if type(awaited).__name__ == "async_generator_asend":  # of `async for`: it hides the generator that it runs
         awaited = next(filter(inspect.isasyncgen, gc.get_referents(awaited)), None)

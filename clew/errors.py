@@ -15,7 +15,7 @@
     ├── TrainingError      the trainer met a number that it cannot continue with
     ├── LaunchError        a process died, a port is in use
     ├── MissingPart        an optional part of Clew that is not installed, such as clew[train]
-    └── Interrupted        somebody asked the process to end before its work is done
+    └── Interrupted        somebody asked the process to end before its work was done
 
 Narrower kinds are defined in the module that raises them, such as those of EngineError in clew.inference.protocol.
 
@@ -87,11 +87,11 @@ class LaunchError(ClewError):
 
 
 class Interrupted(ClewError):
-    """Raised when somebody asked the trainer to end before its last step."""
+    """Raised when somebody asks the process to end before its work is done."""
 
 
 class MissingPart(ClewError):
-    """Raised when a package is needed that belongs to an optional part of Clew, and is not installed."""
+    """Raised when an optional package is needed that is not installed."""
 
 
 @contextmanager

@@ -64,7 +64,7 @@ MAY_IMPORT = {
     },
 }
 LINES = {
-    "top": 3295,  # weights.via; launch.devices; asyncio, for stress/, too; names; user's errors; facts about engines
+    "top": 3302,  # weights.via; texts with ${...}; launch.devices; asyncio, for stress/; names; users' errors; engines
     "algorithms": 770,  # rejection.py: the corrections that other systems have for lag and mismatch
     "cli": 1062,  # clew hang, on several nodes; clew sft and clew learn watch themselves; refused options
     "diagnose": 2935,  # 2750 before the search of clew diff had a file of its own; clew doctor beside broken GPUs
@@ -72,7 +72,7 @@ LINES = {
     "hang": 8380,  # memory, pipes, programs; RAS, Ray; engines; locks; queues never filled; filters that do not count
     "inference": 6620,  # vLLM and SGLang in training; called-off meetings, drawn image tokens, lost weights
     "launch": 690,  # no_progress.py, also without clew train; several servers, and their devices
-    "loop": 2730,  # weight_sender.py: servers that froze or refused are taken out; the others have time to connect
+    "loop": 2735,  # weight_sender.py: servers that froze or refused are taken out; begun branches
     "models": 742,  # images that are turned; prompts with placeholders, for engines that expand them; sorted digests
     "record": 3050,  # docstrings with Args in place of sentences that had to be read twice
     "rollout": 2095,  # attached servers that lost their weights; episodes that wait for the engine before their time

@@ -29,16 +29,16 @@ OPTIONS = {
 
 
 def advantages(sequences: SequenceABC[Sequence]) -> np.ndarray:
-    """Return the advantage of each sequence of a step against its group (section 4.1.2): [sequences] float32."""
+    """Return each sequence's advantage relative to its group (section 4.1.2): [sequences] float32."""
     return within_groups(sequences, normalised)
 
 
 def advantages_batch_std(sequences: SequenceABC[Sequence]) -> np.ndarray:
     """Return (r_i - mean of the group) / (std of the batch + EPSILON) for each sequence of a step: [sequences] float32.
 
-    The deviation is of the rewards of all E episodes of the step, about their own mean, and divides by E - 1. This form
-    is Lite PPO's (arXiv 2508.08221) and TRL's scale_rewards="batch". Groups whose answers are nearly all right or all
-    wrong have a small deviation of their own; here they count no more than others.
+    The deviation is taken over the rewards of all E episodes of the step, and divides by E - 1. Lite PPO (arXiv
+    2508.08221) and TRL's scale_rewards="batch" do the same. A group whose answers are nearly all right or all wrong has
+    a small deviation of its own; divided by the batch's deviation, its advantages are no larger than those of others.
     """
 
     def repeated(rewards_ES: Rewards) -> np.ndarray:

@@ -51,7 +51,7 @@ def advantages(
 
     Args:
         rewards: Reward of each trained token, [N] for each sequence.
-        values: The critic's value of the state before each of these tokens, when the step begins.
+        values: The critic's value of the state before each of these tokens, computed before the step's first update.
             The critic's loss is `clew.algorithms.gae.value_loss`.
     """
     results = [gae(*pair, gamma=options.gamma, lam=options.gae_lambda) for pair in zip(rewards, values, strict=True)]

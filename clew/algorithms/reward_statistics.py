@@ -38,7 +38,7 @@ def within_groups(
         batch: True if the whole batch is one group.
 
     Raises:
-        TrainingError: An episode has no other episode to be compared with.
+        TrainingError: A group has only one episode, so there is none to compare it with.
     """
     groups: dict[str, dict[str, list[int]]] = {}
     for place, sequence in enumerate(sequences):

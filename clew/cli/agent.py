@@ -1,4 +1,4 @@
-"""Commands of `clew agent`: run an agent alone, many at once, and against recorded responses."""
+"""Commands of `clew agent`: run one episode at a time, run hundreds at once, or replay a recorded episode."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from clew.printing import print
 
 agent_app = typer.Typer(
     help="Agents: any class with `async def run(self, data, **extra_kwargs)` that talks to a model provider.",
-    epilog="The examples use what `python -m examples.agents.make --out runs/calculator/material` makes; "
-    "docs/agents.md has the rest.",
+    epilog="The examples use files that `python -m examples.agents.make --out runs/calculator/material` makes. "
+    "See docs/agents.md for more.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -89,8 +89,8 @@ def agent_stress(
     base_url: Annotated[
         str | None,
         typer.Option(
-            help="URL of a served model, or of a provider (key: OPENAI_API_KEY), which is asked for every episode: "
-            "begin small. Default: a stand-in answers, and no model is needed."
+            help="URL of a served model or of a provider (key: OPENAI_API_KEY). Every episode sends it requests, so "
+            "start small. Default: a stand-in answers, and no model is needed."
         ),
     ] = None,
     latency: Annotated[
@@ -110,7 +110,8 @@ def agent_stress(
         float,
         typer.Option(
             min=0.1,
-            help="Maximum seconds of an episode, without waits for the model or a busy processor; 5 times that in all.",
+            help="Maximum seconds of an episode, not counting waits for the model or for a busy processor. Counting "
+            "them, the limit is 5 times as long.",
         ),
     ] = 120.0,
     json_to: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON.")] = None,
@@ -119,7 +120,7 @@ def agent_stress(
     ] = None,
     arg: AgentArguments = None,
 ) -> None:
-    """Run an agent's episodes by the hundred and say whether it is fit to train (exit code 0, unfit 1, not judged 3).
+    """Run hundreds of episodes at once and say whether the agent is fit to train (exit code 0; unfit 1; not judged 3).
 
     Example: clew agent stress examples.agents.calculator.Calculator --data runs/calculator/material/held_out.jsonl
     """
@@ -172,7 +173,7 @@ def agent_replay(
     base_url: Annotated[str | None, typer.Option(help="URL of that model. Default: OPENAI_BASE_URL.")] = None,
     trust: Trust = None,
 ) -> None:
-    """Run the agent's present code against the recorded responses of an episode; no model is needed.
+    """Run the agent's current code against the recorded responses of an episode; no model is needed.
 
     Example: clew agent replay runs/calculator/grpo --episode g000000.e1
     """

@@ -23,7 +23,7 @@ Trust = Annotated[
     typer.Option(
         "--trust",
         metavar="MODULE",
-        help="Allow a stranger's record (see docs/time_machine.md) to load code of this module. May be repeated.",
+        help="Allow a stranger's record (see docs/time_machine.md) to load code from this module. May be repeated.",
     ),
 ]
 Overrides = Annotated[
@@ -35,7 +35,8 @@ def on_ranks(ranks: int, work: Callable[[], None], logs: Path | None = None) -> 
     """Run `work` if this process is one of the ranks; otherwise start the ranks and wait for them.
 
     The ranks are started with this process's command line, so each of them gets here again and runs `work`. A single
-    rank is this process itself. All ranks but the first write their output to `logs`; None: it is deleted at the end.
+    rank is this process itself. All ranks but the first write their output to files in `logs`; if that is None, the
+    output is deleted at the end.
     """
     from clew.launch.ranks import check_world, run_ranks, starts_ranks
 

@@ -31,7 +31,7 @@ def show(
         typer.Option(
             "--prompt",
             metavar="ROW",
-            help="Follow one prompt over the run: a row of the data file, from 0, or a text that the prompt holds.",
+            help="Follow one prompt over the run: a row of the data file, from 0, or text that the prompt contains.",
         ),
     ] = None,
     off_policy: Annotated[
@@ -42,7 +42,7 @@ def show(
         typer.Option(metavar="FILE", help="Draw reward, length, entropy, k3, lag, clip fraction and time as PNG."),
     ] = None,
 ) -> None:
-    """Show a run, one of its steps, groups, episodes or tokens, or the runs of a folder, as the record has them.
+    """Show what is recorded of a run, of one of its steps, groups, episodes or tokens, or of all runs in a folder.
 
     Example: clew show runs/addition/grpo 3
     """

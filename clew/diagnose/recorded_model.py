@@ -36,8 +36,9 @@ class RecordedModel(EpisodeEngine):
 
         Args:
             answers: Recorded interactions of the episode.
-            live: True: the engine answers from the first request that differs on. False: that request fails.
-            sampling: True: a request with other sampling parameters counts as different.
+            live: If True, the engine answers the first request that differs and all later ones. If False, the first
+                request that differs fails.
+            sampling: If True, a request with different sampling parameters counts as different.
         """
         super().__init__(shared, episode_id)
         self.recorded = len(answers)
@@ -124,7 +125,7 @@ class RecordedModel(EpisodeEngine):
         """Return the first difference in what the model reads or how it samples; None if the requests are the same."""
         if found := first_difference(then.prompt, now.prompt, "message" if isinstance(now.prompt, list) else "prompt"):
             return found
-        # Older records do not name the tools; what the template made of them is among the tokens.
+        # Older records do not list the tools. But the tokens contain the tools as the template rendered them.
         before, after = then.details.get("tools"), now.details.get("tools", [])
         if before is not None and (found := first_difference(before, after, "tool")):
             return found
@@ -140,7 +141,7 @@ class RecordedModel(EpisodeEngine):
         )
 
     def _in_tokens(self, then: list[int], now: list[int]) -> Divergence:
-        """Return where the text or the tokens that the model reads differ although the messages are the same."""
+        """Return the first difference in the model's input, as text or else as tokens, if the messages are the same."""
         where = "what the chat template makes of messages and tools"
         texts = [self.tokenizer.decode(ids, skip_special_tokens=False) for ids in (then, now)]
         found = first_difference(texts[0], texts[1], where)
@@ -184,7 +185,8 @@ ABSENT = object()
 def first_difference(then: Any, now: Any, where: str) -> Divergence | None:
     """Return the first place where two JSON values differ; None if they are equal.
 
-    In text, the place is a character. It is shown with the text around it, with spaces and line breaks made visible.
+    In a text, the place is a character position. It is shown with the text around it, in which marks stand for spaces
+    and line breaks.
     """
     if isinstance(then, dict) and isinstance(now, dict):
         for name in {**then, **now}:
@@ -216,7 +218,7 @@ def _role(pair: Sequence[Any]) -> str:
 
 
 def _around(text: str, at: int) -> str:
-    """Return the text around a place on one line, with a mark for each space, line break and tab."""
+    """Return the text around a position as one line, with a visible mark for each space, line break and tab."""
     marks = {ord(" "): "·", ord("\n"): "⏎", ord("\r"): "␍", ord("\t"): "⇥", 0xA0: "⍽"}
     return around(text, at, AROUND).translate(marks) or "(nothing)"
 
@@ -234,7 +236,7 @@ def _lines(prompt: Any) -> list[str]:
 
 
 def resources_of(run: RunDirectory, config: Config, engine: Any, reward: Any) -> Resources:
-    """Return what a run's episodes share. Tokenizer and image processing are those of the oldest checkpoint, if any."""
+    """Return what a run's episodes share. Tokenizer and image processor are the oldest checkpoint's, if any."""
     versions = run.checkpointed()
     tokenizer = load_tokenizer(str(run.checkpoint(versions[0])) if versions else config.model.path)
     return resources(config, engine, tokenizer, reward, vision=load_vision(tokenizer.name_or_path))

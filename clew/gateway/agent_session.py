@@ -166,7 +166,7 @@ class AgentSession:
             retry = False
             self._failed[fingerprint] -= 1
         # Two equal requests may run side by side. So a request is a retry only if its client says so, or if the client
-        # of an equal request has left without its reply. Such a request is preferred.
+        # of an earlier equal request left without its reply. The retry then gets that reply rather than another's.
         equal = [each for each in reversed(self._submissions) if each.fingerprint == fingerprint]
         possible = [each for each in equal if retry or each.abandoned]
         earlier = max(possible, key=lambda each: (each.abandoned, not each.delivered), default=None)
@@ -211,12 +211,12 @@ class AgentSession:
     async def _prompt(self, request: ModelRequest, begin: str = "") -> Prompt:
         """Return the prompt of a request; see `Turns.prompt`.
 
-        A long one, or one with images, is made in a thread, so that other sessions do not have to wait for it.
+        A long prompt, or one with images, is made in a thread, so that other sessions do not have to wait for it.
         """
         if request.characters > (limit := max_text(self.engine.resources.context)):
             message = (
-                f"Cannot read the messages: they have {request.characters} characters, and only {limit} are read for "
-                f"this model's context. Shorten them."
+                f"Cannot read the messages: they have {request.characters} characters, and the limit for this model's "
+                f"context is {limit}. Shorten them."
             )
             raise Refusal(400, message, param="messages", code="context_length_exceeded")
         if request.characters < LARGE_TEXT and not request.images:

@@ -209,7 +209,7 @@ def _model_request(request: CountRequest, notes: list[str], **more: Any) -> Mode
         message = "Cannot continue the thread: it already has its tools and system prompt. Send neither of them."
         raise Refusal(400, message, param="thread")
     if request.messages[-1].role == "assistant":
-        message = "Cannot continue messages that end with the assistant's: prefilling is not supported. Add a user's."
+        message = "Cannot continue an assistant's message: prefilling is not supported. Add a user message."
         raise Refusal(400, message, param="messages")
     images: dict[str, bytes] = {}
     return ModelRequest(
@@ -287,7 +287,7 @@ def _of_user(
 
 
 def _definition(reference: _ToolReference, tools: dict[str, dict[str, Any]]) -> str:
-    """Return the text that describes to the model a tool that a search has found."""
+    """Return the definition of a tool that a search found, as the text that the model reads."""
     if reference.tool_name not in tools:
         message = f"Cannot read messages: tool_reference names {reference.tool_name!r}, which is not among the tools."
         raise Refusal(400, message, param="messages")
@@ -315,7 +315,7 @@ def respond(request: ModelRequest, replies: Sequence[Reply]) -> dict[str, Any]:
 
 
 def _begun(request: ModelRequest, id: str, input_tokens: int) -> dict[str, Any]:
-    """Return a message as it begins: without content."""
+    """Return the message as it is before its content is known."""
     return {
         "id": id,
         "type": "message",

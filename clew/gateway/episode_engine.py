@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_WARNINGS = 3
-"""Number of warnings of one kind that an episode shows."""
+"""Maximum number of warnings of one kind that an episode keeps."""
 
 MAX_NEW_TOKENS = 512
 """Limit of a response, in tokens, if neither a configuration nor the agent sets one."""
@@ -52,7 +52,7 @@ class Resources:
     vision: ImageExpander | None = None
     """Image input of the model; None if the model or the engine takes no images."""
     media: Media | None = None
-    """Folder that keeps images for the record; None: nothing is recorded."""
+    """Folder that keeps images for the record; None: images are not kept."""
     individual: bool = False
     """True makes each interaction a sequence of its own. False joins interactions that extend one another."""
     restart: bool = False
@@ -104,9 +104,8 @@ class EpisodeEngine:
     def warn(self, warning: str, kind: str | None = None) -> None:
         """Warn the owner of the workflow or agent.
 
-        Repeated warnings are dropped, and of each kind only the first MAX_WARNINGS are kept.
-
-        By default, warnings that differ only in numbers and IDs are of one kind.
+        Repeated warnings are dropped, and only the first MAX_WARNINGS of each kind are kept. By default, warnings that
+        differ only in numbers and IDs count as the same kind.
         """
         kind = kind or re.sub(r"\S*\d\S*", "N", warning)
         count = sum(each == kind for each in self.warnings.values())
@@ -137,7 +136,7 @@ class EpisodeEngine:
         details: Mapping[str, Any] | None = None,
         **overrides: Any,
     ) -> Interaction:
-        """Have the model complete `input_ids`, sampled as the configuration says.
+        """Let the model complete `input_ids`, with the sampling parameters of the configuration.
 
         Args:
             input_ids: Tokens of the prompt.
@@ -145,13 +144,13 @@ class EpisodeEngine:
             images: Image files (PNG, JPEG), in the order in which they appear in the prompt.
                 `engine.see` makes the tokens that stand for them.
             index: Index from `reserve`, if the request's place in the episode was fixed earlier; None: the next one.
-            on_token: Called with each token and its logprob in order; never if the engine does not stream.
+            on_token: Called with each token and its logprob, in order. Not called if the engine does not stream.
             details: Further entries for the record, such as the name of the model that a client asked for.
             overrides: Fields of SamplingParams, for this request.
 
         Raises:
             EngineError: The prompt does not fit into the context, or the parameters contradict one another.
-            EpisodeError: There is no sampling parameter of that name.
+            EpisodeError: One of the overrides is not a sampling parameter.
         """
         if index is None:
             index = self.reserve()
@@ -198,7 +197,7 @@ class EpisodeEngine:
         return list(encoded["input_ids"])
 
     async def reward(self, completion: str, data: dict[str, Any]) -> float | dict[str, float]:
-        """Return the reward that the function rollout.reward gives this text.
+        """Return the reward that the function named in rollout.reward gives to this text.
 
         Raises:
             EpisodeError: The function raised, hung, or returned no finite number.

@@ -34,7 +34,7 @@ def pair_losses(
     The same holds for the metrics.
 
     Args:
-        beta: Coefficient of DPO; None: the scores are a reward model's.
+        beta: DPO's beta; None: the scores come from a reward model.
         reference_S: Logprobs of the reference model, for DPO.
     """
     pairs = sum(len(rows) for minibatch in plan for rows in minibatch) // 2
@@ -46,7 +46,7 @@ def pair_losses(
         if beta is None:
             margins_P, loss_P = chosen_P - rejected_P, preference_loss(chosen_P, rejected_P)
         else:
-            assert reference_S is not None, "DPO compares with a reference"
+            assert reference_S is not None, "DPO needs the logprobs of a reference model"
             reference_N = torch.from_numpy(reference_S[micro.where_N]).to(ones_N.device)
             references = _sum_by_pair(reference_N, micro.rows_N)
             loss_P = dpo_loss(chosen_P, rejected_P, *references, beta=beta)
@@ -74,7 +74,7 @@ def dpo_loss(
 def preference_loss(chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
     """Return -log sigmoid(score of the chosen - score of the rejected) of each pair, [P].
 
-    This is Bradley and Terry's model, with which reward models are trained (InstructGPT, arXiv 2203.02155, equation 1).
+    This is the Bradley-Terry loss with which reward models are trained (InstructGPT, arXiv 2203.02155, equation 1).
     """
     return -torch.nn.functional.logsigmoid(chosen_P - rejected_P)
 

@@ -73,7 +73,7 @@ class Ranks:
     @classmethod
     @contextmanager
     def joined(cls) -> Iterator[Ranks]:
-        """Join the other ranks that the environment names, for as long as the block runs; alone if it names none."""
+        """Join the ranks that the environment names for as long as the block runs. If it names none, run alone."""
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size == 1:
             yield cls()
@@ -113,7 +113,7 @@ class Ranks:
         return self.rank % self.tp
 
     def meet(self) -> None:
-        """Return when every rank has called this."""
+        """Wait until every rank has called this."""
         if self.size > 1:
             dist.barrier()
 

@@ -1,4 +1,4 @@
-"""Computation of each sequence's contribution to a step's gradient, and search for the first NaN or infinity."""
+"""Computes each sequence's contribution to a step's gradient, and finds the first NaN or infinity."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Contribution:
     """Component of this contribution along the whole gradient, divided by the whole gradient's norm; may be negative.
     The shares of an update add up to 1."""
     where_N: np.ndarray
-    """Position of each trained token in the step's arrays; aligned with the three arrays below."""
+    """Position of each trained token in the step's arrays. The arrays below have one entry for each of these tokens."""
     logprobs_N: np.ndarray
     losses_N: np.ndarray
     weights_N: np.ndarray

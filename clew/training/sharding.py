@@ -3,8 +3,8 @@
 PyTorch FSDP2: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html. Before a block computes, its
 parameters are gathered; after its backward pass the gradients are summed over the ranks, and each keeps its slice.
 
-With `training.tp`, consecutive ranks split the blocks among them (`clew.training.tensor_parallel`), and a part is
-gathered from the ranks that have a slice of it:
+With `training.tp`, consecutive ranks split each block among themselves (`clew.training.tensor_parallel`). Each part is
+gathered from the ranks that hold a slice of it:
 
 ::
 
@@ -80,7 +80,7 @@ def shard(model: Any, ranks: Ranks, device: torch.device, *, root: torch.nn.Modu
 def blocks_of(model: Any) -> list[torch.nn.Module]:
     """Return the decoder's blocks: the modules that transformers says must not be split.
 
-    No block lies within another: for Mamba, where both blocks and their mixers are named, these are the blocks.
+    They are never nested: of Mamba's blocks and their mixers, which are both named, the mixers are left out.
     """
     names = set(model._no_split_modules or ())
     blocks: list[torch.nn.Module] = []
@@ -110,7 +110,7 @@ def slice_of(tensor: Tensor, ranks: Ranks) -> tuple[Tensor, int] | None:
 
 
 def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Return the tensors grouped by the ranks over which they are sharded. torch takes one such group per call."""
+    """Return the tensors grouped by the ranks over which they are sharded. torch accepts only one group per call."""
     groups: dict[DeviceMesh | None, list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
@@ -123,7 +123,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
     placements = list(tensor.placements)
-    for dim in range(len(placements)):  # one by one: given all at once, DTensor does the same, and warns
+    for dim in range(len(placements)):  # one at a time: for all of them at once, DTensor does the same, but warns
         placements[dim] = Replicate()
         tensor = tensor.redistribute(placements=placements)
     return tensor.to_local()

@@ -1,1 +1,1 @@
-"""Views of a run for people."""
+"""Displays a run to people: its progress, its status, and what its record holds."""

@@ -1,4 +1,4 @@
-"""The agent's present code against recorded responses: no model, the same every time, the first difference named."""
+"""The agent's current code against recorded responses: no model, the same every time, the first difference named."""
 
 from __future__ import annotations
 
