@@ -37,8 +37,7 @@ def counterfactual(run: RunDirectory, steps: range, overrides: list[str], *, fro
 
     Args:
         from_bundle: True if `run` is an unpacked bundle. A stranger wrote its configuration, so the new run is
-            placed below the default `root`. If False, it is placed beside `run`, or in a folder of the experiment
-            there if `run` was copied to a folder of another name.
+            placed below the default `root`. If False, it is placed beside `run`, or in a folder there.
 
     Raises:
         ClewError: The steps cannot be trained, or the new run directory is already in use.

@@ -279,7 +279,7 @@ def _train_again(run: RunDirectory, steps: range, options: Options, *, named: Pa
             unbroken = chain_holds(run, range(engine.version, min(steps.stop, committed)))
         try:
             replayed = replay(run, engine, min(steps[-1], committed - 1), verify=options.verify)
-            # It trains a step each time it is asked for one: first those before the requested steps, then these.
+            # Each iteration trains a step: first those before the requested steps, then these.
             before = range(engine.version, steps[0])
             shown = ranks.leads and options.stop is None  # a debugger needs the terminal
             differs_before = _first_differing(islice(replayed, len(before)), before, shown=shown)

@@ -350,24 +350,35 @@ def with_callers(verdict: Verdict, actors: Sequence[Actor]) -> Verdict:
 
 
 def _left_a_loop(ranks: Sequence[Actor], sources: Mapping[str, str]) -> tuple[list[Actor], str] | None:
-    """Return the smaller side if some ranks have left a loop that the rest are still in, and words about it."""
-    # From the outermost frame inwards, to the first in which some ranks are in a loop and the others are past it.
-    for level in zip(*(reversed(a.process.user_frames) for a in ranks), strict=False):
-        if len({(frame.file, frame.function) for frame in level}) > 1:
-            return None
-        text = sources.get(level[0].file, "")
-        loops = [source.outermost_loop(text, frame.line) for frame in level]
-        around = min((loop for loop in loops if loop is not None), key=lambda loop: loop.lineno, default=None)
-        end = (around.end_lineno or around.lineno) if around is not None else 0
-        past = [a for a, f in zip(ranks, level, strict=True) if f.line > end and source.follows(text, end, f.line)]
-        within = [a for a, loop in zip(ranks, loops, strict=True) if around is not None and loop is around]
-        if around is not None and past and within and len(past) + len(within) == len(ranks):
-            left = f"{subject(past, 'has', 'have')} left the loop at {PurePath(level[0].file).name}:{around.lineno}."
-            told = f"{left} {subject(within, 'is', 'are')} still in it."
-            return (past if len(past) <= len(within) else within), told
-        if len({(frame.function, frame.line) for frame in level}) > 1:
-            return None
-    return None
+    """Return the smaller side if some ranks have left a loop that the rest are still in, and words about it.
+
+    The loop is in the function in which the ranks part, or in one that this function calls at the earlier line.
+    """
+    stacks = [list(reversed(a.process.user_frames)) for a in ranks]
+    levels = zip(*stacks, strict=False)
+    depth = len(list(takewhile(lambda level: len({(f.file, f.function, f.line) for f in level}) == 1, levels)))
+    if any(len(stack) <= depth for stack in stacks):
+        return None
+    level = [stack[depth] for stack in stacks]
+    if len({(frame.file, frame.function) for frame in level}) > 1:
+        return None
+    text, first = sources.get(level[0].file, ""), min(frame.line for frame in level)
+    loops = [source.outermost_loop(text, frame.line) for frame in level]
+    around = min((loop for loop in loops if loop is not None), key=lambda loop: loop.lineno, default=None)
+    end, file = (around.end_lineno or around.lineno) if around is not None else 0, level[0].file
+    within = [a for a, loop in zip(ranks, loops, strict=True) if around is not None and loop is around]
+    if len(within) == len(ranks) or around is None:  # the loop may be in what is called at the earlier line
+        called = [stack[depth + 1] for stack in stacks if stack[depth].line == first and stack[depth + 1 :]]
+        inner = {(f.file, source.outermost_loop(sources.get(f.file, ""), f.line)) for f in called}
+        (file, around), *others = inner or {("", None)}
+        end, around = first, None if others else around
+        within = [a for a, frame in zip(ranks, level, strict=True) if frame.line == first]
+    past = [a for a, f in zip(ranks, level, strict=True) if f.line > end and source.follows(text, end, f.line)]
+    if around is None or not past or not within or len(past) + len(within) != len(ranks):
+        return None
+    left = f"{subject(past, 'has', 'have')} left the loop at {PurePath(file).name}:{around.lineno}."
+    told = f"{left} {subject(within, 'is', 'are')} still in it."
+    return (past if len(past) <= len(within) else within), told
 
 
 def _one_deviates(culprits: Sequence[Actor]) -> bool:

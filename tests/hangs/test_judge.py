@@ -156,6 +156,25 @@ def test_ranks_that_all_receive_in_different_loops_expect_different_numbers_of_m
     assert "Rank 0 has left the loop at train.py:1. Rank 1 is still in it." in verdict.explanation
 
 
+def test_a_rank_that_has_left_the_loop_of_a_function_is_at_fault() -> None:
+    """Let rank 0 train in the loop of `epoch`, which rank 1 has left."""
+    code = "def fit():\n    epoch()\n    report()\ndef epoch():\n    for batch in data:\n        step(batch)\n"
+    code += "def report():\n    dist.all_gather(parts, x)\ndef step(batch):\n    dist.all_reduce(batch)\n"
+
+    def called(number: int, op: str, *places: tuple[str, int]) -> Process:
+        one = rank(number, 5, op)
+        frames = [one.looks[0].threads[0].frames[0]]
+        frames += [Frame(function=name, file="train.py", line=line) for name, line in places]
+        thread = Thread(name="MainThread", os_id=100 + number, frames=tuple(frames))
+        return replace(one, looks=tuple(replace(look, threads=(thread,)) for look in one.looks))
+
+    trains = called(0, "all_reduce", ("step", 10), ("epoch", 6), ("fit", 2))
+    reports = called(1, "all_gather", ("report", 8), ("fit", 3))
+    verdict = judge(Snapshot(processes=(trains, reports), seconds=3.0, sources={"train.py": code}))
+    assert (verdict.pattern, verdict.ranks) == ("collective mismatch", (1,))
+    assert "Rank 1 has left the loop at train.py:5. Rank 0 is still in it." in verdict.explanation
+
+
 def test_a_job_that_has_ended_does_not_hang() -> None:
     def ended(number: int, code: str) -> Process:
         return replace(rank(number, 8, state="Z"), exit=f"with exit code {code}" if code else "")
