@@ -165,7 +165,9 @@ def _answers(path: Path) -> list[str]:
     for step in range(run.steps.count()):
         if run.steps.has_data(step):
             rows = run.steps.read_data(step)
-            answers += [str(interaction["completion"]) for row in rows for interaction in row.interactions]
+            turns = [turn for row in rows for turn in row.interactions]
+            said = [turn.get("completion") if isinstance(turn, dict) else turn for turn in turns]  # or only a text
+            answers += [str(each) for each in said if each is not None]
         if len(answers) >= RECORDED:
             return answers[:RECORDED]
     if not answers:

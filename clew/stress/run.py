@@ -218,14 +218,18 @@ class Stress:
         for number, (episode, _) in enumerate(jobs):
             failing = range(number % 4 % 3, number % 4 % 3 + FAILS)
             requests.troubles |= {(episode, each): "fault" for each in failing} if number % 4 else {(episode, 0): "cut"}
+        before = {kind: {*warnings} for kind, warnings in list(requests.warned.items())}
         try:
             troubled = await self._runner.wave("troubled", jobs, WATCHED)
-            add_warnings(troubled, self._waves[3], requests.warn)
         except StoodStill:  # an agent may wait for ever after a failure; the loop may not
             if self._runner.stuck.verdict is not None:
                 raise
+            troubled = None
         finally:
             requests.troubles.clear()
+            requests.forget_warnings(keep=before)  # the trouble may be the reason
+        if troubled is not None:
+            add_warnings(troubled, self._waves[3], requests.warn)
 
     async def _trace_memory(self) -> None:
         tracemalloc.start(growth.DEPTH)

@@ -16,9 +16,10 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from contextvars import Context, ContextVar
 from dataclasses import dataclass, field
-from types import FunctionType, ModuleType
+from types import FunctionType, MemberDescriptorType, ModuleType
 from typing import Any, Literal
 
 from clew.stress.agent_steps import Episode
@@ -204,46 +205,68 @@ class State:
             return {key: each for key, each in dict(value).items() if _is_data(key, each)}
         if isinstance(value, dict):
             return dict(value)
-        return dict(vars(value)) if self._is_users_object(value) else None
+        return _attributes(value) if self._is_users_object(value) else None
 
     def _is_users_object(self, value: Any) -> bool:
-        if isinstance(value, (type, ModuleType, FunctionType)) or not hasattr(value, "__dict__"):
+        if isinstance(value, (type, ModuleType, FunctionType)):
             return False
         file = getattr(sys.modules.get(type(value).__module__), "__file__", None)
         return bool(file and self._code.is_user(file))
 
 
 def _roots(agent: object, code: Code) -> Iterator[tuple[str, Any]]:
-    """Yield named dictionaries: attributes of the agent and classes, globals of the user's modules, and defaults."""
+    """Yield named dictionaries: attributes of the agent and classes, globals of modules, and what functions keep."""
     if hasattr(agent, "__dict__"):
         yield "self" if "agent" in sys.modules else "agent", agent.__dict__  # "agent" is then the module's name
     own = sys.modules[type(agent).__module__]
     package = own.__name__.rpartition(".")[0]
+    bases = {each.__module__ for each in type(agent).__mro__}
     for name, module in list(sys.modules.items()):
         if not isinstance(module, ModuleType):
             continue
         file = vars(module).get("__file__")
         beside = bool(package) and name.startswith(package + ".")
         imported = any(each is module for each in vars(own).values())
-        if file and code.is_user(file) and (module is own or beside or imported):
+        if file and code.is_user(file) and (name in bases or beside or imported):
             yield name, vars(module)
-            yield from _defaults(name, vars(module))
+            yield from _kept(name, vars(module))
             for each in list(vars(module).values()):
                 if isinstance(each, type) and each.__module__ == name:
                     yield f"{name}.{each.__qualname__}", each.__dict__
-                    yield from _defaults(f"{name}.{each.__qualname__}", each.__dict__)
+                    yield from _kept(f"{name}.{each.__qualname__}", each.__dict__)
 
 
-def _defaults(name: str, attributes: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the defaults of functions' arguments: each is one object for all calls."""
+def _kept(name: str, attributes: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the objects that functions keep between calls: defaults of arguments, and variables of outer functions."""
     for function in list(attributes.values()):
         function = function.__func__ if isinstance(function, (classmethod, staticmethod)) else function
-        if isinstance(function, FunctionType):
+        while isinstance(function, FunctionType):
             arguments = inspect.signature(function, follow_wrapped=False).parameters.values()
             defaults = {each.name: each.default for each in arguments if each.default is not each.empty}
-            held = {key: value for key, value in defaults.items() if not isinstance(value, _PLAIN)}
-            if held:
-                yield f"{name}.{function.__name__}'s default", held
+            outer: dict[str, Any] = {}
+            for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+                with suppress(ValueError):  # it has no value yet
+                    outer[key] = cell.cell_contents
+            for what, values in (("default", defaults), ("outer variable", outer)):
+                held = {key: value for key, value in values.items() if not isinstance(value, _PLAIN)}
+                if held:
+                    yield f"{name}.{function.__name__}'s {what}", held
+            function = vars(function).get("__wrapped__")  # of a decorator
+
+
+def _attributes(value: object) -> dict[str, Any]:
+    """Return the attributes of an object, also those that its class keeps in slots."""
+    slots = {
+        name: slot
+        for each in type(value).__mro__
+        for name, slot in vars(each).items()
+        if isinstance(slot, MemberDescriptorType)
+    }
+    found = dict(getattr(value, "__dict__", {}))
+    for name, slot in slots.items():
+        with suppress(AttributeError):  # it has no value yet
+            found[name] = slot.__get__(value)
+    return found
 
 
 def _is_data(key: Any, value: Any) -> bool:
@@ -357,4 +380,7 @@ def _counts(made: Sequence[ObjectChange], matters: bool) -> bool:
     if made[0].kind == "changed" or isinstance(numbers[0], float):
         return True
     steps = [b - a for a, b in itertools.pairwise(numbers)]
-    return all(abs(step) == 1 for step in steps) or (not matters and all(step > 0 for step in steps))
+    turn = max(numbers) - min(numbers) + 1  # after the last of some things in turn comes the first
+    if all(abs(step) == 1 for step in steps) or all(step % turn == 1 for step in steps):
+        return True
+    return not matters and all(step > 0 for step in steps)

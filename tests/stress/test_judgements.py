@@ -24,7 +24,8 @@ import pytest
 import clew
 from clew.gateway.output_parser import parse_output
 from clew.inference.protocol import Completion, GenerateRequest, SamplingParams
-from clew.stress import agent_steps, growth, repeat, serial, shared, watch
+from clew.record.writer import Writer
+from clew.stress import agent_steps, gateway, growth, repeat, serial, shared, watch
 from clew.stress.agent_steps import Episode
 from clew.stress.busy import sleeps_in_a_call
 from clew.stress.crossings import crossed_answers, crossed_rows
@@ -304,7 +305,7 @@ def test_a_function_that_wraps_a_builtin_without_a_signature_is_no_obstacle() ->
     def wrapped(of: list[int] = []) -> float:  # noqa: B006
         return time.time()
 
-    assert [name for name, _ in shared._defaults("tools", {"clock": wrapped})] == ["tools.time's default"]
+    assert [name for name, _ in shared._kept("tools", {"clock": wrapped})] == ["tools.time's default"]
 
 
 def test_a_set_that_two_episodes_change_is_not_said_to_hold_one_in_place_of_the_other() -> None:
@@ -327,6 +328,85 @@ def test_an_agent_in_a_module_named_agent_keeps_its_own_attributes(
         assert [(each.name, each.key) for each in changes_of(agent, steps)] == [("self", "'task'")] * 2
     finally:
         sys.modules.pop("agent", None)
+
+
+HIDDEN = """import functools
+from dataclasses import dataclass
+from base_agent import Base
+
+@dataclass(slots=True)
+class Now:
+    answer: str = ""
+
+def logged(function):
+    calls = {}
+    @functools.wraps(function)
+    def wrapper(self, text):
+        calls["last"] = text
+        return function(self, text)
+    return wrapper
+
+class Agent(Base):
+    def __init__(self):
+        self.now = Now()
+
+    @logged
+    def step(self, text, seen={}):
+        seen["answer"] = self.now.answer = self.state["answer"] = text
+"""
+
+
+def test_state_in_slots_decorators_and_a_base_class_of_another_module_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "base_agent.py").write_text("class Base:\n    state = {}\n")
+    (tmp_path / "my_agent.py").write_text(HIDDEN)
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        agent = importlib.import_module("my_agent").Agent()
+        steps = [(episode, lambda a, id=episode.id: a.step(id)) for episode in episodes()]
+        changed = {each.name for each in changes_of(agent, steps)}
+    finally:
+        for name in ("my_agent", "base_agent"):
+            sys.modules.pop(name, None)
+    assert changed == {
+        "base_agent.Base.state",
+        "agent.now",
+        "my_agent.Agent.step's default.seen",
+        "my_agent.Agent.step's outer variable.calls",
+    }
+
+
+def test_an_index_that_goes_round_is_perhaps_a_counter() -> None:
+    first, second = episodes()
+    agent = Holder()
+    steps = [(first if n % 2 else second, lambda a, n=n: setattr(a, "count", n % 3)) for n in range(1, 9)]
+    changes = changes_of(agent, steps)
+    assert [verdict.certain for verdict in shared.judge_changes(changes, matters=True)] == [False]
+
+
+def test_the_answers_of_another_trainers_record_may_be_texts(tmp_path: Path) -> None:
+    sequence = {
+        "group_id": "g000000",
+        "input_ids": [1, 2],
+        "loss_mask": [False, True],
+        "logprobs": [0.0, -1.0],
+        "reward": 1.0,
+        "interactions": ["hello", {"role": "user"}, {"completion": "bye"}],
+    }
+    with Writer(tmp_path / "run") as writer:
+        writer.step([sequence])
+    assert gateway._answers(tmp_path / "run") == ["hello", "bye"]
+
+
+def test_only_warnings_from_before_the_trouble_stay() -> None:
+    requests = Requests()
+    requests.warn("e1", "one", "a branch")
+    before = {kind: {*warnings} for kind, warnings in requests.warned.items()}
+    requests.warn("e2", "two", "a branch")
+    requests.warn("e2", "three", "N was cut")
+    requests.forget_warnings(keep=before)
+    assert requests.warned == {"a branch": {"e1": "one"}}
 
 
 def test_facts_and_suspicions_about_shared_state() -> None:
