@@ -114,9 +114,11 @@ def agent_stress(
             "them, the limit is 5 times as long.",
         ),
     ] = 120.0,
-    json_to: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON.")] = None,
+    json_to: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", dir_okay=False, help="Write the report as JSON.")
+    ] = None,
     html_to: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write the report as an HTML page.")
+        Path | None, typer.Option("--html", metavar="FILE", dir_okay=False, help="Write the report as an HTML page.")
     ] = None,
     arg: AgentArguments = None,
 ) -> None:

@@ -43,10 +43,14 @@ def hang(
         typer.Option("--from", metavar="DIR", help="Reports of --json or JSON dumps of py-spy, taken elsewhere."),
     ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Also write the report as JSON; - prints only that.")
+        Path | None,
+        typer.Option(
+            "--json", metavar="FILE", dir_okay=False, help="Also write the report as JSON; - prints only that."
+        ),
     ] = None,
     html_file: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Also write the report as an HTML page.")
+        Path | None,
+        typer.Option("--html", metavar="FILE", dir_okay=False, help="Also write the report as an HTML page."),
     ] = None,
     native: Annotated[
         bool,

@@ -39,7 +39,9 @@ def show(
     ] = False,
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Draw reward, length, entropy, k3, lag, clip fraction and time as PNG."),
+        typer.Option(
+            metavar="FILE", dir_okay=False, help="Draw reward, length, entropy, k3, lag, clip fraction and time as PNG."
+        ),
     ] = None,
 ) -> None:
     """Show what is recorded of a run, of one of its steps, groups, episodes or tokens, or of all runs in a folder.
@@ -130,7 +132,9 @@ def diff(
     ignore: Annotated[
         str, typer.Option(help="Fields of the configuration that differ on purpose, such as lr,seed.")
     ] = "",
-    plot: Annotated[Path | None, typer.Option(help="Draw how far they drift, into this PNG file.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="Draw how far they drift, into this PNG file.")
+    ] = None,
 ) -> None:
     """Find where two runs first differ (step, stage, sequence, token), what could explain it, and how far they drift.
 

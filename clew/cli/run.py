@@ -218,7 +218,8 @@ def evaluate(
         str | None, typer.Option(metavar="FUNCTION", help="Dotted path of the reward. Default: that of the run.")
     ] = None,
     to: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a row for each episode into this Parquet file.")
+        Path | None,
+        typer.Option(metavar="FILE", dir_okay=False, help="Write a row for each episode into this Parquet file."),
     ] = None,
 ) -> None:
     """Evaluate models without training: pass@k and reward with 95 % intervals, and the prompts that do not pass.

@@ -48,12 +48,14 @@ def blame(target: Path, step: int, *, top: int, tokens: int, by: str | None, tru
     """
     if by not in (None, *BY):
         raise ConfigError(f"--by {by}: expected {', '.join(BY[:-1])} or {BY[-1]}.")
-    with opened(target, trust) as (run, _):
+    with opened(target, trust) as (run, bundle):
         count = run.steps.count()
         if not (0 <= step < count or (step == count and run.steps.has_data(step))):
             committed = f"steps 0 to {count - 1}" if count else "no step"
             begun = f", and begun step {count}" if run.steps.has_data(count) else ""
             raise RecordError(f"{run.path} has no batch of step {step}: it has committed {committed}{begun}.")
+        if bundle is not None and step < bundle["first"]:
+            raise RecordError(f"--step {step}: the bundle {target} holds the steps {bundle['first']} to {count - 1}.")
         if run.supervised:
             raise RecordError(
                 f"{run.path} is a run of `clew sft`, and blame compares parts of the loss that only reinforcement "

@@ -209,7 +209,7 @@ def _model_request(request: CountRequest, notes: list[str], **more: Any) -> Mode
         message = "Cannot continue the thread: it already has its tools and system prompt. Send neither of them."
         raise Refusal(400, message, param="thread")
     if request.messages[-1].role == "assistant":
-        message = "Cannot continue an assistant's message: prefilling is not supported. Add a user message."
+        message = "Cannot continue messages that end with an assistant's: there is no prefilling. Add a user message."
         raise Refusal(400, message, param="messages")
     images: dict[str, bytes] = {}
     return ModelRequest(

@@ -289,6 +289,12 @@ def test_without_a_checkpoint_the_record_says_what_it_can(
         blame(path, 2, top=1, tokens=1, by="gradient")
 
 
+def test_a_step_before_those_of_a_bundle_is_refused(run: RunDirectory, tmp_path: Path) -> None:
+    path = write_bundle(run, 3, stages_only=False, to=tmp_path / "later.clew.zip")
+    with pytest.raises(RecordError, match=r"--step 1: the bundle .*later\.clew\.zip holds the steps 2 to 3\."):
+        blame(path, 1, top=1, tokens=1, by="loss")
+
+
 def test_an_altered_weight_is_found_on_the_way(run: RunDirectory) -> None:
     file = run.checkpoints / "step-000002" / "model.safetensors"
     tensors = load_file(file)

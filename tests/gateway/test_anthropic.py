@@ -181,7 +181,7 @@ def assistant(*blocks):
         ({"messages": []}, "messages", "at least 1"),
         ({"messages": [{"role": "robot", "content": ""}]}, "messages.0", "'robot' is not served here, only"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages.0.content", "valid list"),
-        ({"messages": [{"role": "assistant", "content": "The"}]}, "messages", "prefilling is not supported"),
+        ({"messages": [{"role": "assistant", "content": "The"}]}, "messages", "there is no prefilling"),
         (user({"type": "image", "source": {}}), "messages.0.content.0.source.type", "Field required"),
         (user({"type": "text"}), "messages.0.content.0.text", "Field required"),
         (user({"type": "document"}), "messages.0.content.0", "'document' is not served"),

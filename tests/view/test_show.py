@@ -776,6 +776,8 @@ def test_the_curves_as_a_picture(run: RunDirectory, tmp_path: Path) -> None:
     assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG" and not list(tmp_path.glob(".*"))
     refused = clew(str(run.path), "2", "--plot", str(tmp_path / "other.png"))
     assert refused.returncode == 2 and "leave out the other options" in refused.stderr
+    folder = clew(str(run.path), "--plot", ".")
+    assert folder.returncode == 2 and "is a directory" in folder.stderr
     nowhere = clew(str(run.path), "--plot", str(tmp_path / "none" / "curves.png"))
     assert nowhere.returncode == 2 and "none/curves.png: No such file or directory" in nowhere.stderr
     RunDirectory(tmp_path / "empty")
