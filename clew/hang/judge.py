@@ -22,7 +22,7 @@ from clew.hang.local_cause import device, local_cause
 from clew.hang.locks import locked_by
 from clew.hang.observed import Snapshot
 from clew.hang.progress import cpu_share, pace, recent, wakeups, woken_once
-from clew.hang.roles import actors_of, world_of
+from clew.hang.roles import WAITS_INSIDE, actors_of, world_of
 from clew.hang.same_call import initialisation, missing_ranks, same_everywhere, two_threads
 from clew.hang.sink import Sink
 from clew.hang.verdict import SOUND, Actor, Verdict, names, sentences, verdict_about
@@ -30,6 +30,8 @@ from clew.hang.waits_for import TO_OTHERS, Edges, all_edges, collective_edges, k
 
 SUPERVISING = ("process", "thread", "pool", "future", "tasks", "ray")
 """Kinds of waits of a main process that only waits for its children to end."""
+MAIN_TASK = "task Task-1"
+"""Name of the thread that stands for the first task of an event loop: asyncio.run makes it of the main coroutine."""
 UNTIL_END = re.compile(r"\(\)$|stop|shut|exit|quit", re.I)
 """Matches an event that has no name, so that nobody can set it, and the names of those that are set at the end."""
 SOON_S = 60.0
@@ -263,7 +265,7 @@ def _unasked(job: list[Actor], sources: Mapping[str, str]) -> Verdict | None:
 
 def _is_free(server: Actor, sources: Mapping[str, str]) -> bool:
     """Return whether a process has no clients, or its threads only wait for their next requests."""
-    if server.activity.op == "acquire":  # it waits for a semaphore, so it has work
+    if server.activity.op == "acquire" or _has_rounds(server, sources):  # it waits for a semaphore, so it has work
         return False
     working = [one for one in server.threads if _may_work(one)]
     reading = [one for one in working if _reads_requests(one, sources)]
@@ -271,6 +273,14 @@ def _is_free(server: Actor, sources: Mapping[str, str]) -> bool:
         return _free_at_unix_socket(server, reading, sources)
     # A client outside of this job may keep a connection open without asking for anything.
     return not server.process.peers or (bool(reading) and reading == working)
+
+
+def _has_rounds(server: Actor, sources: Mapping[str, str]) -> bool:
+    """Return whether the main coroutine waits in a loop that is meant to end, such as that over a trainer's steps."""
+    mains = [one.thread for one in server.threads if one.thread == MAIN_TASK and one.kind in WAITS_INSIDE]
+    frames = [f for each in server.process.threads if each.name in mains for f in each.user_frames]
+    loops = [source.outermost_loop(sources.get(f.file, ""), f.line) for f in frames]
+    return any(loop is not None and not source.goes_on_for_ever(loop) for loop in loops)
 
 
 def _free_at_unix_socket(server: Actor, reading: list[Activity], sources: Mapping[str, str]) -> bool:

@@ -881,6 +881,16 @@ def main_in(*frames: Frame) -> Thread:
 LOOP = (within("select", "selectors.py"), within("run_forever", "asyncio/base_events.py"), at(99, "<module>"))
 
 
+@pytest.mark.parametrize(("loop", "pattern"), [("self.step < self.steps", "rollout blocked"), ("True", "healthy")])
+def test_a_trainer_whose_metrics_nobody_asks_for_is_no_idle_server(loop: str, pattern: str) -> None:
+    text = f"async def fit(self):\n    while {loop}:\n        batch = await self.queue.get()\n        learn(batch)\n"
+    get = Frame(function="Queue.get", file="/usr/lib/python3.11/asyncio/queues.py", line=1)
+    main = Thread(name="task Task-1", os_id=0, task=True, waiter="Future", frames=(get, at(3, "fit")))
+    looks = tuple(Look(at=n / 2, state="S", switches=7, threads=(main_in(*LOOP), main)) for n in range(6))
+    one = replace(rank(0, 1), rank=None, world=None, looks=looks, listens=(9090,), waits_in="ep_poll")
+    assert judge(Snapshot(processes=(one,), seconds=3, sources={"train.py": text})).pattern == pattern
+
+
 def test_a_running_main_thread_does_not_make_the_other_threads_compute() -> None:
     place = (Frame(function="work", file="train.py", line=10),)
     main, other = (Thread(name=f"{n}", os_id=n, frames=place) for n in (100, 101))
