@@ -69,7 +69,7 @@ LINES = {
     "cli": 1070,  # clew hang, on several nodes; clew sft and clew learn watch themselves; refused options and folders
     "diagnose": 2937,  # the search of clew diff; clew doctor beside broken GPUs; counterfactuals of copied runs
     "gateway": 4910,  # stop strings twice in a token, retries of one of equal requests, forced calls after <think>
-    "hang": 8395,  # memory, pipes, programs; RAS, Ray; engines; locks; queues never filled; filters that do not count
+    "hang": 8408,  # memory, pipes, programs; RAS, Ray; engines; locks; queues never filled; filters that do not count
     "inference": 6620,  # vLLM and SGLang in training; called-off meetings, drawn image tokens, lost weights
     "launch": 690,  # no_progress.py, also without clew train; several servers, and their devices
     "loop": 2735,  # weight_sender.py: servers that froze or refused are taken out; begun branches

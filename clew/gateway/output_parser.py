@@ -246,7 +246,7 @@ def _by_template(tokenizer: PreTrainedTokenizerBase, raw: str, prompt: str, tool
         json.dumps(message, allow_nan=False)
         assert isinstance(message, dict)
         calls = [_call_in(call.get("function", call)) for call in message.get("tool_calls") or ()]
-    except (AssertionError, AttributeError, ValueError, KeyError, TypeError) as error:
+    except (AssertionError, AttributeError, ValueError, KeyError, TypeError, RecursionError) as error:
         return Parsed(content=raw, unparsed=f"the tokenizer's response template cannot parse it ({error})")
     reasoning = message.get("reasoning_content") or message.get("thinking") or message.get("reasoning") or ""
     return Parsed(content=message.get("content") or "", reasoning=reasoning, calls=calls)

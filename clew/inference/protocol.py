@@ -214,16 +214,15 @@ class Completion:
             routed_experts=experts,
         )
 
-    def without_last(self) -> Completion:
-        """Return this completion without its last token, to be followed by others."""
-        count = len(self.output_ids) - 1
+    def first(self, count: int) -> Completion:
+        """Return the first tokens of this completion."""
         spans = [Span(**{**span, "end": min(span["end"], count)}) for span in self.sampled_by if span["start"] < count]
         return replace(
             self,
-            output_ids=self.output_ids[:-1],
-            logprobs=self.logprobs[:-1],
-            versions=self.versions[:-1],
-            sampling_mask=self.sampling_mask and self.sampling_mask[:-1],
+            output_ids=self.output_ids[:count],
+            logprobs=self.logprobs[:count],
+            versions=self.versions[:count],
+            sampling_mask=self.sampling_mask and self.sampling_mask[:count],
             sampled_by=spans,
         )
 

@@ -26,7 +26,15 @@ from clew.errors import EngineError, ModelError, described
 from clew.inference.backend import Backend, Launch, leaves
 from clew.inference.client import FROZEN_S, HEALTH_S
 from clew.inference.detect_server import BACKENDS
-from clew.inference.protocol import Completion, EngineUnreachable, FaultyAnswer, GenerateRequest, Timings, UpdateTimer
+from clew.inference.protocol import (
+    Completion,
+    EngineUnreachable,
+    FaultyAnswer,
+    GenerateRequest,
+    OnToken,
+    Timings,
+    UpdateTimer,
+)
 from clew.inference.request_checks import PROBE_TOLERANCE, ServedModel, matched_stop
 from clew.inference.server_process import AttachedServer, ServerProcess
 from clew.models.loading import load_tokenizer
@@ -147,6 +155,8 @@ class RemoteEngine:
         self.unchecked_version: int | None = None
         """Version that the trainer has broadcast and that is not checked yet; None if there is none."""
         self._watch: asyncio.Task[None] | None = None
+        self._question: tuple[asyncio.Task[bool], bool] | None = None
+        """The question whether the server lives, while it is not answered, and whether an update ran when it began."""
         self._loaded: str | None = None
         """Label of the weights that the server was given last; None: it has those that it started with."""
         self._identity, self._was_away = "", False
@@ -173,7 +183,7 @@ class RemoteEngine:
         version, label = self.core.version, self._loaded  # no update begins before this request has ended
         # The server is told where completions end: without an end token, the pad token is one to Clew, and none to it.
         ends = request.params.stop_ids(self.core.default_stop_ids)
-        asked = replace(request, params=replace(request.params, stop_token_ids=ends))
+        asked = replace(request, params=replace(request.params, stop_token_ids=ends), on_token=self._tells(request))
         try:
             await self._refuse_another()
             completion = await self._drawn(asked)
@@ -187,6 +197,9 @@ class RemoteEngine:
         self._refuse_other_label(completion, label)
         self.core.generated_tokens += len(completion.output_ids)
         completion = replace(completion, versions=[version] * len(completion.output_ids))
+        count, matched = self._stop_across(request, completion.output_ids)
+        if matched is not None:
+            return replace(completion.first(count), finish_reason="stop", matched=matched)
         return self._unless_over(request, completion) if completion.finish_reason == "abort" else completion
 
     async def _drawn(self, request: GenerateRequest) -> Completion:
@@ -210,11 +223,36 @@ class RemoteEngine:
             part = await self._backend.generate(asked)
             if part.output_ids[-1:] != [image]:
                 return so_far.followed_by(part)
-            part = part.without_last()
+            part = part.first(len(part.output_ids) - 1)
             so_far = so_far.followed_by(part)
             asked = asked.continued(part.output_ids)
             asked = replace(asked, params=replace(asked.params, seed=derive_seed(asked.params.seed, "image")))
         raise EngineError(f"The model drew token {image}, which stands for images, {DRAWS} times in one completion.")
+
+    def _stop_across(self, request: GenerateRequest, output_ids: list[int]) -> tuple[int, str | None]:
+        """Return the number of tokens up to a stop string that began before an update, and that string; or None.
+
+        The server was given what it had generated then as part of the prompt, and looks for stop strings after that.
+        """
+        for count in range(1, min(len(output_ids), _reach(request)) + 1):
+            if (matched := matched_stop(request, output_ids[:count], self.core.tokenizer)) is not None:
+                return count, matched
+        return 0, None
+
+    def _tells(self, request: GenerateRequest) -> OnToken | None:
+        """Return what is called with each token: it tells none that follows a stop string, see `_stop_across`."""
+        tell, told, over = request.on_token, list[int](), False
+        if tell is None or not _reach(request):
+            return tell
+
+        def tell_some(token: int, logprob: float) -> None:
+            nonlocal over
+            if not over:
+                tell(token, logprob)
+                told.append(token)
+                over = len(told) <= _reach(request) and matched_stop(request, told, self.core.tokenizer) is not None
+
+        return tell_some
 
     def _refuse_other_label(self, completion: Completion, label: str | None) -> None:
         """Set `failure` if the server says that other weights made the tokens than those that it was given.
@@ -625,18 +663,37 @@ class RemoteEngine:
             f"it yourself."
         )
 
-    async def _answers(self) -> bool:
+    async def _answers(self, within_s: float = HEALTH_S) -> bool:
         """Return whether the engine answers, also while it is paused. SGLang's /health would not."""
         try:
-            async with asyncio.timeout(HEALTH_S):
+            async with asyncio.timeout(within_s):
                 await self._backend.alive()
         except (EngineError, TimeoutError):
             return False
         return True
 
-    async def _lives(self) -> bool:
-        """Return whether the server is alive: its engine must answer or, during an update, at least its HTTP side."""
-        return await (self._backend.answers() if self._changing.locked() else self._answers())
+    async def _lives(self) -> bool | None:
+        """Return whether the server answers: its engine or, during an update, at least its HTTP side. None: not yet.
+
+        An engine answers between two steps, so the question stays for the next call. If it were asked anew, an engine
+        with long steps would seldom answer, and SGLang would answer the old questions first.
+        """
+        updating = self._changing.locked()
+        if self._question is None or self._question[1] != updating:
+            self._forget_question()
+            ask = self._backend.answers if updating else self._answers
+            self._question = asyncio.get_running_loop().create_task(ask(self._frozen_s)), updating
+        asked, _ = self._question
+        await asyncio.wait({asked}, timeout=min(HEALTH_S, self._frozen_s / 4))
+        if not asked.done():
+            return None
+        self._question = None
+        return asked.result()
+
+    def _forget_question(self) -> None:
+        if self._question is not None:
+            self._question[0].cancel()
+            self._question = None
 
     async def _keep_watch(self) -> None:
         """Set `failure` when the server has ended, stands still, or has not answered for `frozen_s`."""
@@ -652,11 +709,11 @@ class RemoteEngine:
                 stopped = self.process.stopped()
                 if not stopped:
                     ran = loop.time()
-                if await self._lives():
+                if lives := await self._lives():
                     answered = loop.time()
                     with suppress(EngineUnreachable):  # `failure` is set, or it went away again
                         await self._refuse_another()
-                else:
+                elif lives is False:
                     self._was_away = True
                 looked = loop.time()
                 if looked - ran > self._frozen_s:
@@ -664,6 +721,7 @@ class RemoteEngine:
                 elif looked - answered > self._frozen_s:
                     more = f"; its {stopped} is stopped" if stopped else ""
                     await self._give_up(f"it has not answered for {self._frozen_s:.0f} s{more}")
+        self._forget_question()
         await self._backend.close()  # fails the requests at an attached server, which is not ended and may never answer
 
     async def _give_up(self, reason: str) -> None:
@@ -693,12 +751,19 @@ class RemoteEngine:
     async def close(self) -> None:
         if self._watch is not None:
             self._watch.cancel()
+        self._forget_question()
         if self.attached and self._has_paused:  # in an update that failed; somebody may have started another since
             with suppress(TimeoutError, EngineUnreachable):
                 if await self._is_same():
                     await asyncio.wait_for(self._resumed(), HEALTH_S)
         await self._backend.close()
         await asyncio.to_thread(self.process.end)
+
+
+def _reach(request: GenerateRequest) -> int:
+    """Return within how many tokens a stop string may end that began before an update. A token may be one byte."""
+    params = request.params
+    return 4 * max(map(len, params.stop)) if params.stop and params.continues else 0
 
 
 def start_remote(config: Config, run: RunDirectory, name: str = "server", attach: str = "") -> RemoteEngine:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import math
+import secrets
 import subprocess
 import sys
 from collections.abc import Collection, Mapping
@@ -122,7 +124,9 @@ class SGLangEngine(Backend):
         self._before_temperature = False
         self._largest_mask = 0
         """Largest number of tokens in a sampling mask that the server reports; 0: it reports none."""
-        self._running = 0
+        self._rids: dict[str, str] = {}
+        """IDs of the requests in flight, by those that the server knows them by."""
+        self._numbers, self._mark = itertools.count(), secrets.token_hex(4)
         self._tensors: Tensors = {}
         self._sent: Tensors = {}
         self._expected: dict[str, list[str]] | None = None
@@ -323,14 +327,22 @@ class SGLangEngine(Backend):
                 f"SGLang at {self.address} takes no images. Set inference.args.enable-multimodal to true, for a model "
                 f"that takes them."
             )
-        self._running += 1
+        # SGLang refuses an ID that it still works on, also another client's, and aborts all IDs that begin with one.
+        rid = f"{request.id}#{self._mark}{next(self._numbers)}"
+        self._rids[rid] = request.id
         try:
-            completion = await super().generate(request)
+            completion = await super().generate(replace(request, id=rid))
         finally:
-            self._running -= 1
+            del self._rids[rid]
         masked = completion.sampling_mask is not None and all(completion.sampling_mask)
         wrong = completion.wrong_logprobs or self.wrong_logprobs(request.params, masked)
         return replace(completion, wrong_logprobs=wrong)
+
+    async def abort(self, request_id: str | None = None) -> None:
+        if request_id is None:
+            await super().abort()
+        for rid in [rid for rid, id in self._rids.items() if id == request_id]:
+            await super().abort(rid)
 
     def _generate_body(self, request: GenerateRequest) -> dict[str, Any]:
         body = super()._generate_body(request)
@@ -391,7 +403,7 @@ class SGLangEngine(Backend):
         """Abort all requests, return their tokens so far, and start none until `resume`: SGLang has no leases."""
         await self.abort()
         for _ in range(ABORT_CHECKS):
-            if not self._running:
+            if not self._rids:
                 break
             await asyncio.sleep(0.02)
         await self._post("/pause_generation", {"mode": "abort"})

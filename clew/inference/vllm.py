@@ -553,6 +553,7 @@ def _sampling_fields(params: SamplingParams) -> dict[str, Any]:
         "seed": params.seed if not params.continues else derive_seed(params.seed, str(params.continues)),
         "stop": list(params.stop),
         "include_stop_str_in_output": True,
+        "skip_special_tokens": False,  # stop strings may have them
         "stop_token_ids": list(params.stop_token_ids or ()),
         "ignore_eos": params.stop_token_ids is not None,
         "logprobs": 0,

@@ -670,6 +670,78 @@ def test_a_token_that_stands_for_images_is_drawn_again(
     assert len({body["seed"] for body in asked}) == 3 and all(image in body["stop_token_ids"] for body in asked)
 
 
+def test_a_stop_string_that_begins_before_an_update_ends_the_completion(tmp_path: Path) -> None:
+    """The server has the beginning as part of its prompt, where it does not look for stop strings."""
+    tiny_tokenizer(tmp_path / "model")
+    tiny_model(tmp_path / "model")
+    named = config().model_copy(update={"model": Model(path=str(tmp_path / "model"))})
+    core = RemoteCore(named)
+    one, two, three = (core.tokenizer.convert_tokens_to_ids(each) for each in "123")
+
+    async def answer(request: web.Request) -> web.Response:
+        body = await request.json()
+        assert body["prompt"] == [three, one] and body["skip_special_tokens"] is False
+        choice = {"token_ids": [two, three, one], "logprobs": {"token_logprobs": [-1.0, -2.0, -3.0]}}
+        return web.json_response({"choices": [{**choice, "finish_reason": "length"}]})
+
+    async def scenario(address: str) -> Completion:
+        engine = RemoteEngine(named, core, VLLMEngine.client(named, address))
+        told: list[int] = []
+        params = SamplingParams(max_new_tokens=3, stop=("12",), continues=1)
+        tell = engine._tells(GenerateRequest([three, one], params, on_token=lambda token, _: told.append(token)))
+        assert tell is not None
+        for token in (two, three, one):
+            tell(token, -1.0)
+        assert told == [two]
+        try:
+            return await engine.generate(GenerateRequest([three, one], params))
+        finally:
+            await engine.close()
+
+    with serving(answer) as address:
+        completion = asyncio.run(scenario(address))
+    assert (completion.output_ids, completion.logprobs, completion.versions) == ([two], [-1.0], [0])
+    assert (completion.finish_reason, completion.matched) == ("stop", "12")
+
+
+def test_sglang_knows_each_request_by_an_id_that_no_other_has_or_begins_with() -> None:
+    asked: list[str] = []
+    aborted: list[str] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        body = await request.json()
+        if request.path == "/abort_request":
+            aborted.append(body["rid"])
+            return web.json_response({})
+        asked.append(body["rid"])
+        while body["rid"] not in aborted:
+            await asyncio.sleep(0.01)
+        meta = {"id": body["rid"], "finish_reason": {"type": "abort"}, "output_token_logprobs": []}
+        return web.json_response({"output_ids": [], "meta_info": meta})
+
+    async def scenario(address: str) -> list[Completion]:
+        engines = SGLangEngine(address), SGLangEngine(address)
+        request = GenerateRequest([5], SamplingParams(max_new_tokens=3), id="job-1")
+        asking = [asyncio.create_task(each.generate(request)) for each in (*engines, engines[0])]
+        try:
+            while len(asked) < 3:
+                await asyncio.sleep(0.01)
+            await engines[0].abort("job")
+            assert not aborted
+            await engines[0].abort("job-1")
+            assert len(aborted) == 2
+            await engines[1].abort("job-1")
+            return await asyncio.gather(*asking)
+        finally:
+            for engine in engines:
+                await engine.close()
+
+    with serving(answer) as address:
+        completions = asyncio.run(scenario(address))
+    assert [each.finish_reason for each in completions] == ["abort"] * 3
+    assert len(set(asked)) == 3 and all(each.startswith("job-1#") for each in asked)
+
+
 def test_a_server_that_names_other_weights_than_it_was_given_serves_nothing_until_it_is_started_again(
     tmp_path: Path, version: WeightRef
 ) -> None:
