@@ -44,7 +44,7 @@ class Data(Section):
     path: str
     """JSON-lines or Parquet file, or the hub name of a data set."""
     split: str = "train"
-    """Split of a hub data set; ignored for files."""
+    """Split of a hub data set, here and in eval.path; ignored for files."""
     prompt: str = "prompt"
     """Column with the prompt: text, or a list of chat messages. For `clew sft` a list without a completion is a whole
     conversation; by default it may also be in the column `messages`."""

@@ -95,6 +95,24 @@ def conversation_column(row: dict, config: Config) -> str | None:
     return column if alone else None
 
 
+def without_nulls(messages: list[Any]) -> list[Any]:
+    """Return chat messages without empty fields: templates ask which there are.
+
+    Parquet gives every message, and every part of its content, all fields that any of them has, filled with null.
+    """
+
+    def given(fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        return {name: value for name, value in fields.items() if value is not None or name == "content"}
+
+    cleaned = [given(message) for message in messages]
+    for message in cleaned:
+        if isinstance(message, dict) and isinstance(message.get("content"), list):
+            message["content"] = [given(part) for part in message["content"]]
+    return cleaned
+
+
 def order(n_rows: int, index: int, seed: int) -> int:
     """Return the index of the row that a run takes as its prompt number `index` (from 0).
 
@@ -175,7 +193,10 @@ def _read_with_datasets(path: str, split: str) -> Iterator[dict]:
         # Only the cause of this one says what is wrong, such as columns that do not match.
         reason = error.__cause__ if isinstance(error, DatasetGenerationError) and error.__cause__ else error
         raise DataError(f"Cannot load the data set {path}, split {split}: {reason}") from error
-    yield from rows
+    try:
+        yield from rows
+    except (ImportError, OSError, ValueError) as error:  # rows are decoded as they are read
+        raise DataError(f"Cannot read a row of the data set {path}, split {split}: {error}") from error
 
 
 def _check_columns(path: str, number: int, row: dict, columns: Sequence[str]) -> None:

@@ -83,7 +83,7 @@ def evaluate(
         check_folder(str(_checkpoint_of(name)), "config.json", "model", "Name a model, a checkpoint or a run.", "MODEL")
     config = _settings(models, data, reward, overrides)
     path = config.eval.path or ""
-    loaded = load_rows(path, columns=[config.data.prompt])
+    loaded = load_rows(path, split=config.data.split, columns=[config.data.prompt])
     rows_of = dict(enumerate(loaded))
     for name in models:  # each has a tokenizer of its own, and all are compared on the same prompts
         tokenizer = load_tokenizer(str(_checkpoint_of(name)))

@@ -25,7 +25,6 @@ from clew.gateway.app import disconnected
 from clew.gateway.episode_engine import sampling_params
 from clew.gateway.standalone import make_gateway
 from clew.http_server import Access, GuardedServer, bind, is_loopback, new_event_loop
-from clew.inference.client import FROZEN_S, HEALTH_S, HTTPEngine
 from clew.inference.detect_server import FoundEngine, find_engine
 from clew.models.loading import load_tokenizer
 from clew.models.vision import load_vision
@@ -155,7 +154,7 @@ async def _serve_engine(config: Config, url: str, server: FoundEngine, record: P
     gateway.launched(address)
     if not server_token():
         print(f"export {TOKEN_VARIABLE}={token}", flush=True)
-    beside = [asyncio.ensure_future(each) for each in (gateway.run(), _fail_when_frozen(server.engine, kind, url))]
+    beside = [asyncio.ensure_future(each) for each in (gateway.run(), server.fail_when_frozen())]
     try:
         access = Access(loopback=loopback, key=key, token=token, has_session=gateway.has_session)
         await _run(GuardedServer(gateway.app, access), listener)
@@ -163,16 +162,6 @@ async def _serve_engine(config: Config, url: str, server: FoundEngine, record: P
         for each in beside:
             each.cancel()
         await asyncio.gather(*beside, return_exceptions=True)
-
-
-async def _fail_when_frozen(engine: HTTPEngine, kind: str, url: str) -> None:
-    """Fail the requests at a server that stops answering, so that they are sent again once it answers."""
-    while True:
-        await engine.frozen(FROZEN_S)
-        log.warning("%s at %s has not answered for %.0f s: requests wait until it does", kind, url, FROZEN_S)
-        while not await engine.answers():
-            await engine.close()
-            await asyncio.sleep(HEALTH_S)
 
 
 async def _serve_provider(listen: str, url: str, api_key: str, key: str) -> None:

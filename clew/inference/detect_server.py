@@ -6,6 +6,7 @@ It imports no torch.
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +14,11 @@ import aiohttp
 
 from clew.errors import EngineError
 from clew.inference.backend import Backend
-from clew.inference.client import HTTPEngine
+from clew.inference.client import FROZEN_S, HEALTH_S, HTTPEngine
 from clew.inference.sglang import SGLangEngine
 from clew.inference.vllm import VLLMEngine
+
+log = logging.getLogger("clew.inference")
 
 BACKENDS: dict[str, type[Backend]] = {"vllm": VLLMEngine, "sglang": SGLangEngine}
 """Clients of servers that others maintain, by their names in `clew.config_fields.ENGINES`."""
@@ -31,6 +34,15 @@ class FoundEngine:
     engine: HTTPEngine
     model: str
     """Folder or hub name of the model, which its tokenizer is loaded from."""
+
+    async def fail_when_frozen(self, after_s: float = FROZEN_S) -> None:
+        """Fail the requests at a server that stops answering, for ever: they are sent again once it answers."""
+        while True:
+            await self.engine.frozen(after_s)
+            log.warning("%s has not answered for %.0f s: requests wait until it does", self.engine.address, after_s)
+            while not await self.engine.answers():
+                await self.engine.close()
+                await asyncio.sleep(HEALTH_S)
 
 
 async def find_engine(base_url: str, api_key: str = "") -> FoundEngine | None:

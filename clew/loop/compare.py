@@ -133,6 +133,8 @@ def _in_checkpoint(run: RunDirectory, step: int, engine: TrainEngine, tolerance:
         checkpoint.check(folder, engine)
         return
     facts = checkpoint.read_manifest(folder)
+    if facts.get("drifted"):
+        return  # the run trained its recorded steps again, within a tolerance, before it wrote this
     if engine.critic is not None and facts["critic_updates"] is None:
         return  # the run went on without its critic, and wrote this checkpoint again
     saved = checkpoint.digests_in(folder, engine)

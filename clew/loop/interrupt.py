@@ -21,7 +21,7 @@ class Interrupts:
     """
 
     def __init__(self, *, leads: bool = True) -> None:
-        self._asked = False
+        self._asked = self._holding = False
         self._patience_s = PATIENCE_S if leads else 2 * PATIENCE_S
         self._wake: Callable[[], object] | None = None
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -32,6 +32,19 @@ class Interrupts:
         if self._asked:
             signal.setitimer(signal.ITIMER_REAL, 0)
             raise Interrupted("")
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Let the block end, however long it takes, unless a second signal comes."""
+        self._holding = True
+        if self._asked:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        try:
+            yield
+        finally:
+            self._holding = False
+            if self._asked:
+                signal.setitimer(signal.ITIMER_REAL, self._patience_s)
 
     @contextmanager
     def waking(self, wake: Callable[[], object]) -> Iterator[None]:
@@ -48,6 +61,7 @@ class Interrupts:
         self._asked = True
         # Not before: until now, SIGALRM belongs to user code. The default handler of SIGINT raises KeyboardInterrupt.
         signal.signal(signal.SIGALRM, signal.default_int_handler)
-        signal.setitimer(signal.ITIMER_REAL, self._patience_s)
+        if not self._holding:
+            signal.setitimer(signal.ITIMER_REAL, self._patience_s)
         if self._wake is not None:
             self._wake()

@@ -67,7 +67,7 @@ def train(
             with clock("record"):
                 run.inbox.remove(run.steps.read(version - 1)["groups"] if version else ())
         if checkpoint.is_due(version, config):
-            with clock("checkpoint"):
+            with clock("checkpoint"), around.uninterrupted():
                 save_checkpoint(run, engine)
                 if ranks.leads:
                     checkpoint.prune(run, config.checkpoint)
@@ -81,6 +81,7 @@ def train(
             batch = around.batch(engine)
         with around.alone_on_device():
             result = engine.train_step(batch)
+        engine.drifted = False  # the commit will have the digests of these weights
         digests = digest_rows(batch)
         with clock("record"):
             write_stages(run, version, digests, result, ranks)

@@ -110,6 +110,12 @@ def _refuse_changes(config: Config, run: RunDirectory, version: int, committed: 
             f"Cannot continue {run.path} with another model: {', '.join(model)}. A run keeps its model; start another "
             f"trial=NAME for this one."
         )
+    if config.training.schedule != "constant" and version and "algorithm.minibatches" in changed:
+        raise ConfigError(
+            f"Cannot continue {run.path} with other updates per step: {changed['algorithm.minibatches']}. "
+            f"training.schedule={config.training.schedule} counts the updates of the whole run. Set it back, choose "
+            f"training.schedule=constant, or start another trial=NAME."
+        )
     if config.training.schedule == "constant":
         changed.pop("training.steps", None)
     changed.pop("training.tp", None)  # like launch.ranks, it only changes the order of sums

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -113,6 +113,10 @@ class Surroundings:
     def check(self) -> None:
         """Raise Interrupted on every rank when rank 0 was asked to end."""
         self.ranks.agree("whether to go on", self._interrupts.check)
+
+    def uninterrupted(self) -> AbstractContextManager[None]:
+        """Return a block that a request to end lets end first, such as that which writes a checkpoint."""
+        return self._interrupts.held()
 
     def before_first_step(self, engine: TrainEngine) -> None:
         """Do what is to be done once, after recorded steps were trained again. Only `clew sft` overrides this."""

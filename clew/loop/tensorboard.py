@@ -23,9 +23,9 @@ class Tensorboard:
         except ModuleNotFoundError as error:
             log.warning("No files for TensorBoard are written: %s is not installed. Nothing else needs it.", error.name)
             return
-        self._writer = SummaryWriter(str(run.reports / "tensorboard"), purge_step=first_step, flush_secs=10)
         self._evaluated = set[int]()
         with only_shown("TensorBoard's files"):
+            self._writer = SummaryWriter(str(run.reports / "tensorboard"), purge_step=first_step, flush_secs=10)
             self._evaluated = {each["version"] for each in run.read_evals() if each["version"] < first_step - 1}
 
     def add(self, step: int, summary: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 from collections.abc import Coroutine, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any
@@ -171,6 +172,7 @@ def train_here(
     try:
         train(config, run, engine, around, until=until, on_step=on_step)
     except (Interrupted, TrainingError) as error:
+        signal.setitimer(signal.ITIMER_REAL, 0)  # ranks other than 0 have not called `Interrupts.check`
         # Only these are raised on every rank: after any other error a rank would wait for the others for ever.
         together = ranks.size == 1 or not isinstance(error, TrainingError) or isinstance(error, GradientError)
         written = run.checkpoint(engine.version).exists()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from clew.config import Config
+from clew.data import without_nulls
 from clew.errors import DataError
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def count_tokens(
         if isinstance(messages, list) and messages and tokenizer.chat_template is not None:
             try:
                 rendered = tokenizer.apply_chat_template(
-                    messages, add_generation_prompt=True, tokenize=False, **options
+                    without_nulls(messages), add_generation_prompt=True, tokenize=False, **options
                 )
             except Exception:  # messages that the model's own template cannot take: the episode will say so
                 continue

@@ -82,7 +82,7 @@ def make_runner(
     rows = leave_out_overlong(rows, data.path, config, tokenizer, needed=needed)
     eval_rows: list[dict[str, Any]] = []
     if config.eval.path is not None:
-        loaded = load_rows(config.eval.path, columns=[data.prompt])
+        loaded = load_rows(config.eval.path, split=data.split, columns=[data.prompt])
         eval_rows = leave_out_overlong(loaded, config.eval.path, config, tokenizer)
     return RolloutRunner(config, run, engine, tokenizer, rows, eval_rows, reporter, gateway)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from clew.data import without_nulls
 from clew.errors import EpisodeError
 from clew.gateway.episode_engine import EpisodeEngine
 from clew.inference.protocol import RequestTooLong
@@ -48,7 +49,7 @@ class SingleTurn:
         if isinstance(prompt, str):
             return [{"role": "user", "content": prompt}] if self.chat else prompt
         if isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt):
-            return prompt
+            return without_nulls(prompt)
         raise EpisodeError(
             f"the column {engine.prompt_column!r} holds {type(prompt).__name__}; expected text or a list of chat "
             f"messages."

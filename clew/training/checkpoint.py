@@ -75,6 +75,7 @@ class Manifest(TypedDict):
     follows: NotRequired[str | None]
     files: NotRequired[dict[str, str]]
     seal: NotRequired[str]
+    drifted: NotRequired[bool]
 
 
 def is_due(version: int, config: Config) -> bool:
@@ -97,6 +98,7 @@ def save(engine: TrainEngine, folder: Path, *, follows: str | None = None) -> No
         "dtype": engine.config.model.dtype,
         "lora_rank": engine.config.training.lora_rank,
         "follows": follows,
+        **({"drifted": True} if engine.drifted else {}),
         **digests_of(engine),
     }
 
@@ -128,7 +130,7 @@ def save(engine: TrainEngine, folder: Path, *, follows: str | None = None) -> No
             manifest["files"] = _files(aside, merged=engine.policy.adapters is not None)
             write_bytes(aside / "checkpoint.json", chain.sealed(manifest))
         point("latest", folder)
-    engine.ranks.meet()
+    engine.ranks.agree(f"that {folder.name} is written", lambda: None)  # `meet` has a time limit
 
 
 def load(engine: TrainEngine, folder: Path) -> None:
@@ -161,6 +163,7 @@ def load(engine: TrainEngine, folder: Path) -> None:
         of_critic = {name.removeprefix("critic."): state[name] for name in state if name.startswith("critic.")}
         engine.critic.optimizer.load_state(of_critic, updates=manifest["critic_updates"] or 0)
     engine.restored(manifest["version"], manifest["recent_norms"])
+    engine.drifted = manifest.get("drifted", False)
 
 
 def numbers_of(engine: TrainEngine) -> dict[str, Any]:
@@ -236,6 +239,9 @@ def prune(run: RunDirectory, wanted: Checkpoint) -> None:
     for version in versions:
         if version not in kept:
             remove_folder(run.checkpoint(version))
+    best_link = run.checkpoints / "best"
+    if best_link.is_symlink() and not best_link.exists():  # without keep_best, its checkpoint is removed at last
+        best_link.unlink()
 
 
 def point(name: str, folder: Path) -> None:

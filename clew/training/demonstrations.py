@@ -64,6 +64,10 @@ class Demonstrations:
                 row: [_last_token_alone(each, tokenizer.pad_token_id) for each in several]
                 for row, several in self._encoded.items()
             }
+            for row, several in self._encoded.items():
+                if any(each.loss_mask[0] for each in several):
+                    why = "one token before the end, and a reward model needs two"
+                    raise DataError(f"{names.path}: row {row + 1} has {why}. Remove the row.")
 
     def batch(self, step: int) -> list[Sequence]:
         """Return the batch of a step (counted from 0). In each pair, the chosen completion precedes the rejected one.
@@ -182,7 +186,11 @@ def _tokenize_prompts(prompts: list[Any], rows: list[int], config: Config, token
             raise DataError(_no_template(f"{where}: row {row + 1}: {column!r}", config))
         else:
             try:
-                encoded.append(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
+                encoded.append(
+                    tokenizer.apply_chat_template(
+                        data.without_nulls(prompt), add_generation_prompt=True, return_dict=False
+                    )
+                )
             except REFUSES as error:
                 raise DataError(
                     f"{where}: row {row + 1}: {column!r}: the chat template does not take these messages: {error}"

@@ -130,6 +130,8 @@ class TrainEngine:
         """Number of steps done."""
         self.between_steps = True
         """True while the weights are those of a whole number of steps; False from a step's first update to its end."""
+        self.drifted = False
+        """True if recorded steps were trained again within a tolerance: the record has other digests of the weights."""
         self.supervised = supervised
         self.optimizer = Optimizer(self.policy.model, config.training, total_updates=self._total_updates)
         self.policy.load_reference(self._has_reference)

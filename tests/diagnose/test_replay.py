@@ -36,6 +36,8 @@ from clew.errors import ClewError, ConfigError, Interrupted, ModelError, RecordE
 from clew.gateway.episode_engine import resources
 from clew.inference.protocol import RequestTooLong
 from clew.loop.differences import differs
+from clew.loop.loop import save_checkpoint
+from clew.loop.replay import engine_at, replay
 from clew.loop.trainer_process import learn_from_record, learn_inline
 from clew.record import chain, rows
 from clew.record.bundle import opened, write_bundle
@@ -1014,6 +1016,24 @@ def test_a_beginning_from_a_later_step_that_was_killed_begins_again(
         learn_from_record(configure(folder, *replaying, "debug.first_step=2"), lambda step, summary: None)
     learn_from_record(configure(folder, *replaying, "debug.first_step=3"), lambda step, summary: None)
     assert [entry["digests"] for entry in new.steps.index()] == [entry["digests"] for entry in run.steps.index()]
+
+
+def test_a_checkpoint_after_steps_that_agreed_within_a_tolerance_is_not_called_altered(run: RunDirectory) -> None:
+    """Resume on other ranks or a GPU trains recorded steps again, and may save what it then has."""
+    engine = engine_at(run, 4)
+    with torch.no_grad():
+        next(parameter for _, parameter in engine.trained_parameters()).view(-1)[0] += 1e-6
+    engine.restored(engine.version, engine.recent_norms)  # its digests are computed anew
+    for drifted in (True, False):
+        shutil.rmtree(run.checkpoint(4))
+        engine.drifted = drifted
+        save_checkpoint(run, engine)
+        if drifted:
+            assert engine_at(run, 4).drifted
+            assert not any(done.differences for done in replay(run, engine_at(run, 2), 3))
+        else:
+            with pytest.raises(RecordError, match="step-000004 is not what step 3 left"):
+                engine_at(run, 4)
 
 
 def interrupted(*_: object) -> None:

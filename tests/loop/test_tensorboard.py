@@ -49,3 +49,13 @@ def test_without_tensorboard_training_goes_on_with_one_warning(
         board.add(0, {"metrics": {"loss": 1.0}, "timings": {}})
         board.close()
     assert len(caplog.records) == 1 and not (run.reports / "tensorboard").exists()
+
+
+def test_a_folder_that_cannot_be_written_stops_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = RunDirectory(tmp_path)
+    run.reports.mkdir(exist_ok=True)
+    (run.reports / "tensorboard").write_text("a file is in the way")
+    board = Tensorboard(run, first_step=0)
+    board.add(0, {"metrics": {"loss": 1.0}, "timings": {}})
+    board.close()
+    assert "Cannot write TensorBoard's files" in caplog.text

@@ -209,6 +209,15 @@ def test_the_weights_of_a_last_step_that_differs_are_not_saved(
     assert run.checkpointed() == [0, 4]
 
 
+def test_other_updates_per_step_are_refused_under_a_schedule_that_counts_them(
+    folder: Path, first: RunDirectory
+) -> None:
+    copy(first, folder, "other-updates")
+    changes = {"algorithm.minibatches": 3, "training.schedule": "linear"}
+    with pytest.raises(ConfigError, match=r"with other updates per step: algorithm\.minibatches .*=linear counts"):
+        learn(configure(folder, "other-updates", **changes))
+
+
 def test_another_model_is_refused(folder: Path, first: RunDirectory) -> None:
     copy(first, folder, "other-model")
     with pytest.raises(ConfigError, match=r"with another model: model\.path .* A run keeps its model"):

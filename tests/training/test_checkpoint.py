@@ -229,6 +229,9 @@ def test_keep_best_can_be_turned_off(tmp_path):
     checkpoint.prune(run, config.checkpoint)
     assert run.checkpointed() == [0, 4]
     assert not (run.checkpoints / "best").exists() and run.best_in_words() == ""
+    checkpoint.point("best", run.checkpoints / "step-000002")  # of a run that had it on before
+    checkpoint.prune(run, config.checkpoint)
+    assert not (run.checkpoints / "best").is_symlink() and run.best_in_words() == ""
 
 
 def test_a_checkpoint_that_does_not_fit_into_memory_is_not_called_altered(

@@ -1,6 +1,7 @@
 """Reading the user's data, and the order of prompts."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clew.data import load_rows, order
+from clew.data import load_rows, order, without_nulls
 from clew.errors import DataError
 
 ROWS = [{"prompt": f"{i}+1=", "answer": i + 1} for i in range(5)]
@@ -72,6 +73,28 @@ def test_epochs_and_seeds_differ():
         [order(30, i + 30 * epoch, seed) for i in range(30)] for epoch, seed in [(0, 1), (1, 1), (0, 2)]
     )
     assert first != second and first != other
+
+
+def test_a_row_that_cannot_be_decoded_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    def rows() -> Iterator[dict]:
+        yield {"prompt": "1"}
+        raise ImportError("To decode audio, install torchcodec")
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: rows())
+    with pytest.raises(DataError, match=r"Cannot read a row of the data set org/spoken, split test: To decode audio"):
+        load_rows("org/spoken", split="test")
+
+
+def test_messages_lose_the_empty_fields_that_parquet_gives_them() -> None:
+    part = {"type": "text", "text": "2 + 2 =", "image": None}
+    asked = [{"role": "user", "content": [part], "tool_calls": None}, {"role": "assistant", "content": None}]
+    assert without_nulls(asked) == [
+        {"role": "user", "content": [{"type": "text", "text": "2 + 2 ="}]},
+        {"role": "assistant", "content": None},
+    ]
+    assert part["image"] is None and len(asked[0]) == 3, "the row is recorded as it is"
 
 
 def test_files_of_a_folder_that_do_not_fit_together_are_an_error(tmp_path: Path) -> None:

@@ -140,6 +140,15 @@ def latest(config: Config) -> Path:
     return config.run_path / "checkpoints" / "latest"
 
 
+def test_a_text_of_one_token_is_refused_for_a_reward_model(settings: dict[str, Any]):
+    """Its score would be read at the first token, which nothing can predict, where padding and end are the same."""
+    file = settings["model"] / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"pad_token": "<eos>"}))
+    write_rows(Path(settings["data"]["path"]), [{"prompt": "1", "chosen": "2", "rejected": ""}] * 8)
+    with pytest.raises(DataError, match="row 1 has one token before the end, and a reward model needs two"):
+        batch_of(configure(settings, "reward_model"))
+
+
 @pytest.mark.parametrize("own_pad", [True, False])
 def test_a_reward_model_is_one_that_transformers_reads(settings: dict[str, Any], own_pad: bool):
     """Its score of a text is the one that was trained, also where padding and end are the same token."""
