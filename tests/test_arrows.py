@@ -69,14 +69,14 @@ LINES = {
     "cli": 1070,  # clew hang, on several nodes; clew sft and clew learn watch themselves; refused options and folders
     "diagnose": 2937,  # the search of clew diff; clew doctor beside broken GPUs; counterfactuals of copied runs
     "gateway": 4910,  # stop strings twice in a token, retries of one of equal requests, forced calls after <think>
-    "hang": 8408,  # memory, pipes, programs; RAS, Ray; engines; locks; queues never filled; filters that do not count
-    "inference": 6700,  # vLLM and SGLang in training; called-off meetings, drawn image tokens, lost weights
+    "hang": 8425,  # memory, pipes, programs; RAS, Ray; engines; locks; queues never filled; filters that do not count
+    "inference": 6705,  # vLLM and SGLang in training; called-off meetings, drawn image tokens, lost weights
     "launch": 690,  # no_progress.py, also without clew train; several servers, and their devices
     "loop": 2765,  # weight_sender.py: servers that froze or refused are taken out; begun branches
     "models": 742,  # images that are turned; prompts with placeholders, for engines that expand them; sorted digests
     "record": 3050,  # docstrings with Args in place of sentences that had to be read twice
     "rollout": 2095,  # attached servers that lost their weights; episodes that wait for the engine before their time
-    "stress": 4375,  # shared.py: entries of an object, slots, closures; watch.py: computing has a limit of its own
+    "stress": 4392,  # shared.py: entries of an object, slots, closures; watch.py: computing has a limit of its own
     "training": 4882,  # ranks with text alone beside images; the reference of a resumed run; sums of a user's loss
     "view": 2500,  # 1400 before the health check of a run, a reward that fell included, and its questions over steps
 }

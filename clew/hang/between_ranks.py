@@ -367,6 +367,8 @@ def _left_a_loop(ranks: Sequence[Actor], sources: Mapping[str, str]) -> tuple[li
     around = min((loop for loop in loops if loop is not None), key=lambda loop: loop.lineno, default=None)
     end, file = (around.end_lineno or around.lineno) if around is not None else 0, level[0].file
     within = [a for a, loop in zip(ranks, loops, strict=True) if around is not None and loop is around]
+    if len(within) == len(ranks) and not _in_same_round(level, text):
+        return None  # those at the earlier line may be a round ahead, and have left out what the others wait in
     if len(within) == len(ranks) or around is None:  # the loop may be in what is called at the earlier line
         called = [stack[depth + 1] for stack in stacks if stack[depth].line == first and stack[depth + 1 :]]
         inner = {(f.file, source.outermost_loop(sources.get(f.file, ""), f.line)) for f in called}
@@ -379,6 +381,13 @@ def _left_a_loop(ranks: Sequence[Actor], sources: Mapping[str, str]) -> tuple[li
     left = f"{subject(past, 'has', 'have')} left the loop at {PurePath(file).name}:{around.lineno}."
     told = f"{left} {subject(within, 'is', 'are')} still in it."
     return (past if len(past) <= len(within) else within), told
+
+
+def _in_same_round(level: Sequence[Frame], text: str) -> bool:
+    """Return whether frames of one function show that all ranks are in the same round of its loops."""
+    names = source.loop_variables(text, level[0].line)
+    rounds = [{name: frame.locals[name] for name in names if name in frame.locals} for frame in level]
+    return bool(rounds[0]) and all(each == rounds[0] for each in rounds)
 
 
 def _one_deviates(culprits: Sequence[Actor]) -> bool:

@@ -276,11 +276,13 @@ def _is_free(server: Actor, sources: Mapping[str, str]) -> bool:
 
 
 def _has_rounds(server: Actor, sources: Mapping[str, str]) -> bool:
-    """Return whether the main coroutine waits in a loop that is meant to end, such as that over a trainer's steps."""
+    """Return whether the main coroutine waits in a loop that counts, such as that over a trainer's steps."""
     mains = [one.thread for one in server.threads if one.thread == MAIN_TASK and one.kind in WAITS_INSIDE]
     frames = [f for each in server.process.threads if each.name in mains for f in each.user_frames]
     loops = [source.outermost_loop(sources.get(f.file, ""), f.line) for f in frames]
-    return any(loop is not None and not source.goes_on_for_ever(loop) for loop in loops)
+    return any(isinstance(loop, ast.While) and isinstance(loop.test, ast.Compare) for loop in loops) or any(
+        isinstance(loop, ast.For) and "range" in source.dotted(getattr(loop.iter, "func", loop.iter)) for loop in loops
+    )
 
 
 def _free_at_unix_socket(server: Actor, reading: list[Activity], sources: Mapping[str, str]) -> bool:

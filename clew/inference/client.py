@@ -355,7 +355,7 @@ class HTTPEngine:
         while (left := answered + after_s - loop.time()) > 0:
             await asyncio.sleep(min(pause, left))
             # On a CPU, it answers between two steps of the embedded engine, which may take longer than `pause`.
-            if await self.answers(max(pause, answered + after_s - loop.time())):
+            if await self.answers(max(pause, min(after_s / 3, answered + after_s - loop.time()))):
                 answered = loop.time()
 
     async def answers(self, within_s: float = HEALTH_S) -> bool:

@@ -40,7 +40,7 @@ class FoundEngine:
         while True:
             await self.engine.frozen(after_s)
             log.warning("%s has not answered for %.0f s: requests wait until it does", self.engine.address, after_s)
-            while not await self.engine.answers():
+            while not await self.engine.answers(after_s / 3):
                 await self.engine.close()
                 await asyncio.sleep(HEALTH_S)
 

@@ -216,6 +216,7 @@ class Completion:
 
     def first(self, count: int) -> Completion:
         """Return the first tokens of this completion."""
+        experts = self.routed_experts
         spans = [Span(**{**span, "end": min(span["end"], count)}) for span in self.sampled_by if span["start"] < count]
         return replace(
             self,
@@ -224,6 +225,7 @@ class Completion:
             versions=self.versions[:count],
             sampling_mask=self.sampling_mask and self.sampling_mask[:count],
             sampled_by=spans,
+            routed_experts=None if experts is None else experts[: len(experts) - len(self.output_ids) + count],
         )
 
 

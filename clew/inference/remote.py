@@ -35,7 +35,7 @@ from clew.inference.protocol import (
     Timings,
     UpdateTimer,
 )
-from clew.inference.request_checks import PROBE_TOLERANCE, ServedModel, matched_stop
+from clew.inference.request_checks import PROBE_TOLERANCE, ServedModel, matched_stop, stop_window
 from clew.inference.server_process import AttachedServer, ServerProcess
 from clew.models.loading import load_tokenizer
 from clew.models.model_folder import config_of
@@ -675,14 +675,14 @@ class RemoteEngine:
     async def _lives(self) -> bool | None:
         """Return whether the server answers: its engine or, during an update, at least its HTTP side. None: not yet.
 
-        An engine answers between two steps, so the question stays for the next call. If it were asked anew, an engine
-        with long steps would seldom answer, and SGLang would answer the old questions first.
+        An engine answers between two steps, so the question stays for the next call. If it were soon asked anew, an
+        engine with long steps would seldom answer, and SGLang would answer the old questions first.
         """
         updating = self._changing.locked()
         if self._question is None or self._question[1] != updating:
             self._forget_question()
             ask = self._backend.answers if updating else self._answers
-            self._question = asyncio.get_running_loop().create_task(ask(self._frozen_s)), updating
+            self._question = asyncio.get_running_loop().create_task(ask(self._frozen_s / 3)), updating
         asked, _ = self._question
         await asyncio.wait({asked}, timeout=min(HEALTH_S, self._frozen_s / 4))
         if not asked.done():
@@ -761,9 +761,8 @@ class RemoteEngine:
 
 
 def _reach(request: GenerateRequest) -> int:
-    """Return within how many tokens a stop string may end that began before an update. A token may be one byte."""
-    params = request.params
-    return 4 * max(map(len, params.stop)) if params.stop and params.continues else 0
+    """Return within how many tokens a stop string may end that began before an update."""
+    return stop_window(request.params.stop) if request.params.stop and request.params.continues else 0
 
 
 def start_remote(config: Config, run: RunDirectory, name: str = "server", attach: str = "") -> RemoteEngine:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -126,14 +126,20 @@ def default_stop_ids(generation_config: Any, tokenizer: Any, vocab: int) -> tupl
     return tuple(sorted(token for token in ids if token is not None and 0 <= token < vocab))
 
 
+def stop_window(stops: Sequence[str]) -> int:
+    """Return the number of tokens that may hold a stop string: the longest, and 8 more.
+
+    A token may be one byte, and a character has up to four. Its text may depend on the tokens before it.
+    """
+    return max(len(stop) if stop.isascii() else 4 * len(stop) for stop in stops) + 8
+
+
 def matched_stop(request: GenerateRequest, output_ids: list[int], tokenizer: Any) -> str | None:
     """Return the stop string that the last of output_ids completes; None if there is none."""
     params = request.params
     if not params.stop or len(output_ids) < params.min_new_tokens:
         return None
-    # A token may be one byte, and a character has up to four. 8 more tokens, because a token's text may depend on those
-    # before it.
-    window = max(len(stop) if stop.isascii() else 4 * len(stop) for stop in params.stop) + 8
+    window = stop_window(params.stop)
     recent = output_ids[-window:]
     if len(recent) < window and params.continues:
         earlier = request.input_ids[len(request.input_ids) - params.continues :]

@@ -125,16 +125,14 @@ def _in_summary(then: RecordedStep, result: StepResult) -> Iterator[Difference]:
 def _in_checkpoint(run: RunDirectory, step: int, engine: TrainEngine, tolerance: Tolerance) -> Iterator[Difference]:
     """Yield the first difference, tensor by tensor, between the engine and the run's checkpoint after this step.
 
-    Where equality bit for bit is not promised, the checkpoint's files are checked against their own digests instead:
-    this raises RecordError if they do not match.
+    Where equality bit for bit is not promised, or was not when the checkpoint was written (`TrainEngine.drifted`), its
+    files are checked against their own digests instead: this raises RecordError if they do not match.
     """
     folder = run.checkpoint(step + 1)
-    if not tolerance.exact:
+    facts = checkpoint.read_manifest(folder)
+    if not tolerance.exact or facts.get("drifted"):
         checkpoint.check(folder, engine)
         return
-    facts = checkpoint.read_manifest(folder)
-    if facts.get("drifted"):
-        return  # the run trained its recorded steps again, within a tolerance, before it wrote this
     if engine.critic is not None and facts["critic_updates"] is None:
         return  # the run went on without its critic, and wrote this checkpoint again
     saved = checkpoint.digests_in(folder, engine)

@@ -110,7 +110,8 @@ def _refuse_changes(config: Config, run: RunDirectory, version: int, committed: 
             f"Cannot continue {run.path} with another model: {', '.join(model)}. A run keeps its model; start another "
             f"trial=NAME for this one."
         )
-    if config.training.schedule != "constant" and version and "algorithm.minibatches" in changed:
+    counts = config.training.schedule != "constant" and not run.supervised
+    if counts and version and "algorithm.minibatches" in changed:
         raise ConfigError(
             f"Cannot continue {run.path} with other updates per step: {changed['algorithm.minibatches']}. "
             f"training.schedule={config.training.schedule} counts the updates of the whole run. Set it back, choose "

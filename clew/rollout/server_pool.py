@@ -163,7 +163,7 @@ class ServerPool(HTTPEngine):
             self._frozen.add(key)
             for task in self._busy[key]:
                 task.cancel()
-            while not await client.answers():
+            while not await client.answers(self._frozen_s / 3):
                 if key not in {(known.address, known.pid) for known in self._listed()}:
                     break
                 await asyncio.sleep(LOOK_S)

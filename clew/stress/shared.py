@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from contextvars import Context, ContextVar
 from dataclasses import dataclass, field
-from types import FunctionType, MemberDescriptorType, ModuleType
+from types import CellType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any, Literal
 
 from clew.stress.agent_steps import Episode
@@ -93,8 +93,8 @@ def _variable(name: str) -> str:
 class State:
     """State that outlives an episode, compared after each step.
 
-    It consists of the attributes of the agent and its classes, the globals of its modules, and the defaults of
-    arguments and of context variables.
+    It consists of the attributes of the agent and its classes, the globals of its modules, the defaults of arguments
+    and of context variables, and what inner functions share with their outer ones.
     """
 
     def __init__(self, agent: object, code: Code) -> None:
@@ -229,36 +229,51 @@ def _roots(agent: object, code: Code) -> Iterator[tuple[str, Any]]:
         imported = any(each is module for each in vars(own).values())
         if file and code.is_user(file) and (name in bases or beside or imported):
             yield name, vars(module)
-            yield from _kept(name, vars(module))
+            yield from _kept(name, vars(module), code)
             for each in list(vars(module).values()):
                 if isinstance(each, type) and each.__module__ == name:
                     yield f"{name}.{each.__qualname__}", each.__dict__
-                    yield from _kept(f"{name}.{each.__qualname__}", each.__dict__)
+                    yield from _kept(f"{name}.{each.__qualname__}", each.__dict__, code)
 
 
-def _kept(name: str, attributes: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _kept(name: str, attributes: Mapping[str, Any], code: Code) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the objects that functions keep between calls: defaults of arguments, and variables of outer functions."""
     for function in list(attributes.values()):
         function = function.__func__ if isinstance(function, (classmethod, staticmethod)) else function
-        while isinstance(function, FunctionType):
+        for wrapped in ("", " (wrapped)", " (wrapped twice)"):  # by decorators
+            if not isinstance(function, FunctionType):
+                break
+            title = f"{name}.{function.__name__}{wrapped}"
             arguments = inspect.signature(function, follow_wrapped=False).parameters.values()
             defaults = {each.name: each.default for each in arguments if each.default is not each.empty}
-            outer: dict[str, Any] = {}
-            for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-                with suppress(ValueError):  # it has no value yet
-                    outer[key] = cell.cell_contents
-            for what, values in (("default", defaults), ("outer variable", outer)):
-                held = {key: value for key, value in values.items() if not isinstance(value, _PLAIN)}
-                if held:
-                    yield f"{name}.{function.__name__}'s {what}", held
-            function = vars(function).get("__wrapped__")  # of a decorator
+            if held := {key: value for key, value in defaults.items() if not isinstance(value, _PLAIN)}:
+                yield f"{title}'s default", held
+            if function.__closure__ and code.is_user(function.__code__.co_filename):
+                yield f"{title}'s outer variable", _Cells(function)
+            function = vars(function).get("__wrapped__")
+
+
+class _Cells(Mapping[str, Any]):
+    """Variables of the functions around a function, as they are now: `nonlocal` binds them anew."""
+
+    def __init__(self, function: FunctionType) -> None:
+        self._cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+
+    def __getitem__(self, name: str) -> Any:
+        return self._cells[name].cell_contents
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, cell in self._cells.items() if cell != CellType())
+
+    def __len__(self) -> int:
+        return len([*self])
 
 
 def _attributes(value: object) -> dict[str, Any]:
     """Return the attributes of an object, also those that its class keeps in slots."""
     slots = {
         name: slot
-        for each in type(value).__mro__
+        for each in reversed(type(value).__mro__)
         for name, slot in vars(each).items()
         if isinstance(slot, MemberDescriptorType)
     }
@@ -380,7 +395,9 @@ def _counts(made: Sequence[ObjectChange], matters: bool) -> bool:
     if made[0].kind == "changed" or isinstance(numbers[0], float):
         return True
     steps = [b - a for a, b in itertools.pairwise(numbers)]
-    turn = max(numbers) - min(numbers) + 1  # after the last of some things in turn comes the first
-    if all(abs(step) == 1 for step in steps) or all(step % turn == 1 for step in steps):
+    if all(abs(step) == 1 for step in steps):
+        return True
+    back = min(numbers) - max(numbers)  # after the last of some things in turn comes the first
+    if len(steps) > 2 and 1 in steps and all(step in (1, back) for step in steps):
         return True
     return not matters and all(step > 0 for step in steps)

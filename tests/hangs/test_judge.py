@@ -160,11 +160,12 @@ def test_a_rank_that_has_left_the_loop_of_a_function_is_at_fault() -> None:
     """Let rank 0 train in the loop of `epoch`, which rank 1 has left."""
     code = "def fit():\n    epoch()\n    report()\ndef epoch():\n    for batch in data:\n        step(batch)\n"
     code += "def report():\n    dist.all_gather(parts, x)\ndef step(batch):\n    dist.all_reduce(batch)\n"
+    again = "def fit():\n  for n in range(9):\n    epoch()\n    report()\n" + code.partition("    report()\n")[2]
 
-    def called(number: int, op: str, *places: tuple[str, int]) -> Process:
+    def called(number: int, op: str, *places: tuple[str, int], n: int = 0) -> Process:
         one = rank(number, 5, op)
         frames = [one.looks[0].threads[0].frames[0]]
-        frames += [Frame(function=name, file="train.py", line=line) for name, line in places]
+        frames += [Frame(function=name, file="train.py", line=line, locals={"n": f"{n}"}) for name, line in places]
         thread = Thread(name="MainThread", os_id=100 + number, frames=tuple(frames))
         return replace(one, looks=tuple(replace(look, threads=(thread,)) for look in one.looks))
 
@@ -173,6 +174,11 @@ def test_a_rank_that_has_left_the_loop_of_a_function_is_at_fault() -> None:
     verdict = judge(Snapshot(processes=(trains, reports), seconds=3.0, sources={"train.py": code}))
     assert (verdict.pattern, verdict.ranks) == ("collective mismatch", (1,))
     assert "Rank 1 has left the loop at train.py:5. Rank 0 is still in it." in verdict.explanation
+    reports = called(1, "all_gather", ("report", 9), ("fit", 4), n=3)
+    for n, ranks in ((3, (1,)), (4, (0, 1))):  # in the next round, rank 0 may have left the report out
+        trains = called(0, "all_reduce", ("step", 11), ("epoch", 7), ("fit", 3), n=n)
+        verdict = judge(Snapshot(processes=(trains, reports), seconds=3.0, sources={"train.py": again}))
+        assert (verdict.pattern, verdict.ranks) == ("collective mismatch", ranks)
 
 
 def test_a_job_that_has_ended_does_not_hang() -> None:
@@ -881,7 +887,10 @@ def main_in(*frames: Frame) -> Thread:
 LOOP = (within("select", "selectors.py"), within("run_forever", "asyncio/base_events.py"), at(99, "<module>"))
 
 
-@pytest.mark.parametrize(("loop", "pattern"), [("self.step < self.steps", "rollout blocked"), ("True", "healthy")])
+@pytest.mark.parametrize(
+    ("loop", "pattern"),
+    [("self.step < self.steps", "rollout blocked"), ("True", "healthy"), ("not self.stopping", "healthy")],
+)
 def test_a_trainer_whose_metrics_nobody_asks_for_is_no_idle_server(loop: str, pattern: str) -> None:
     text = f"async def fit(self):\n    while {loop}:\n        batch = await self.queue.get()\n        learn(batch)\n"
     get = Frame(function="Queue.get", file="/usr/lib/python3.11/asyncio/queues.py", line=1)

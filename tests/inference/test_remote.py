@@ -33,6 +33,7 @@ from clew.inference import remote, serve, sglang, vllm, weight_group
 from clew.inference.app import Application
 from clew.inference.backend import Launch
 from clew.inference.client import HTTPEngine
+from clew.inference.detect_server import FoundEngine
 from clew.inference.local import load_engine
 from clew.inference.protocol import Completion, EngineUnreachable, FaultyAnswer, GenerateRequest, SamplingParams
 from clew.inference.remote import RemoteCore, RemoteEngine, start_remote
@@ -702,6 +703,62 @@ def test_a_stop_string_that_begins_before_an_update_ends_the_completion(tmp_path
         completion = asyncio.run(scenario(address))
     assert (completion.output_ids, completion.logprobs, completion.versions) == ([two], [-1.0], [0])
     assert (completion.finish_reason, completion.matched) == ("stop", "12")
+
+
+def test_a_question_that_is_not_answered_yet_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine answers between two steps, which may take seconds."""
+    tiny_tokenizer(tmp_path / "model")
+    tiny_model(tmp_path / "model")
+    named = config().model_copy(update={"model": Model(path=str(tmp_path / "model"))})
+    monkeypatch.setattr("clew.inference.remote.HEALTH_S", 0.05)
+    asked = 0
+
+    async def scenario() -> list[bool | None]:
+        stepped = asyncio.Event()
+
+        async def alive() -> None:
+            nonlocal asked
+            asked += 1
+            await stepped.wait()
+
+        engine = RemoteEngine(named, RemoteCore(named), VLLMEngine("127.0.0.1:1"))
+        monkeypatch.setattr(engine._backend, "alive", alive)
+        try:
+            before = [await engine._lives(), await engine._lives()]
+            stepped.set()
+            return [*before, await engine._lives()]
+        finally:
+            await engine.close()
+
+    assert asyncio.run(scenario()) == [None, None, True] and asked == 1
+
+
+def test_the_requests_of_a_gateway_at_a_server_that_freezes_fail() -> None:
+    asked, thawed = threading.Event(), threading.Event()
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.set()
+        while not thawed.is_set():  # noqa: ASYNC110 - the test has a loop of its own
+            await asyncio.sleep(0.01)
+        return web.json_response({})
+
+    async def scenario(address: str) -> None:
+        found = FoundEngine(engine=HTTPEngine(address), model="m")
+        request = asyncio.create_task(found.engine.generate(GenerateRequest([5], SamplingParams(max_new_tokens=3))))
+        await asyncio.to_thread(asked.wait)
+        watch = asyncio.create_task(found.fail_when_frozen(after_s=0.5))
+        try:
+            with pytest.raises(EngineUnreachable):
+                await request
+            thawed.set()
+            assert await found.engine.answers()
+        finally:
+            thawed.set()
+            watch.cancel()
+            await found.engine.close()
+
+    with serving(answer) as address:
+        asyncio.run(asyncio.wait_for(scenario(address), 30))
 
 
 def test_sglang_knows_each_request_by_an_id_that_no_other_has_or_begins_with() -> None:

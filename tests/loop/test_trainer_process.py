@@ -12,10 +12,11 @@ from rich.console import Console
 from clew import config as configuration
 from clew.config import Config
 from clew.errors import ClewError, ConfigError, ModelError, RecordError, TrainingError
+from clew.loop.differences import TOLERANCES
 from clew.loop.stopwatch import Clock
 from clew.record import rows
 from clew.record.run import RunDirectory
-from clew.training import optimizer
+from clew.training import checkpoint, optimizer
 from clew.view.show import show
 from tests.loop import losses, runs
 from tests.loop.runs import learn
@@ -196,6 +197,20 @@ def test_what_a_failed_step_advises_to_change_may_change_where_steps_must_be_tra
     assert run.steps.index()[:5] == first.steps.index()
     plans = [run.steps.read(step)["plan"] for step in (4, 5)]
     assert [max(map(len, plan)) > 1 for plan in plans] == [False, True]
+
+
+def test_a_checkpoint_says_that_its_weights_are_the_records_only_within_a_tolerance(
+    folder: Path, first: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = copy(first, folder, "drifted")
+    keep_checkpoints(run, 0, 4)
+    with monkeypatch.context() as elsewhere:
+        near = (TOLERANCES["float32"], "a test")
+        elsewhere.setattr("clew.loop.replay.how_to_compare", lambda *_: near)
+        learn(configure(folder, "drifted"))
+    assert checkpoint.read_manifest(run.checkpoint(5)).get("drifted") is True
+    learn(configure(folder, "drifted", **{"training.steps": 6}))  # a step of its own, with digests on record
+    assert checkpoint.read_manifest(run.checkpoint(6)).get("drifted") is None
 
 
 def test_the_weights_of_a_last_step_that_differs_are_not_saved(

@@ -7,10 +7,12 @@ import time
 import psutil
 import pytest
 
-from clew.config import dump
+from clew.config import dump, load
+from clew.errors import DataError
 from clew.reading import read_json
 from clew.record import rows as record_rows
 from clew.record.run import RunDirectory
+from clew.rollout.process import make_runner
 from tests.forked import clew
 from tests.models import tiny_model, tiny_tokenizer
 from tests.record.test_run import SUMMARY
@@ -168,3 +170,19 @@ def test_a_prompt_longer_than_the_context_is_a_failed_episode_that_says_so(tmp_p
     assert server.poll() is None
     logs = " ".join(start.logs().split())
     assert "episodes failed" in logs and "context" in logs and "256" in logs
+
+
+def test_prompts_and_held_out_prompts_are_read_from_the_configured_split(tmp_path, monkeypatch):
+    file, run = prepare(tmp_path, data={"path": "org/train", "split": "test"}, eval={"path": "org/held_out"})
+    asked = []
+
+    def load_rows(path, *, split, **_):
+        asked.append((path, split))
+        if len(asked) == 2:
+            raise DataError("that is all")
+        return ROWS
+
+    monkeypatch.setattr("clew.rollout.process.load_rows", load_rows)
+    with pytest.raises(DataError, match="that is all"):
+        make_runner(load(file), run, engine=None)
+    assert asked == [("org/train", "test"), ("org/held_out", "test")]

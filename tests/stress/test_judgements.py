@@ -305,7 +305,7 @@ def test_a_function_that_wraps_a_builtin_without_a_signature_is_no_obstacle() ->
     def wrapped(of: list[int] = []) -> float:  # noqa: B006
         return time.time()
 
-    assert [name for name, _ in shared._kept("tools", {"clock": wrapped})] == ["tools.time's default"]
+    assert [name for name, _ in shared._kept("tools", {"clock": wrapped}, Code(object()))] == ["tools.time's default"]
 
 
 def test_a_set_that_two_episodes_change_is_not_said_to_hold_one_in_place_of_the_other() -> None:
@@ -339,10 +339,11 @@ class Now:
     answer: str = ""
 
 def logged(function):
-    calls = {}
+    calls, last = {}, ""
     @functools.wraps(function)
     def wrapper(self, text):
-        calls["last"] = text
+        nonlocal last
+        calls["last"] = last = text
         return function(self, text)
     return wrapper
 
@@ -372,7 +373,8 @@ def test_state_in_slots_decorators_and_a_base_class_of_another_module_is_seen(
     assert changed == {
         "base_agent.Base.state",
         "agent.now",
-        "my_agent.Agent.step's default.seen",
+        "my_agent.Agent.step (wrapped)'s default.seen",
+        "my_agent.Agent.step's outer variable",
         "my_agent.Agent.step's outer variable.calls",
     }
 
@@ -383,6 +385,9 @@ def test_an_index_that_goes_round_is_perhaps_a_counter() -> None:
     steps = [(first if n % 2 else second, lambda a, n=n: setattr(a, "count", n % 3)) for n in range(1, 9)]
     changes = changes_of(agent, steps)
     assert [verdict.certain for verdict in shared.judge_changes(changes, matters=True)] == [False]
+    steps = [(second, lambda a: setattr(a, "count", 17)), (first, lambda a: setattr(a, "count", 4))]
+    changes = changes_of(agent, steps)
+    assert [verdict.certain for verdict in shared.judge_changes(changes, matters=True)] == [True]
 
 
 def test_the_answers_of_another_trainers_record_may_be_texts(tmp_path: Path) -> None:
