@@ -65,7 +65,7 @@ def train_as_configured(config: Config, arguments: Sequence[str], *, live: bool)
     """Train as the configuration says: on recorded batches, inline, or with one process per role.
 
     Args:
-        arguments: The file and the overrides that the configuration was loaded from, to start processes with.
+        arguments: File and overrides that the configuration was loaded from; child processes are started with them.
         live: Redraw the progress in place, if this is a terminal; False: print a line for each step. If user code runs
             in this process, lines are printed in any case, because its debugger needs the terminal.
     """
@@ -104,7 +104,7 @@ def drawing_curve(run: RunDirectory) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        with suppress(Exception):  # an error of the picture must not hide why the run ended
+        with suppress(Exception):  # an error while drawing must not hide why the run ended
             if rank_here() == 0 and run.steps.count() > before:
                 draw_learning_curve(run)
         raise

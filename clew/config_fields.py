@@ -139,11 +139,11 @@ class EngineFacts:
     """Facts about an engine that the configuration depends on; all others are in the engine's file."""
 
     cuts: frozenset[str] = frozenset()
-    """Sampling options with which it reports logprobs of the cut distribution, not the policy's."""
+    """Sampling options with which it reports logprobs of the truncated distribution, not the policy's."""
     masks_by: str = ""
-    """Server option to report which tokens top_p, top_k and min_p left; requests without top_k are then refused."""
+    """Server option to report which tokens top_p, top_k and min_p kept; requests without top_k are then refused."""
     adapters_by: str = ""
-    """Server option to add LoRA adapters itself, on one device; on unless it is set to false. "": it cannot."""
+    """Server option with which it adds LoRA adapters itself, on one device; on unless set to false. "": it cannot."""
     takes_checksums: bool = False
     """True if the trainer computes the engine's own checksums of the weights that it broadcasts."""
 
@@ -176,7 +176,7 @@ class Inference(Section):
     listen: str = "127.0.0.1:0"
     """host:port of `clew serve`; port 0: any free one."""
     max_running: int = Field(default=128, ge=1)
-    """Maximum number of sequences generated side by side; further requests wait."""
+    """Maximum number of sequences generated at the same time; further requests wait."""
     cache_gib: float = Field(default=1.0, gt=0)
     """GiB of memory for keys and values; requests wait when it is full."""
     on_update: Literal["continue", "restart", "wait"] = "continue"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from clew.printing import print
+from clew.printing import counted, print
 
 if TYPE_CHECKING:
     from clew.hang.observed import Snapshot
@@ -144,7 +144,7 @@ def _list_jobs() -> None:
 
     listed, launchers = jobs.listed(), jobs.launchers()
     for name, pids in listed.items():
-        print(f"clew hang --job {name}  # {len(pids)} ranks: pid {', '.join(map(str, pids))}")
+        print(f"clew hang --job {name}  # {counted(len(pids), 'rank')}: pid {', '.join(map(str, pids))}")
     for pid in launchers:
         print(f"clew hang --torchrun {pid}")
     if not listed and not launchers:
@@ -155,6 +155,6 @@ def _write_text(path: Path, text: str) -> None:
     from clew.errors import RecordError
 
     try:
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise RecordError(f"Cannot write {path}: {error.strerror}. Name a file that can be written.") from error
+        raise RecordError(f"Cannot write {path}: {error.strerror}. Choose another file.") from error

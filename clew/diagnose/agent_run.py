@@ -1,4 +1,4 @@
-"""`clew agent run`: run an agent on single rows, in this process, before it is trained."""
+"""`clew agent run`: run an agent on a few rows, in this process, before it is trained."""
 
 from __future__ import annotations
 

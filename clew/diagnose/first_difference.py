@@ -83,7 +83,7 @@ def _other_environment(runs: Pair, step: int) -> list[str]:
 
 
 def _near(runs: Pair) -> Tolerance:
-    """Return the tolerance for stages that were not computed alike."""
+    """Return the tolerance for stages that were computed in different environments."""
     if not all(run.steps.by_clew for run in runs):
         return TOLERANCES["another trainer"]
     dtypes = {configuration.load(run.config_path).model.dtype for run in runs}
@@ -129,7 +129,7 @@ def _in_step(runs: Pair, step: int, tolerance: Tolerance) -> Difference | None:
         difference = _in_data(step, ours, theirs, tolerance) or _in_stages(runs, step, ours, tolerance)
     elif tolerance.exact:  # pruned: only the digests are left
         difference = _in_digests(step, then["digests"], now["digests"])
-    else:  # rounding alone makes other digests
+    else:  # rounding alone changes the digests
         difference = _in_what_is_left(step, then, now, tolerance)
     if difference is None and tolerance.exact:
         difference = differences.in_metrics(step, then.get("metrics", {}), now.get("metrics", {}))
@@ -138,7 +138,7 @@ def _in_step(runs: Pair, step: int, tolerance: Tolerance) -> Difference | None:
 
 
 def _in_what_is_left(step: int, then: dict[str, Any], now: dict[str, Any], tolerance: Tolerance) -> Difference | None:
-    """Return the first of the groups and of the metrics `METRICS` that differs in a step without sequences."""
+    """Return the first group, or else the first metric of `METRICS`, that differs in a step without sequences."""
     ours, theirs = then["groups"], now["groups"]
     if differing := sorted({*ours} ^ {*theirs}):
         [group, *_] = differing

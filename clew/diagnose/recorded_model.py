@@ -172,7 +172,7 @@ class RecordedModel(EpisodeEngine):
 @dataclass(frozen=True)
 class Divergence:
     where: str
-    """Place in words: message, field, character."""
+    """Place in words, such as "message 2 (tool), content, character 14"."""
     then: str
     now: str
 
@@ -236,7 +236,7 @@ def _lines(prompt: Any) -> list[str]:
 
 
 def resources_of(run: RunDirectory, config: Config, engine: Any, reward: Any) -> Resources:
-    """Return what a run's episodes share. Tokenizer and image processor are the oldest checkpoint's, if any."""
+    """Return what a run's episodes share. Tokenizer and image processor come from the oldest checkpoint, if any."""
     versions = run.checkpointed()
     tokenizer = load_tokenizer(str(run.checkpoint(versions[0])) if versions else config.model.path)
     return resources(config, engine, tokenizer, reward, vision=load_vision(tokenizer.name_or_path))

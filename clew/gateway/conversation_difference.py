@@ -1,4 +1,4 @@
-"""Description, in words, of how a request departs from the conversation that it should continue."""
+"""Describes, in words, where a request differs from the conversation that it should continue."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _changed(before: Message, after: Message, index: int, field: str, *, reply: 
         if reply:
             what = f"the model's reply is left out, and {place} is in its place: {_short(_text(after, 'content'))!r}"
             return Difference(index=index, kind="a reply left out", what=what)
-        what = f"{place} was of role {before.get('role')}"
+        what = f"{place} had the role {before.get('role')} before"
         return Difference(index=index, kind="another role", what=what)
     if field == "reasoning_content" and not after.get(field):
         what = f"the client sends no reasoning back in {place}"

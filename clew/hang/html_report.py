@@ -32,12 +32,13 @@ def as_html(report: Report) -> str:
         "call site": ", ".join(verdict.sites),
         "confidence": verdict.confidence if verdict.exit_code else "",
     }
+    number = "1 process" if report.count == 1 else f"{report.count} processes"
     parts = [
         "<!doctype html><html lang='en'><meta charset='utf-8'>",
         "<meta name='viewport' content='width=device-width'>",
         f"<title>clew hang: {in_html(verdict.pattern)}</title><style>{STYLE}</style>",
         f"<div class='verdict {grade}'><h1>{in_html(verdict.pattern)}</h1>",
-        f"<p class='faint'>{report.count} processes, watched for {report.seen.seconds:.1f} s</p>",
+        f"<p class='faint'>{number}, watched for {report.seen.seconds:.1f} s</p>",
         f"<p>{in_html(verdict.explanation)}</p></div>",
         _table([(name, value) for name, value in facts.items() if value]),
         _list("Evidence", verdict.evidence),

@@ -33,7 +33,7 @@ MAX_SERVERS = 1024
 """Maximum number of servers of one run."""
 
 GATHER_S = 0.001
-"""Seconds that an idle engine waits for more requests of a burst; an arrival takes a fifth of that."""
+"""Seconds for which an idle engine waits for the rest of a burst of requests; one arrives in a fifth of that."""
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 """Signals that end `clew serve`."""
@@ -43,13 +43,13 @@ LOOK_S = 0.5
 
 
 class Beside(Protocol):
-    """Further application on the server's port and event loop, in front of the same engine."""
+    """Another application on the server's port and event loop, which uses the same engine."""
 
     @property
     def app(self) -> ASGI: ...
 
     def launched(self, address: str) -> None:
-        """Note that the server answers from now on."""
+        """Take note that the server now answers at this address."""
 
     def has_session(self, key: str) -> bool:
         """Return whether an open session has this key."""
@@ -71,12 +71,12 @@ def serve(
     """Serve until SIGTERM or SIGINT.
 
     Args:
-        beside: Function that makes a further application from the engine and the API key; the key is empty if any will
+        beside: Function that makes another application from the engine and the API key; the key is empty if any will
             do.
-        api_key: Key that clients must send. If empty, any key will do on loopback, and elsewhere one is generated.
+        api_key: Key that clients must send. If empty, any key is accepted on loopback; elsewhere one is generated.
         allow_weights: Folders to load weights from, besides the run's own.
         name: Name in status/, logs/ and servers.json; "": the first free one of server, server-1, server-2, ...
-        attach: host:port of a vLLM or SGLang server that runs already, as inference.backend says; "": start one.
+        attach: host:port of a running vLLM or SGLang server (inference.backend says which); "": start one.
 
     Raises:
         EngineError: The server cannot start, for example because the port is taken.
@@ -207,15 +207,15 @@ async def _keep_listed(
             application.ready.clear()
             run.register_server(replace(entry, ready=False))
             await engine.restart(reporter)
-        if not any(server.ready and server.pid == entry.pid for server in run.servers()):
+        if not any(server.ready and (server.name, server.pid) == (entry.name, entry.pid) for server in run.servers()):
             application.ready.clear()
-            async with application.updating:  # while an update hangs, the trainer would wait for it at each version
+            async with application.updating:  # listed during a hung update, it would delay the trainer each time
                 if engine.failure is not None:
                     continue
                 run.register_server(replace(entry, ready=True))
             try:
                 await _load_newest(application, run, entry, reporter)
-            except EngineUnreachable as error:  # the engine behind it died or froze: its watch will say so
+            except EngineUnreachable as error:  # the engine behind it died or froze, and its watcher reports that
                 if str(error) != last_warning:
                     log.warning("the newest weights are not loaded yet: %s", error)
                     last_warning = str(error)
@@ -237,7 +237,7 @@ async def _keep_listed(
 
 
 async def _load_newest(application: Application, run: RunDirectory, entry: Server, reporter: Reporter) -> None:
-    """Load the weights that the run announces, until they are the loaded ones.
+    """Load the weights that the run announces, until the newest ones are loaded.
 
     If they are gone (a run that ended leaves none in shared memory), this waits until the trainer announces and loads
     weights again. If they were broadcast, it asks for another broadcast, and asks again if the trainer has taken this
@@ -254,7 +254,7 @@ async def _load_newest(application: Application, run: RunDirectory, entry: Serve
             if engine.failure is not None:
                 raise EngineUnreachable("", engine.failure)
             asking = replace(entry, ready=True, wants_weights=True)
-            listed = [server for server in run.servers() if server.pid == entry.pid]
+            listed = [server for server in run.servers() if (server.name, server.pid) == (entry.name, entry.pid)]
             if given_up := "".join(server.given_up for server in listed):
                 raise EngineError(f"The trainer has given this server up: {given_up}")
             if asking not in listed:

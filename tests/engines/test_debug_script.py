@@ -1,6 +1,6 @@
-"""The field's debugging script before `clew serve`, with Clew's engine or vLLM: `/generate` in SGLang's native shape.
+"""A common debugging script, run against `clew serve` with Clew's engine or vLLM: SGLang's native `/generate`.
 
-It posts input_ids (as the processor makes them), sampling_params and image_data (PNG in base64), without a token, and
+It posts input_ids (from the processor), sampling_params and image_data (PNG in base64), without an API key, and
 compares the completions with transformers' own.
 """
 

@@ -1,4 +1,4 @@
-"""Ten steps of training through each real engine, and what its record then answers."""
+"""Ten steps of training with each real engine, and a replay of one of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "sglang": {"mem-fraction-static": 0.2},
 }
 PATIENCE_S = 500.0
-"""Time limit for a run with the server's start, on a slow and busy machine."""
+"""Time limit for a run, including the server's start, on a slow and busy machine."""
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_ten_steps_of_training_and_their_replay(
         more["head_dim"] = 32  # vLLM's CPU attention takes heads of 32 and more
     tiny_model(
         tmp_path / "model", family, hidden=64, scale=0.1, context=32, more=more
-    )  # as short as the probe of an update
+    )  # the context is no longer than the probe of a weight update
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+{i}="}) + "\n" for i in range(40)))
     (tmp_path / "mine.py").write_text("def ones(completion, data):\n    return completion.count('1') / 8\n")
     sections = {
@@ -95,7 +95,7 @@ def test_ten_steps_of_training_and_their_replay(
             assert sum(span["end"] - span["start"] for span in spans) == row.loss_mask.sum(), "each token once"
             for span in spans:
                 assert span["server"].lower().startswith(backend)
-                if span["version"] != "default":  # what the server began with, before the first update
+                if span["version"] != "default":  # the weights that the server started with
                     made = row.versions[span["start"] : span["end"]]
                     assert (made == int(span["version"])).all(), "the engine's label of the weights is Clew's version"
         if metrics["lag_max"] == 0:

@@ -1,4 +1,4 @@
-"""Requests of frameworks and agents that differ from the providers' own clients, as they came over the wire when
+"""Requests in which frameworks and agents differ from the providers' own clients, as they came over the wire when
 run by hand, shortened: @ai-sdk/openai 3.0.141, @openai/agents 0.20.0, smolagents 1.26.0, crewai 1.15.30, autogen 0.7.5,
 instructor 1.17.0, @anthropic-ai/sdk 1.12.0 (tool runner), Claude Code 2.1.330, Codex 0.169.0."""
 
@@ -30,7 +30,7 @@ QUESTION = {"role": "user", "content": "1+2?"}
 
 
 class Told:
-    """A session that is written to over HTTP, and whose model says one thing after another."""
+    """A session reached over HTTP, whose model gives the answers in `says`, one after the other."""
 
     def __init__(self, folder: Path, template: str = CHATML, context: int | None = None) -> None:
         self.engine = Spoken(chatml_tokenizer(folder, template), lambda prompt: self.says.pop(0))
@@ -48,7 +48,7 @@ class Told:
         return answer.json()
 
     def prompt(self) -> str:
-        """Return what the model was last given."""
+        """Return the prompt that the model received last."""
         return str(self.engine.tokenizer.decode(self.engine.requests[-1], skip_special_tokens=False))
 
     def sequences(self) -> list[list[int]]:
@@ -70,7 +70,7 @@ def told(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Told]:
 
 @pytest.mark.parametrize("told", [{"template": THINKING}], indirect=True)
 def test_items_that_are_named_by_their_ids(told: Told) -> None:
-    """@ai-sdk/openai's default model names what it was told to store: reasoning and messages, and sends calls."""
+    """@ai-sdk/openai refers by ID to the reasoning and messages that it had stored, and sends calls in full."""
     told.says = [f"<think>\nhm\n</think>\n\nI add:\n{CALLS}<|im_end|>", "3<|im_end|>", "more<|im_end|>"]
     tool = {"type": "function", "name": "add", "description": "adds", "parameters": SCHEMA}
     asked = [{"role": "developer", "content": "Be good."}, QUESTION]
@@ -108,7 +108,7 @@ CODEX = {
 
 @pytest.mark.parametrize("told", [{"template": THINKING}], indirect=True)
 def test_codex(told: Told) -> None:
-    """Two system messages before the user's, tools in a namespace, one of the provider's, reasoning without its ID."""
+    """Codex sends two system messages, tools in a namespace, a provider's tool, and reasoning without its ID."""
     call = '<tool_call>\n{"name": "agents.spawn", "arguments": {"a": 1}}\n</tool_call>'
     told.says = [f"<think>\nhm\n</think>\n\nI ask.\n{call}<|im_end|>", "3<|im_end|>"]
     asked = [
@@ -182,7 +182,7 @@ def test_reasoning_under_its_other_name(told: Told) -> None:
 
 
 def test_a_client_that_writes_on_where_a_stop_string_ended_the_model(told: Told) -> None:
-    """smolagents' CodeAgent stops at </code>, puts it back, and writes down the call that it made of the code."""
+    """smolagents' CodeAgent stops at </code>, puts it back, and appends the call that it made from the code."""
     told.says = ["Thought: I add.\n<code>\nprint(1 + 2)\n</code>"] * 3
     stop = ["Observation:", "Calling tools:", "</code>"]
     messages: list[Body] = [{"role": "user", "content": [{"type": "text", "text": "New task:\n1+2?"}]}]
@@ -198,7 +198,7 @@ def test_a_client_that_writes_on_where_a_stop_string_ended_the_model(told: Told)
 
 
 def test_a_client_that_writes_the_models_words_anew(told: Told) -> None:
-    """crewai keeps the calls of a message, and not its words."""
+    """crewai keeps a message's calls, but drops its text."""
     told.says = [f"I add:\n{CALLS}<|im_end|>", "3<|im_end|>"]
     first = told.post("/chat/completions", {"messages": [QUESTION], "tools": [CHAT_TOOL]})
     message = first["choices"][0]["message"]
@@ -223,7 +223,7 @@ def test_another_answer_to_the_same_messages_is_not_the_models_words_anew(told: 
 
 
 def test_a_client_that_offers_other_tools_in_mid_conversation(told: Told) -> None:
-    """autogen asks for its last words without tools, which most templates put before the messages."""
+    """autogen asks for the final answer without tools, which most templates put before the messages."""
     told.says = [f"{CALLS}<|im_end|>", "3<|im_end|>"]
     first = told.post("/chat/completions", {"messages": [QUESTION], "tools": [CHAT_TOOL]})
     message = first["choices"][0]["message"]
@@ -252,7 +252,7 @@ THREAD = {"max_tokens": 500, "stream": False}
 
 
 def test_a_thread_of_anthropics_tool_runner(told: Told) -> None:
-    """The runner sends system and tools once, and then nothing but what is new."""
+    """The runner sends the system prompt and the tools once, then only new messages."""
     told.says = [f"I add:\n{CALLS}<|im_end|>", "3<|im_end|>", "more<|im_end|>"]
     create = {"thread": {"type": "create"}, "system": "Be good.", "tools": [{**CLAUDE_TOOL, "type": "custom"}]}
     first = told.post("/messages", {**THREAD, **create, "messages": [QUESTION]})
@@ -326,7 +326,7 @@ CLAUDE_CODE = {
 
 
 def test_claude_code(told: Told) -> None:
-    """Claude Code marks anew in each request what is to be cached, and finds further tools by the result of a tool."""
+    """Claude Code moves its cache marks in each request, and learns of further tools from the result of a tool."""
     search = '<tool_call>\n{"name": "ToolSearch", "arguments": {}}\n</tool_call>'
     told.says = [f"I look.\n{search}<|im_end|>", f"{CALLS}<|im_end|>", "3<|im_end|>"]
     marked = {"cache_control": {"type": "ephemeral"}}

@@ -1,4 +1,4 @@
-"""Ends of pipes and sockets that processes wait for: of real processes, and in snapshots made by hand."""
+"""Ends of pipes and sockets that processes wait for, in real processes and in snapshots made by hand."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_reader_of_a_socket_waits_for_its_peer(tcp: bool) -> None:
         inode = os.fstat(ours.fileno()).st_ino
     ours.close()
     if not tcp and reader.awaits[0][2] == endpoints.UNKNOWN:
-        pytest.skip("the kernel does not tell the peers of Unix sockets")
+        pytest.skip("the kernel does not show the peers of Unix sockets")
     assert reader.awaits[0][2] == f"socket:[{inode}]" and writer.ends == (f"socket:[{inode}]",)
 
 
@@ -99,7 +99,7 @@ def test_the_child_is_known_whose_end_is_waited_for() -> None:
 
 
 def waiting(pid: int, parent: int, line: int, own: str, other: str, *ends: str) -> Process:
-    """Return a process that reads one end and holds others, at a line of SOURCE, or of a program for line 0."""
+    """Return a process that reads one end and holds others, at a line of SOURCE (0: in a program outside SOURCE)."""
     frame = Frame(function="work", file="envs.py" if line else "<string>", line=line or 1)
     thread = Thread(name="MainThread", os_id=pid, frames=(frame,))
     looks = tuple(Look(at=0.5 * n, state="S", switches=7, threads=(thread,)) for n in range(6))

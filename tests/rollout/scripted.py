@@ -1,4 +1,4 @@
-"""An engine whose answers are scripted, behind the same protocol; and a run directory to roll out into."""
+"""A scripted engine with the real engines' protocol, and a runner that writes into a run directory."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ ROWS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(12)]
 
 
 class Scripted:
-    """Answers at random (by the request's seed), by the version that it was last told, after `turns` turns of the
-    event loop; every `abort_every`-th request is cut short at first."""
+    """Engine that draws answers from the request's seed, labelled with the version `now`, after `turns` turns of the
+    event loop. It aborts every `abort_every`-th request after one token."""
 
     def __init__(self, *, turns: int = 3, delay_s: float = 0.0, abort_every: int = 0) -> None:
         self.now = 0

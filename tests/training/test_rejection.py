@@ -1,4 +1,4 @@
-"""Rejection of tokens and sequences: numbers worked out by hand, and the published masks that it stands for."""
+"""Rejection of tokens and sequences: numbers worked out by hand, and the published masks that it reproduces."""
 
 import ast
 import inspect
@@ -302,7 +302,7 @@ def outliers(log_weight: Tensor, mask: Tensor) -> Tensor:
     ],
 )
 def test_equals_published_masks_in_trl_s_loss(tmp_path: Path, published: Any, options: dict[str, Any]):
-    """The masks are restated from their formulas; TRL's loss weights its tokens with them, as with its own."""
+    """The masks are written here from their formulas; TRL's loss uses them in place of its own weights."""
     case = Case(tmp_path)
     behaviour = case.old + 0.3 * torch.randn(4, 7) + torch.tensor([[0.0], [0.8], [0.0], [-0.5]])
     log_weight = (case.old - behaviour) * case.mask
@@ -328,7 +328,7 @@ def test_equals_published_masks_in_trl_s_loss(tmp_path: Path, published: Any, op
     ],
 )
 def test_one_sided_masks_equal_those_that_trl_computes(tmp_path: Path, mode: str, options: dict[str, Any]):
-    """The weights come from the lines of TRL's trainer, its loss from the trainer. sequence_mask is TRL's default."""
+    """TRL's own lines compute the weights, and its trainer computes the loss. sequence_mask is TRL's default."""
     case = Case(tmp_path)
     behaviour = case.old + 0.2 * torch.randn(4, 7) + torch.tensor([[0.0], [-0.3], [0.2], [0.0]])
     trainer = trl_trainer(tmp_path, "GRPO", loss_type="dapo", beta=0.0)

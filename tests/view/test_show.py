@@ -1,4 +1,4 @@
-"""`clew show` on records that are made here: what is shown, what is not read, and what an error says."""
+"""`clew show` on records that these tests make: what is shown, what is not read, and what an error says."""
 
 from __future__ import annotations
 

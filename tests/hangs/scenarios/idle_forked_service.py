@@ -1,4 +1,4 @@
-"""No hang: an idle service. Its forked workers share its socket, and the master waits for one."""
+"""No hang: an idle service. Its forked workers share its socket, and the master waits for one to end."""
 
 import multiprocessing as mp
 import os

@@ -1,4 +1,4 @@
-"""Streamed answers are left in the middle and never closed, until the client has no connection left."""
+"""Streamed answers are abandoned halfway and never closed, until the client runs out of connections."""
 
 import asyncio
 
