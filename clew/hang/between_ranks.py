@@ -93,7 +93,20 @@ def _only_messages(sink: Sink) -> Verdict | None:
         tags = {a.activity.tag for a in culprits if a.activity.tag.isdigit()}
         differ = f" Their tags differ: {' and '.join(sorted(tags))}." if len(kinds) == 2 and len(tags) == 2 else ""
         why = f"Ranks {names(culprits)} wait for one another in send and recv, so none proceeds.{differ} {sink.says}"
+        if differ and (ahead := _a_message_ahead(culprits, sink.sources)):
+            why += f" Rank {ahead.rank} is further on: it may have left a message out, or counted one too many."
+            return sink.blame(pattern, [ahead], why, structural=True, confidence="medium")
     return with_callers(sink.blame(pattern, culprits, why, structural=True), culprits)
+
+
+def _a_message_ahead(ranks: Sequence[Actor], sources: Mapping[str, str]) -> Actor | None:
+    """Return the rank with the higher tag if both give the same variable, such as a version, as the tag; or None."""
+    given = set[str]()
+    for one in (a.activity for a in ranks):
+        calls = source.calls_at(sources.get(one.file, ""), one.line)
+        tags = [tag for call in calls if (tag := source.keyword(call, "tag")) is not None]
+        given |= {ast.unparse(tag) for tag in tags if isinstance(tag, ast.Name | ast.Attribute)} or {""}
+    return max(ranks, key=lambda a: int(a.activity.tag)) if len(given) == 1 and "" not in given else None
 
 
 def _left_out(sink: Sink) -> Verdict | None:

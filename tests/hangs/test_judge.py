@@ -141,6 +141,18 @@ def test_only_the_missing_members_of_a_new_group_are_at_fault() -> None:
     assert judged(*unknown, rank(2, 5, "all_reduce", world=4), rank(3, 5, "all_reduce", world=4)).ranks == (2, 3)
 
 
+@pytest.mark.parametrize(("tag", "blamed"), [("self.version", (1,)), ("7", (0, 1))])
+def test_of_two_ranks_with_different_versions_as_tags_the_later_one_is_at_fault(
+    tag: str, blamed: tuple[int, ...]
+) -> None:
+    """A constant says nothing about who is further on."""
+    code = f"dist.send(x, dst=1, tag={tag})\ndist.recv(x, src=0, tag={tag})\n"
+    ranks = rank(0, 1, "send", dst="1", tag="31"), rank(1, 2, "recv", src="0", tag="32")
+    verdict = judge(Snapshot(processes=ranks, seconds=3.0, sources={"train.py": code}))
+    assert (verdict.pattern, verdict.ranks) == ("send/receive cycle", blamed)
+    assert "Their tags differ: 31 and 32." in verdict.explanation
+
+
 def test_ranks_that_all_receive_in_different_loops_expect_different_numbers_of_messages() -> None:
     source = "for _ in range(n):\n    dist.recv(x, src=0)\nfor _ in range(n):\n    dist.recv(x, src=1)\n"
 
