@@ -3,6 +3,7 @@
 import json
 import signal
 import time
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -184,5 +185,5 @@ def test_prompts_and_held_out_prompts_are_read_from_the_configured_split(tmp_pat
 
     monkeypatch.setattr("clew.rollout.process.load_rows", load_rows)
     with pytest.raises(DataError, match="that is all"):
-        make_runner(load(file), run, engine=None)
+        make_runner(load(file), run, cast(Any, None))
     assert asked == [("org/train", "test"), ("org/held_out", "test")]
