@@ -85,7 +85,7 @@ def counterfactual(run: RunDirectory, steps: range, overrides: list[str], *, fro
 
 
 def _configured(run: RunDirectory, first: int, overrides: list[str], root: Path | None) -> Config:
-    """Return the configuration of the new run, which begins with step `first`. Its `root` is that of `run` if None."""
+    """Return the configuration of the new run, which begins with step `first`; without a `root`, beside `run`."""
     recorded = configuration.load(run.config_path)
     if root is None:
         folder = Path(os.path.normpath(run.path / ".."))  # Path(".").parent is "." again

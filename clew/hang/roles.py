@@ -78,8 +78,9 @@ def waits_for_work(process: Process) -> bool:
     """Return whether a worker of a pool or data loader has nothing to do: then it is not at fault."""
     main, frames = process.main, process.main_frames
     if frames and frames[0].file.endswith("ray/_private/worker.py") and frames[0].name == "main_loop":
-        # An actor's coroutines, and the methods of one with threads, run outside of the main thread.
-        return not any(thread.user_frames for thread in process.threads)
+        # An actor's coroutines, and the methods of one with threads, run outside of the main thread. Others may
+        # wait for an actor that is a rank, too, though it has nothing to do.
+        return not any(thread.user_frames for thread in process.threads) and world_group(process) is None
     for place, frame in enumerate(frames):
         if frame.name in WORKER_LOOPS and WORKERS.search(frame.file):
             return place > 0 and not any(inner.of_user for inner in frames[:place]) and not (main and main.active)
@@ -93,8 +94,7 @@ def role_of(process: Process, parent: Process | None, sources: Mapping[str, str]
     """
     command = "" if _forked_by_server(process) else " ".join(process.command)
     files = [frame.file for thread in process.threads for frame in thread.frames]
-    member = world_group(process)  # of an actor of Ray: the others may wait for it, though it has nothing to do
-    if any(word in command for word in HELPERS) or (waits_for_work(process) and not member):
+    if any(word in command for word in HELPERS) or waits_for_work(process):
         return "idle", None
     if LAUNCHER.search(command) and process.rank is None:
         return "launcher", None

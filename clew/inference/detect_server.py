@@ -36,7 +36,7 @@ class FoundEngine:
     """Folder or hub name of the model, which its tokenizer is loaded from."""
 
     async def fail_when_frozen(self, after_s: float = FROZEN_S) -> None:
-        """Fail the requests at a server that stops answering, for ever: they are sent again once it answers."""
+        """Watch the server until cancelled. If it stops answering, fail its requests, so that they are sent again."""
         while True:
             await self.engine.frozen(after_s)
             log.warning("%s has not answered for %.0f s: requests wait until it does", self.engine.address, after_s)

@@ -761,7 +761,7 @@ class RemoteEngine:
 
 
 def _reach(request: GenerateRequest) -> int:
-    """Return within how many tokens a stop string may end that began before an update."""
+    """Return how many tokens after an update may belong to a stop string that began before it; 0: none."""
     return stop_window(request.params.stop) if request.params.stop and request.params.continues else 0
 
 

@@ -33,12 +33,16 @@ class Interrupts:
             signal.setitimer(signal.ITIMER_REAL, 0)
             raise Interrupted("")
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Let the block end, however long it takes, unless a second signal comes."""
+    def hold(self) -> None:
+        """Interrupt nothing from now on, however long it takes, unless a second signal comes."""
         self._holding = True
         if self._asked:
             signal.setitimer(signal.ITIMER_REAL, 0)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Do not interrupt the block, however long it takes, unless a second signal comes."""
+        self.hold()
         try:
             yield
         finally:

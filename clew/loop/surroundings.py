@@ -115,8 +115,12 @@ class Surroundings:
         self.ranks.agree("whether to go on", self._interrupts.check)
 
     def uninterrupted(self) -> AbstractContextManager[None]:
-        """Return a block that a request to end lets end first, such as that which writes a checkpoint."""
+        """Make a request to end wait until the `with` block is done, for example until a checkpoint is written."""
         return self._interrupts.held()
+
+    def end_uninterrupted(self) -> None:
+        """Let the trainer end in its own time: it may still write a checkpoint."""
+        self._interrupts.hold()
 
     def before_first_step(self, engine: TrainEngine) -> None:
         """Do what is to be done once, after recorded steps were trained again. Only `clew sft` overrides this."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 from collections.abc import Coroutine, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any
@@ -172,16 +171,15 @@ def train_here(
     try:
         train(config, run, engine, around, until=until, on_step=on_step)
     except (Interrupted, TrainingError) as error:
+        around.end_uninterrupted()
         # Only these are raised on every rank: after any other error a rank would wait for the others for ever.
         together = ranks.size == 1 or not isinstance(error, TrainingError) or isinstance(error, GradientError)
         written = run.checkpoint(engine.version).exists()
         if together and engine.between_steps and engine.version == run.steps.count() and not written:
             try:
-                with around.uninterrupted():
-                    save_checkpoint(run, engine)  # so that it can go on with another configuration
+                save_checkpoint(run, engine)  # so that it can go on with another configuration
             except RecordError as failed:  # such as a full disk, which must not hide why the run ends
                 log.warning("no checkpoint of version %d was written: %s", engine.version, failed)
-        signal.setitimer(signal.ITIMER_REAL, 0)  # it ends now; ranks other than 0 do not call `Interrupts.check`
         if isinstance(error, TrainingError):
             raise
         raise Interrupted(

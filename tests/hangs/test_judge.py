@@ -25,7 +25,7 @@ from clew.hang.observed import Frame, Group, Inside, Look, Process, Snapshot, Th
 from clew.hang.progress import WAITING_NAMES
 from clew.hang.reduce import reduced, to_judge
 from clew.hang.report import Report
-from clew.hang.roles import with_ranks
+from clew.hang.roles import waits_for_work, with_ranks
 from clew.hang.verdict import Actor
 from clew.hang.waits_for import application_edges
 
@@ -191,6 +191,15 @@ def test_a_rank_that_has_left_the_loop_of_a_function_is_at_fault() -> None:
         trains = called(0, "all_reduce", ("step", 11), ("epoch", 7), ("fit", 3), n=n)
         verdict = judge(Snapshot(processes=(trains, reports), seconds=3.0, sources={"train.py": again}))
         assert (verdict.pattern, verdict.ranks) == ("collective mismatch", ranks)
+
+
+def test_an_idle_worker_that_a_rank_has_forked_is_idle_although_it_has_the_ranks_groups() -> None:
+    """An idle actor of Ray is none: it has made its groups itself, and the other ranks may wait for it."""
+    groups = Inside(groups=(Group(at=1, name="world", rank=0, members=(0, 1)),))
+    worker = within("get", "multiprocessing/queues.py"), within("worker", "multiprocessing/pool.py")
+    actor = Frame(function="main_loop", file="/x/site-packages/ray/_private/worker.py", line=1)
+    assert waits_for_work(below(101, *worker, inside=groups)) and waits_for_work(below(101, actor))
+    assert not waits_for_work(below(101, actor, inside=groups))
 
 
 def test_a_job_that_has_ended_does_not_hang() -> None:
