@@ -3,7 +3,7 @@
 ::
 
     sglang.d4p1t2               inference alone: 4 servers of 2 devices each
-    d4p1t1                      training alone: 4 ranks, from recorded data or with servers that run already
+    d4p1t1                      training alone: 4 ranks, from recorded data or with servers that are already running
     sglang.d4p1t1+d4p1t1        both, on 8 devices
 """
 
@@ -64,7 +64,7 @@ def parse_devices(text: str) -> Devices:
     return Devices(inference=inference[0] if inference else None, training=training[0] if training else None)
 
 
-_EXAMPLES = "Expected for example sglang.d4t1 (inference alone), d4t1 (training alone) or sglang.d4t1+d4t1"
+_EXAMPLES = "Expected, for example, sglang.d4t1 (inference alone), d4t1 (training alone) or sglang.d4t1+d4t1"
 
 
 def _part(text: str, part: str) -> Part:
@@ -88,7 +88,7 @@ def _part(text: str, part: str) -> Part:
                 f"{kind}1, and d (copies) or t (tensor parallelism)"
             )
         if kind not in ("d", "t", *DIMENSIONS):
-            raise ValueError(f"launch.devices has {kind}{number} in {part!r}, and sizes are d, t and p. {_EXAMPLES}")
+            raise ValueError(f"launch.devices has {kind}{number} in {part!r}, but sizes are d, t and p. {_EXAMPLES}")
         if number < 1:
             raise ValueError(f"launch.devices has {kind}0 in {part!r}: each size is at least 1")
     return Part(name=name, d=numbers.get("d", 1), t=numbers.get("t", 1))

@@ -36,9 +36,9 @@ def advantages(sequences: SequenceABC[Sequence]) -> np.ndarray:
 def advantages_batch_std(sequences: SequenceABC[Sequence]) -> np.ndarray:
     """Return (r_i - mean of the group) / (std of the batch + EPSILON) for each sequence of a step: [sequences] float32.
 
-    The deviation is taken over the rewards of all E episodes of the step, and divides by E - 1. Lite PPO (arXiv
+    The standard deviation is over the rewards of all E episodes of the step, with the divisor E - 1. Lite PPO (arXiv
     2508.08221) and TRL's scale_rewards="batch" do the same. A group whose answers are nearly all right or all wrong has
-    a small deviation of its own; divided by the batch's deviation, its advantages are no larger than those of others.
+    a small deviation, so dividing by it makes its advantages large. The batch's deviation scales all groups alike.
     """
 
     def repeated(rewards_ES: Rewards) -> np.ndarray:
@@ -50,7 +50,7 @@ def advantages_batch_std(sequences: SequenceABC[Sequence]) -> np.ndarray:
 def normalised(rewards_ES: Rewards) -> np.ndarray:
     """Return (r_i - mean(r)) / (std(r) + EPSILON) over the episodes of a group.
 
-    The deviation divides by G - 1, as in TRL and verl; the paper does not say. Equal rewards give zero up to rounding,
-    about 1e-10.
+    The standard deviation has the divisor G - 1, as in TRL and verl; the paper does not say which it uses. Equal
+    rewards give zero up to rounding, about 1e-10.
     """
     return centred(rewards_ES) / (deviation(rewards_ES) + EPSILON)

@@ -64,7 +64,8 @@ def importance_weights(tokens: TrainedTokens, options: Algorithm) -> Tensor:
     """Return proximal over behaviour probability of each token, or of its whole sequence (the product over its tokens).
 
     It tells how much likelier the token was when the step began than when it was sampled. It is truncated to
-    importance_cap (TIS), or set to 0 outside [1/cap, cap] (IcePop, arXiv 2510.18855; MIS). Without lag it is 1.
+    importance_cap (TIS), or set to 0 outside [1/cap, cap] (IcePop, arXiv 2510.18855; MIS). Without lag, only
+    the mismatch between trainer and engine keeps it from being 1.
     """
     level, _, kind = options.importance.partition("_")
     log_weight_N, cap = tokens.proximal_N - tokens.behaviour_N, options.importance_cap

@@ -144,7 +144,7 @@ def base_url_of(named: str | None) -> str:
     found = named or provider()[0]
     if not found:
         raise ConfigError(
-            "Cannot run the agent: no server is named. Start `clew serve CONFIG`, and set OPENAI_BASE_URL as it "
-            "prints, or add --base-url URL."
+            "Cannot run the agent: no server is named. Start `clew serve CONFIG`, and set OPENAI_BASE_URL to the "
+            "URL that it prints, or add --base-url URL."
         )
     return found

@@ -1,4 +1,4 @@
-"""The first difference between two runs: the search through what both recorded of each step.
+"""Search for the first difference between two runs, in what both recorded of each step.
 
 A step is compared in the order in which it was computed: its sequences, the stages that were computed from them, then
 metrics and digests. The search ends at the first difference, because what follows may be its effect.
@@ -58,7 +58,7 @@ def compare_runs(runs: Pair, steps: range) -> Comparison:
     before, after = range(steps.start, apart), range(apart, steps.stop)
     reasons = _other_environment(runs, apart) if after else []
     tolerance = _near(runs) if reasons else EXACT
-    # The files of a step may be altered although the digests in the index agree.
+    # The files of a step may have been altered even if the digests in the index agree.
     difference = _first_difference(runs, before, EXACT) or _first_difference(runs, after, tolerance)
     result = Comparison(difference=difference, apart=apart, tolerance=tolerance, reasons=reasons)
     if difference is None or difference.step < apart or not tolerance.exact:
@@ -203,7 +203,7 @@ def _in_order(tensors: dict[str, Any], names: list[str], wanted: list[str]) -> d
         return tensors
 
     def ordered(digests: str) -> str:
-        if len(digests) != 16 * len(names):  # the step had other parameters, such as a critic's that was dropped later
+        if len(digests) != 16 * len(names):  # other parameters, such as those of a critic that was dropped later
             return digests
         by_name = dict(zip(names, from_hex(digests), strict=True))
         return to_hex(by_name[name] for name in wanted)
@@ -290,7 +290,7 @@ def _in_column(step: int, column: str, a: Sequence, b: Sequence, tolerance: Tole
 def _in_field(step: int, where: str, then: Any, now: Any) -> Difference | None:
     """Return the difference between two values that are not aligned with tokens; None if they are equal.
 
-    Of long values, only the part around the place where they first differ is shown.
+    Long values are cut to the part around the place where they first differ.
     """
     if then == now:
         return None

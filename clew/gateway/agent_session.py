@@ -99,7 +99,7 @@ class AgentSession:
         self._failed: Counter[bytes] = Counter()
         """Number of failed attempts, by request fingerprint. Each of them lets one retry count as a new attempt."""
         self._arriving: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
-        """Locks by request fingerprint. A retry waits until the first request has its prompt, and then finds it."""
+        """Locks by request fingerprint. A retry waits until the first request is submitted, and then finds it."""
 
     @property
     def id(self) -> str:

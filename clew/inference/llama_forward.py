@@ -1,9 +1,9 @@
 """Forward pass of Llama's architecture (Llama, Mistral, Qwen2, Qwen3), with a third of the torch operations.
 
 The weights stay the model's own parameters: query, key and value (and gate and up) are laid side by side in memory, so
-that one product serves them, and each parameter becomes a view of its part. So weights that are loaded into the model
-in place change the joined tensors, too. It works only in float32: in bfloat16, results would be rounded in other places
-than in the model that is trained.
+that one product computes all of them, and each parameter becomes a view of its part. So weights that are loaded into
+the model in place change the joined tensors, too. Only float32 is supported: in bfloat16, results would be rounded at
+other points than in the model that is trained.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _layer(layer: Any) -> Layer:
     qkv, qkv_bias = _fuse_linears(attention.q_proj, attention.k_proj, attention.v_proj)
     gate_up, gate_up_bias = _fuse_linears(mlp.gate_proj, mlp.up_proj)
     qk_norms = (attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else None
-    # Qwen's layers know whether they slide; Mistral's ask the configuration.
+    # Each layer of Qwen has its own window, or None; Mistral's layers all use the configuration's.
     window = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
     return Layer(
         norm=layer.input_layernorm.weight,

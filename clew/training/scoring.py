@@ -29,7 +29,7 @@ If there are more, they are computed in chunks of about this size, and once more
 
 @dataclass(frozen=True, kw_only=True)
 class Masks:
-    """Sampling masks: the tokens that each scored token was drawn from, after top_p, top_k or min_p cut off others."""
+    """Sampling masks: the tokens that each scored token was drawn from, after top_p, top_k or min_p removed others."""
 
     counts_N: Tensor
     """Number of tokens in each mask, int64; 0: no mask."""
@@ -91,7 +91,7 @@ def score(
         masks: Tokens that each scored token was drawn from; None: all IDs. Probabilities are renormalised over these.
         image_inputs: Further inputs of the model for padded rows that show images.
         max_logits: Maximum number of logits that are held; None: MAX_LOGITS.
-        entropy_gradient: Whether the entropies get a gradient; this keeps one more [N, V] until the backward pass.
+        entropy_gradient: Whether the entropies get a gradient; this keeps one more [N, V] tensor for the backward pass.
     """
     assert bool((columns_N > 0).all()), "the first token of a sequence cannot be trained on"
     inputs = {**_inputs(input_ids_BT, packed), **(image_inputs or {})}

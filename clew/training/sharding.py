@@ -72,7 +72,7 @@ def shard(model: Any, ranks: Ranks, device: torch.device, *, root: torch.nn.Modu
         fully_shard(outermost, mesh=mesh, mp_policy=policy, reshard_after_forward=root is not None)
         for module in outermost.modules():
             if isinstance(module, FSDPModule):
-                # Outside the blocks, each rank of a group has the whole gradient, so divide the sum by their number.
+                # Outside the blocks, all tp ranks of a group compute the same gradient, so divide the sum by tp.
                 module.set_gradient_divide_factor(float(ranks.tp) if module is outermost else 1.0)
                 module.set_force_sum_reduction_for_comms(True)  # all that gloo supports; NCCL gives the same sum
 
@@ -80,7 +80,8 @@ def shard(model: Any, ranks: Ranks, device: torch.device, *, root: torch.nn.Modu
 def blocks_of(model: Any) -> list[torch.nn.Module]:
     """Return the decoder's blocks: the modules that transformers says must not be split.
 
-    They are never nested: of Mamba's blocks and their mixers, which are both named, the mixers are left out.
+    They are never nested. For Mamba, transformers names both the blocks and the mixers in them; only the blocks are
+    returned.
     """
     names = set(model._no_split_modules or ())
     blocks: list[torch.nn.Module] = []
@@ -103,7 +104,8 @@ def slice_of(tensor: Tensor, ranks: Ranks) -> tuple[Tensor, int] | None:
     if tensor.device_mesh.size() < ranks.size and ranks.tp_rank:
         return None  # the same slices are on the first rank of each group
     if any(each.is_replicate() or each.dim for each in tensor.placements):  # pyright: ignore[reportAttributeAccessIssue]
-        for second in (Replicate(), Shard(0)):  # columns to rows, each on one rank; two steps: gloo has no all-to-all
+        # Shard by rows, with each row on one rank; in two steps, because gloo has no all-to-all.
+        for second in (Replicate(), Shard(0)):
             tensor = tensor.redistribute(placements=[Shard(0), second])
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tensor.to_local(), offsets[0] * math.prod(tensor.shape[1:])

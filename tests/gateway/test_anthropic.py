@@ -1,4 +1,4 @@
-"""The Messages dialect, spoken by the `anthropic` package; its own types judge all that it is sent."""
+"""Messages dialect, tested with the `anthropic` package, whose own types check everything that it receives."""
 
 import asyncio
 
@@ -25,7 +25,7 @@ def client_of(served):
 
 
 def ask(*answers, **request):
-    """One request; the client's answer, and what served it."""
+    """Send one request; return the client's answer, and the application that served it."""
     served = Served(anthropic_messages, *answers)
 
     async def one():
@@ -39,7 +39,7 @@ def ask(*answers, **request):
 
 
 def stream(*answers, **request):
-    """One request; the message that the client puts together from the stream, and what served it."""
+    """Stream one request; return the message that the client assembles, and the application that served it."""
     served = Served(anthropic_messages, *answers)
 
     async def one():
@@ -219,7 +219,7 @@ def test_errors_arrive_as_the_clients_own(status, error, kind):
     with pytest.raises(error, match="the engine's words") as caught:
         ask(Refusal(status, "the engine's words"))
     assert caught.value.body == {"type": "error", "error": {"type": kind, "message": "the engine's words"}}
-    if status != 413:  # of which the package has no type
+    if status != 413:  # the package has no type for this body
         TypeAdapter(ErrorResponse).validate_python(caught.value.body, strict=True)
     with pytest.raises(anthropic.APIStatusError, match="the engine's words"):
         stream(Refusal(status, "the engine's words"))

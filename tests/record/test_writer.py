@@ -1,4 +1,4 @@
-"""Another trainer's run directory: what `Writer` fills in, what it refuses, and that it goes on after a restart."""
+"""Run directory of another trainer: what `Writer` fills in and refuses, and that it continues after a restart."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.training.sequences import make_batch, make_config
 
 
 def given(group: str = "g000000", **changes: Any) -> dict[str, Any]:
-    """The least that a trainer knows of a sequence."""
+    """Return the columns that `Writer` needs, with these changes."""
     values = {
         "group_id": group,
         "input_ids": [5, 6, 7, 8],
@@ -104,8 +104,8 @@ def test_it_goes_on_where_a_killed_trainer_was(path: Path) -> None:
         writer.step([given("g000000"), given("g000001")])
         created = writer.run.facts()["created"]
     run = open_run(path)
-    run.steps.write_data(1, rows.to_table([a_sequence("g000009.e0.s0")]))  # killed between data and JSON, ...
-    run.steps.index_path.write_text('{"step"')  # ... and one before within a line of the index
+    run.steps.write_data(1, rows.to_table([a_sequence("g000009.e0.s0")]))  # killed between data and JSON
+    run.steps.index_path.write_text('{"step"')  # and in the middle of a line of the index
     with Writer(path, trainer="mine") as writer:
         assert writer.new_groups(1) == ["g000002"]
         assert writer.step([given("g000002")]) == 1
@@ -202,7 +202,7 @@ def test_one_writer_a_run_and_none_in_a_run_of_clew_train(path: Path, tmp_path: 
 
 
 def test_a_writer_that_could_not_begin_locks_nobody_out(path: Path) -> None:
-    with pytest.raises(TypeError) as kept:  # as a notebook keeps it, with its frames
+    with pytest.raises(TypeError) as kept:  # keeps the error with its frames, as a notebook does
         Writer(path, {(1, 2): 3})  # pyright: ignore[reportArgumentType]
     with Writer(path, {"lr": 3}) as writer:
         assert writer.step([given()]) == 0

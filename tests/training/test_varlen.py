@@ -1,6 +1,6 @@
-"""The packed attention of CUDA, without CUDA: what goes to torch's kernel, its signature, and what comes back.
+"""Packed attention for CUDA, tested without CUDA: what torch's kernel gets, its signature, and what it returns.
 
-The kernel itself does not run here. In its place stands what its documentation says, written out.
+The kernel itself does not run here. A plain implementation of what its documentation says takes its place.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Kernel:
 
 
 def row(query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: tuple[int, int]) -> Tensor:
-    """The attention of one row, [T, heads, dim]."""
+    """Return the attention of one row, [T, heads, dim]."""
     shared = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
     scores = torch.einsum("qhd,khd->hqk", query, key) * (query.shape[-1] ** -0.5 if scale is None else scale)
@@ -76,7 +76,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     [("qwen2", True), ("gpt2", True), ("mistral", False), ("gemma2", False)],
 )
 def test_the_kernels_rows_equal_padded_rows(tmp_path: Any, kernel: Kernel, family: str, kernel_calls: bool) -> None:
-    """Logprobs and gradients; with shared keys, and the windows and soft caps that are left to the slots."""
+    """Logprobs and gradients agree, also with shared keys, and with windows or soft caps, which use padded slots."""
     model = tiny_model(tmp_path, family, scale=0.2)
     rows = random_rows([11, 2, 24, 3, 10])
     apart = logprobs_and_gradient(model, rows, packed=False)
@@ -90,7 +90,7 @@ def test_the_kernels_rows_equal_padded_rows(tmp_path: Any, kernel: Kernel, famil
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_torchs_kernel_takes_these_arguments_and_has_gradients(kv_heads: int) -> None:
-    """Against the signature and the shapes of the torch that is installed; nothing is computed."""
+    """Check the signature and the shapes of the installed torch; nothing is computed."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         packed = Packed.of([5, 9, 2], CPU)
         shapes = [(1, heads, 16, 8) for heads in (4, kv_heads, kv_heads)]
@@ -108,7 +108,7 @@ def test_limits_are_the_cumulative_lengths() -> None:
 
 
 def test_what_the_kernel_takes() -> None:
-    """Half precisions on CUDA: float32, other devices and odd sizes keep the slots."""
+    """Half precision on CUDA only: float32, other devices and unsupported head sizes use padded slots."""
 
     def taken(dtype: torch.dtype = torch.bfloat16, device: str = "cuda", dim: int = 64, **kwargs: Any) -> bool:
         module = torch.nn.Module()

@@ -1,4 +1,4 @@
-"""Rollout may start only so many episodes for a version, and those that were rejected count for ever."""
+"""Rollout may start a limited number of episodes for each version, and rejected ones count forever."""
 
 import threading
 import time
