@@ -33,7 +33,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-for command in (run.train, run.sft, run.serve, run.rollout, run.learn, run.status):
+for command in (run.train, run.sft, run.serve, run.rollout, run.learn, record.status):
     app.command()(command)
 for command in (record.show, record.replay, record.diff, record.blame, record.bundle, run.config, record.export):
     app.command()(command)

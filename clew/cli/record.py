@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from clew.cli.options import Trust, on_ranks, run_path_of
+from clew.cli.options import Overrides, Trust, on_ranks, run_path_of
 from clew.printing import counted, print
 
 
@@ -65,6 +65,22 @@ def show(
         print(f"plot: {plot}")
         return
     show_record(path, what, steps=steps, tokens=tokens, prompt=prompt, off_policy=off_policy, console=console)
+
+
+def status(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, or the configuration that names it.")],
+    overrides: Overrides = None,
+) -> None:
+    """Show what each process of a run is doing, what it is waiting for, for how long, and why; and all warnings.
+
+    Example: clew status runs/addition/grpo
+    """
+    from clew.console import EscapingConsole
+    from clew.record.run import open_run
+    from clew.view.terminal import show_status
+
+    found = open_run(run_path_of(run, overrides))
+    show_status(EscapingConsole(wide=200), found)
 
 
 def replay(

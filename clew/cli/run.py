@@ -1,4 +1,4 @@
-"""Commands that make a run or a part of one; also status, config and doctor."""
+"""Commands that make a run or a part of one, or compare its checkpoints; also config and doctor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from clew.cli.options import ConfigFile, Overrides, load_config, on_ranks, open_run_of, run_path_of, set_up_log
+from clew.cli.options import ConfigFile, Overrides, load_config, on_ranks, open_run_of, set_up_log
 from clew.printing import counted, print
 
 if TYPE_CHECKING:
@@ -257,22 +257,6 @@ def evaluate(
     if to is not None:
         write_episodes(evaluations, to)
         console.print(f"\n{to} has a row for each episode.")
-
-
-def status(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, or the configuration that names it.")],
-    overrides: Overrides = None,
-) -> None:
-    """Show what each process of a run is doing, what it is waiting for, for how long, and why; and all warnings.
-
-    Example: clew status runs/addition/grpo
-    """
-    from clew.console import EscapingConsole
-    from clew.record.run import open_run
-    from clew.view.terminal import show_status
-
-    found = open_run(run_path_of(run, overrides))
-    show_status(EscapingConsole(wide=200), found)
 
 
 def config(
