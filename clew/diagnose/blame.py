@@ -105,12 +105,10 @@ def _sequences(sequences: list[SequenceAttribution], step: int, by: str) -> Tabl
     for entry in sequences:
         row, numbers = entry.sequence, {**entry.measures, **entry.shown}
         generated = row.versions[row.loss_mask]
+        formats = {name: ".1%" if name in ("share", "rejected") else ".4g" for name in names}
         table.add_row(
             Text(row.id),
-            *(
-                "" if name not in numbers else f"{numbers[name]:{'.1%' if name in ('share', 'rejected') else '.4g'}}"
-                for name in names
-            ),
+            *(format(numbers[name], formats[name]) if name in numbers else "" for name in names),
             f"{row.reward:.4g}",
             f"{entry.tokens['advantage'].mean() if len(generated) else 0:.4g}",
             str(len(generated)),

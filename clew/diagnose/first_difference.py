@@ -70,10 +70,13 @@ def compare_runs(runs: Pair, steps: range) -> Comparison:
     if not doubt and not noise:
         return result
     beyond = _first_difference(runs, after, _near(runs))
-    doubt = doubt if str(beyond) != str(difference) else ""
-    if not doubt and (beyond is None or not noise):  # noise is reported if nothing else differs
+    if doubt and str(beyond) != str(difference):
+        reason = doubt
+    elif noise and beyond is not None:
+        reason = SAMPLING_NOISE
+    else:  # rounding does not explain it, or the noise is all that differs
         return result
-    return Comparison(difference=beyond, apart=apart, tolerance=_near(runs), reasons=[doubt or SAMPLING_NOISE])
+    return Comparison(difference=beyond, apart=apart, tolerance=_near(runs), reasons=[reason])
 
 
 def _other_environment(runs: Pair, step: int) -> list[str]:
@@ -248,11 +251,10 @@ def _in_sequence(step: int, a: Sequence, b: Sequence, tolerance: Tolerance) -> D
     """Return the first difference between two sequences with the same ID: prompt, then tokens, then other fields."""
     if (difference := _in_field(step, f"{a.id}, the prompt's row", a.data, b.data)) is not None:
         return difference
-    # A difference in another column explains one in the logprobs of the same token, so these come last.
-    columns = sorted(ALIGNED, key=lambda column: column == "logprobs")
-    of_columns = [_in_column(step, column, a, b, tolerance if column == "logprobs" else EXACT) for column in columns]
+    of_columns = [_in_column(step, column, a, b, tolerance if column == "logprobs" else EXACT) for column in ALIGNED]
     if in_tokens := [each for each in of_columns if each is not None]:
-        return min(in_tokens, key=lambda each: each.position or 0)
+        # At one token, a difference in another column explains one in the logprobs, and is named before it.
+        return min(in_tokens, key=lambda each: (each.position or 0, each.where.endswith(", logprobs")))
     for (place, then), (_, now) in zip(_fields(a), _fields(b), strict=False):
         if (difference := _in_field(step, f"{a.id}, {place}", then, now)) is not None:
             return difference

@@ -162,13 +162,13 @@ class AgentSession:
 
     def _earlier(self, fingerprint: bytes, retry: bool) -> Submission | None:
         """Return the submission that this request repeats; None if the request is a new attempt."""
-        if retry and self._failed[fingerprint] > 0:
-            retry = False
+        failed_before = retry and self._failed[fingerprint] > 0
+        if failed_before:  # its client repeats what failed: a new attempt
             self._failed[fingerprint] -= 1
         # Two equal requests may run side by side. So a request is a retry only if its client says so, or if the client
         # of an earlier equal request left without its reply. The retry then gets that reply rather than another's.
         equal = [each for each in reversed(self._submissions) if each.fingerprint == fingerprint]
-        possible = [each for each in equal if retry or each.abandoned]
+        possible = [each for each in equal if each.abandoned or (retry and not failed_before)]
         earlier = max(possible, key=lambda each: (each.abandoned, not each.delivered), default=None)
         if earlier is not None:
             earlier.left = False

@@ -109,7 +109,7 @@ def choose_batch(
     by_age = sorted(outstanding, key=lambda group_id: (outstanding[group_id], group_id))
     chosen = [group_id for group_id in by_age if group_id in finished][:batch_groups]
     left = [group_id for group_id in by_age if group_id not in chosen]
-    late_from = [i for i, g in enumerate(left) if step + 1 + i // batch_groups - outstanding[g] > max_lag]
-    pressing = left[: late_from[-1] + 1] if late_from and late == "wait" else []
+    late_ones = (i for i, g in enumerate(left) if step + 1 + i // batch_groups - outstanding[g] > max_lag)
+    pressing = left[: max(late_ones, default=-1) + 1] if late == "wait" else []
     too_old = tuple(group_id for group_id in pressing if group_id not in finished)
     return Choice(groups=() if len(chosen) < batch_groups or too_old else tuple(chosen), too_old=too_old)

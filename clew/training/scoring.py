@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -154,7 +154,8 @@ def _score(
 class _Projection(ExitStack):
     """Context in which the output embedding gets only the predicting hidden states.
 
-    Without `all_at_once`, it gets only the first of them, and the context records what the model does to the logits.
+    Without `all_at_once`, it gets only the first of them, and the context records what the model then does to its
+    logits, such as a division by a scale. `score_in_chunks` repeats that on the logits of the others.
     """
 
     def __init__(self, head: torch.nn.Module, predictors_N: Tensor, *, all_at_once: bool) -> None:
@@ -204,20 +205,27 @@ class _Projection(ExitStack):
         )
 
 
+class _Call(NamedTuple):
+    function: Any
+    args: Any
+    kwargs: Any
+    made: Tensor
+
+
 class _Recording(TorchFunctionMode):
     """Recording of the operations on one tensor, so that they can be repeated on others."""
 
     def __init__(self, first: Tensor) -> None:
         super().__init__()
         self._first = first
-        self._calls: list[tuple[Any, Any, Any, Tensor]] = []
+        self._calls: list[_Call] = []
         self._traced = {id(first)}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         made = args[0] if func is Tensor.__setitem__ else result  # an assignment returns None
         if isinstance(made, Tensor) and tree_any(lambda each: id(each) in self._traced, (args, kwargs)):
-            self._calls.append((func, args, kwargs or {}, made))  # keeps the tensor alive, so its id stays unique
+            self._calls.append(_Call(func, args, kwargs or {}, made))  # keeps the tensor alive, so its id stays unique
             self._traced.add(id(made))
         return result
 
@@ -225,10 +233,10 @@ class _Recording(TorchFunctionMode):
         """Return what `result` would be if the computation had begun with `other`."""
         assert id(result) in self._traced, "the logits are not computed from the output embedding by torch's functions"
         values = {id(self._first): other}
-        for func, args, kwargs, made in self._calls:
-            args, kwargs = tree_map(lambda each: values.get(id(each), each), (args, kwargs))
-            again = func(*args, **kwargs)
-            values[id(made)] = args[0] if again is None else again
+        for call in self._calls:
+            args, kwargs = tree_map(lambda each: values.get(id(each), each), (call.args, call.kwargs))
+            again = call.function(*args, **kwargs)
+            values[id(call.made)] = args[0] if again is None else again
         return values[id(result)]
 
 

@@ -105,8 +105,8 @@ def slice_of(tensor: Tensor, ranks: Ranks) -> tuple[Tensor, int] | None:
         return None  # the same slices are on the first rank of each group
     if any(each.is_replicate() or each.dim for each in tensor.placements):  # pyright: ignore[reportAttributeAccessIssue]
         # Shard by rows, with each row on one rank; in two steps, because gloo has no all-to-all.
-        for second in (Replicate(), Shard(0)):
-            tensor = tensor.redistribute(placements=[Shard(0), second])
+        tensor = tensor.redistribute(placements=[Shard(0), Replicate()])
+        tensor = tensor.redistribute(placements=[Shard(0), Shard(0)])
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tensor.to_local(), offsets[0] * math.prod(tensor.shape[1:])
 

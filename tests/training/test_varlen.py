@@ -59,8 +59,10 @@ def row(query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: 
     key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
     scores = torch.einsum("qhd,khd->hqk", query, key) * (query.shape[-1] ** -0.5 if scale is None else scale)
     ahead = torch.arange(len(key)) - torch.arange(len(query))[:, None]
-    hidden = (ahead > window[1]) & (window[1] >= 0) | (-ahead > window[0]) & (window[0] >= 0)
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), value)
+    behind, before = window  # -1: no limit
+    too_far_behind, too_far_ahead = (-ahead > behind) & (behind >= 0), (ahead > before) & (before >= 0)
+    scores = scores.masked_fill(too_far_behind | too_far_ahead, -torch.inf)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
 
 
 @pytest.fixture
