@@ -10,7 +10,7 @@ from typing import Any
 
 import PIL.Image
 import torch
-from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import (
     AutoConfig,
@@ -165,6 +165,8 @@ def seeing_model(
         clean_up_tokenization_spaces=False,
         chat_template=SEEING_TEMPLATE,
     )
+    if family == "gemma3":  # the real one has a token for each of these, too
+        tokenizer.add_tokens([AddedToken("\n" * count, normalized=False) for count in (2, 3, 4)])
     ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in tokens.items()}
     text: dict[str, Any] = {
         "vocab_size": len(tokenizer),

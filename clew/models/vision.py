@@ -106,23 +106,53 @@ class Vision:
     def collapsed_ids(self, ids: list[int], images: Sequence[bytes]) -> list[int]:
         """Return tokens with one placeholder for each image, for engines that expand images themselves.
 
+        Some processors write text around an image: Gemma 3's begins and ends with two newlines. In a prompt, these may
+        share a token with the newlines beside them, so there they are removed as text.
+
         Raises:
             ImageError: The tokens that stand for an image do not occur in one piece.
         """
         collapsed: list[int] = []
-        start = 0
+        rest = ids
         for number, image in enumerate(images, 1):
             shown = list(self.tokens_of(image))
-            places = range(start, len(ids) - len(shown) + 1)
-            place = next((at for at in places if ids[at : at + len(shown)] == shown), None)
-            if place is None:
+            special = [at for at, token in enumerate(shown) if token in self._special_ids] or [0, len(shown) - 1]
+            first, end = special[0], special[-1] + 1
+            core = shown[first:end]
+            places = range(len(rest) - len(core) + 1)
+            place = next((at for at in places if rest[at : at + len(core)] == core), None)
+            before = None if place is None else self._without(shown[:first], rest[:place], at_end=True)
+            after = None if place is None else self._without(shown[end:], rest[place + len(core) :], at_end=False)
+            if before is None or after is None:
                 raise ImageError(
                     f"Cannot show image {number} of {len(images)}: input_ids does not hold its {len(shown)} tokens in "
                     f"one piece."
                 )
-            collapsed += [*ids[start:place], self.placeholder_id]
-            start = place + len(shown)
-        return collapsed + ids[start:]
+            collapsed += [*before, self.placeholder_id]
+            rest = after
+        return collapsed + rest
+
+    def _without(self, removed: list[int], ids: list[int], *, at_end: bool) -> list[int] | None:
+        """Return tokens without the text of others at their end or beginning; None if it is not there."""
+        tokenizer = self._processor.tokenizer
+        count = len(removed)
+        if not count or (ids[-count:] if at_end else ids[:count]) == removed:
+            return ids[: len(ids) - count] if at_end else ids[count:]
+        text, shared, count = tokenizer.decode(removed), "", 0
+        while len(shared) < len(text) and count < len(ids):
+            count += 1
+            shared = tokenizer.decode(ids[-count:] if at_end else ids[:count])
+        if not (shared.endswith(text) if at_end else shared.startswith(text)):
+            return None
+        left = shared.removesuffix(text) if at_end else shared.removeprefix(text)
+        kept = tokenizer.encode(left, add_special_tokens=False)
+        return [*ids[: len(ids) - count], *kept] if at_end else [*kept, *ids[count:]]
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        """Special tokens, which are never part of a token for text."""
+        added = self._processor.tokenizer.added_tokens_decoder
+        return frozenset({self.image_id, *(token for token, each in added.items() if each.special)})
 
     @cached_property
     def placeholder_id(self) -> int:

@@ -133,6 +133,18 @@ def test_a_model_that_looks_both_ways_within_an_image_is_served_by_the_reference
     assert {name: each.output_ids for name, each in found.items()} == {n: e.output_ids for n, e in expected.items()}
 
 
+@pytest.mark.parametrize("text", ["<boi>", "one\n<boi>\ntwo", "one\n\n<boi>\n\n\ntwo", "<boi><boi>", "<boi>\n<boi>"])
+def test_newlines_around_an_image_may_share_a_token_with_those_of_the_text(folders: Path, text: str) -> None:
+    vision = load_vision(str(folders / "gemma3"))
+    assert vision is not None
+    images, tokenizer = [RED] * text.count("<boi>"), load_tokenizer(str(folders / "gemma3"))
+    ids = tokenizer.encode(vision.expanded(text, images), add_special_tokens=False)
+    collapsed = vision.collapsed_ids(ids, images)
+    assert tokenizer.decode(collapsed) == text
+    with pytest.raises(ImageError, match="does not hold its"):
+        vision.collapsed_ids([token for token in ids if "\n" not in tokenizer.decode(token)], images)
+
+
 def test_what_cannot_be_shown_is_refused(folders: Path, tmp_path: Path) -> None:
     engine, _, vision = both(folders / "llava")
     prompt, params = [5, *vision.tokens_of(RED), 6], SamplingParams()
