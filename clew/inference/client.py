@@ -56,6 +56,9 @@ LARGEST_VERSION = 2**31 - 1
 LARGEST_LOGPROB = 1e-3
 """Largest logprob above 0 that rounding can explain, in nats."""
 
+LOWEST_LOGPROB = -9999.0
+"""What vLLM sends for a logprob that is NaN, minus infinity or missing. A token that was drawn has a larger one."""
+
 ADDRESS_HINT = "Is this the host:port that the inference server printed?"
 
 HEALTH_S = 2.0
@@ -510,9 +513,10 @@ def wrong_numbers(completion: Completion, vocab: int | None) -> str:
         return f"it returned {len(ids)} tokens, {len(logprobs)} logprobs and {len(completion.versions)} versions"
     # This runs for each event of a stream, and almost all are right: first check all numbers at once, which is quick.
     kinds = set(map(type, logprobs))
-    if not kinds <= {float, int} or not math.isfinite(sum(logprobs)) or max(logprobs, default=0.0) > LARGEST_LOGPROB:
+    numbers = kinds <= {float, int} and not math.isnan(sum(logprobs))
+    if not numbers or not LOWEST_LOGPROB < min(logprobs, default=0.0) <= max(logprobs, default=0.0) <= LARGEST_LOGPROB:
         for logprob in logprobs:
-            if type(logprob) not in (float, int) or not -math.inf < logprob <= LARGEST_LOGPROB:  # NaN too
+            if type(logprob) not in (float, int) or not LOWEST_LOGPROB < logprob <= LARGEST_LOGPROB:  # NaN too
                 return f"it returned the logprob {logprob}"
     limit = vocab or math.inf
     if not set(map(type, ids)) <= {int} or min(ids, default=0) < 0 or max(ids, default=0) >= limit:

@@ -432,7 +432,7 @@ class VLLMEngine(Backend):
         if self.logprobs_mode == "processed":
             cuts = {
                 "top_p": params.top_p < 1,
-                "top_k": params.top_k > 0,
+                "top_k": 0 < params.top_k < (self.vocab or math.inf),
                 "min_p": params.min_p > 0,
                 "min_tokens": params.min_new_tokens > 0,
             }

@@ -271,3 +271,10 @@ def test_against_a_real_vllm(tmp_path: Path, mode: str) -> None:
     assert found == mode
     assert [wrong for wrong, _ in results] == [difference > 1e-4 for _, difference in results]
     assert any(wrong for wrong, _ in results) and not results[0][0]
+
+
+def test_a_top_k_of_the_whole_vocabulary_cuts_nothing_off() -> None:
+    engine = VLLMEngine("127.0.0.1:1", "model", 256)
+    engine.logprobs_mode, engine.vocab = "processed", 100
+    assert engine.wrong_logprobs(SamplingParams(top_k=100)) == ""
+    assert "after top_k" in engine.wrong_logprobs(SamplingParams(top_k=99))

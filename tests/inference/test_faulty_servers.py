@@ -310,6 +310,7 @@ def test_a_stream_that_turns_bad_goes_on_elsewhere_with_the_tokens_so_far(
 
 VLLM_FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "NaN": ({"logprobs": {"token_logprobs": [None, -1.0]}}, "it returned the logprob None"),
+    "NaN in vLLM 0.32": ({"logprobs": {"token_logprobs": [-9999.0, -1.0]}}, "it returned the logprob -9999.0"),
     "positive": ({"logprobs": {"token_logprobs": [-1.0, 1.0]}}, "it returned the logprob 1.0"),
     "vocabulary": ({"token_ids": [7, VOCAB]}, f"the token ID {VOCAB}"),
     "counts": ({"token_ids": [7, 8, 9]}, "3 tokens, 2 logprobs"),
