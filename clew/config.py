@@ -47,8 +47,11 @@ from clew.reading import check_yaml, read_text, wrong_field
 DPO_BETA = 0.1
 """Default of algorithm.kl_coef for training.objective=dpo: the paper's beta."""
 
-MORE_WORKERS = ("pipeline-parallel-size", "data-parallel-size", "pp-size", "dp-size")
-"""Options of vLLM and SGLang that add workers by other means than tensor parallelism."""
+REPLICAS = ("data-parallel-size", "dp-size")
+"""Options of vLLM and SGLang that make several replicas in one server."""
+
+PIPELINES = ("pipeline-parallel-size", "pp-size")
+"""Options of vLLM and SGLang that split the layers over workers."""
 
 SERVERS_VARIABLE = "CLEW_LLM_SERVER_ADDRS"
 SERVERS_ALIAS = "AREAL_LLM_SERVER_ADDRS"
@@ -220,10 +223,11 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _engine_agrees_with_launch(self) -> Config:
-        if self.inference.backend != "embedded" and (field := self._shares_device()):
+        backend = self.inference.backend
+        if backend != "embedded" and (field := self._shares_device()):
             raise ValueError(
                 f"{field} needs the engine inside Clew's own processes, and inference.backend is "
-                f"{self.inference.backend}. Use launch.mode=local without launch.colocate, or "
+                f"{backend}. Use launch.mode=local without launch.colocate, or "
                 f"inference.backend=embedded"
             )
         if self.inference.on_update == "wait" and self.launch.colocate:
@@ -238,13 +242,23 @@ class Config(Section):
                 f"weights.via=collective sends all weights of a model to servers, and {field} is set. Use "
                 f"weights.via=disk"
             )
-        more = next((name for name in MORE_WORKERS if self.inference.options.get(name, 1) != 1), "")
-        if self.weights.via == "collective" and more:
+        if self.weights.via == "collective" and self.inference.on_update == "wait" and backend != "embedded":
             raise ValueError(
-                f"weights.via=collective reaches the workers of tensor parallelism only, and inference.args.{more} "
-                f"adds others. Use weights.via=disk, or more servers (launch.devices)"
+                "weights.via=collective needs all servers at once, and with inference.on_update=wait each comes when "
+                "its last generation has ended. Use continue or restart, or weights.via=disk"
             )
-        if self.inference.backend == "embedded" and self.inference.args:
+        several = [name for name in (*REPLICAS, *PIPELINES) if self.inference.options.get(name, 1) != 1]
+        if several and several[0] in REPLICAS:
+            raise ValueError(
+                f"inference.args.{several[0]} makes several replicas in one server, which answers for only one of them "
+                f"when its weights are checked. Start as many servers instead: launch.devices={backend}.dN+dM"
+            )
+        if several and self.weights.via == "collective":
+            raise ValueError(
+                f"weights.via=collective reaches the workers of tensor parallelism only, and "
+                f"inference.args.{several[0]} adds others. Use weights.via=disk"
+            )
+        if backend == "embedded" and self.inference.args:
             raise ValueError(
                 f"inference.args ({', '.join(self.inference.args)}) are options of vLLM or SGLang, and "
                 f"inference.backend is embedded. Unset them, or set inference.backend"

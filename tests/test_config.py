@@ -111,8 +111,18 @@ def test_a_section_that_may_be_null_is_set_and_unset_like_a_field(good: Path) ->
         ("", ["inference.args={max-num-seqs: 3}"], "inference.args (max-num-seqs) are options of vLLM or SGLang"),
         (
             "",
-            ["inference.backend=vllm", "weights.via=collective", "inference.args={data_parallel_size: 2}"],
-            "inference.args.data-parallel-size adds others. Use weights.via=disk",
+            ["inference.backend=vllm", "weights.via=collective", "inference.args={pipeline_parallel_size: 2}"],
+            "inference.args.pipeline-parallel-size adds others. Use weights.via=disk",
+        ),
+        (
+            "",
+            ["inference.backend=sglang", "inference.args={dp-size: 2}"],
+            "inference.args.dp-size makes several replicas in one server",
+        ),
+        (
+            "",
+            ["inference.backend=sglang", "weights.via=collective", "inference.on_update=wait"],
+            "weights.via=collective needs all servers at once",
         ),
         ("", ["inference.backend=vllm", "sampling.top_k=3"], "sampling.top_k cuts the distribution"),
         (

@@ -104,6 +104,10 @@ class Backend(HTTPEngine):
         """
         raise NotImplementedError
 
+    async def check(self, ref: WeightRef) -> None:
+        """Raise EngineError if the server could not load the weights in a folder. It is not paused for this."""
+        raise NotImplementedError
+
     async def load(self, ref: WeightRef) -> None:
         """Load weights into the paused server, unless they were broadcast and `receive` has done so.
 
@@ -123,6 +127,13 @@ class Backend(HTTPEngine):
     async def score(self, input_ids: list[int]) -> float:
         """Return the logprob of the last token given those before it, at temperature 1."""
         raise NotImplementedError
+
+
+REPLICAS = (
+    "it has several replicas (data parallelism), and answers for only one of them when its weights are checked. Start "
+    "as many servers instead."
+)
+"""Why a server with data parallelism is refused."""
 
 
 def check_model(kind: str, address: str, served: str, wanted: str) -> None:

@@ -344,8 +344,8 @@ class RemoteEngine:
         """Abort all requests, load the weights, check that the server holds them, and serve again.
 
         Raises:
-            EngineError: The weights were refused, or the server now holds or computes something else. It then serves
-                nothing until a load succeeds.
+            EngineError: The weights were refused before they were sent, and the server serves the old ones; or it now
+                holds or computes something else, and serves nothing until a load succeeds.
             EngineUnreachable: The server died or froze meanwhile.
         """
         try:
@@ -359,6 +359,8 @@ class RemoteEngine:
             if self.holds(ref):
                 return {}  # it was asked before, and serves them
             raise EngineError(f"version {ref.version} was broadcast (weights.via), and this server did not get it.")
+        if not ref.was_broadcast():
+            await self._backend.check(ref)  # what is refused here leaves the old weights serving
         async with self._updating(ref.version) as clock:
             with clock("load"):
                 async with self._limited("load version %d", ref.version):

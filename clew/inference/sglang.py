@@ -23,7 +23,7 @@ import orjson
 from clew.config import Config
 from clew.devices import gpus
 from clew.errors import ConfigError, EngineError, ImageError, RecordError, first_line
-from clew.inference.backend import Backend, Launch, check_model, config_field, options
+from clew.inference.backend import REPLICAS, Backend, Launch, check_model, config_field, options
 from clew.inference.protocol import Completion, EngineUnreachable, FaultyAnswer, GenerateRequest, SamplingParams
 from clew.inference.sglang_checksums import (
     Tensors,
@@ -214,6 +214,8 @@ class SGLangEngine(Backend):
                 f"Cannot train with SGLang at {self.address}: it computes with {server['dtype']}, and model.dtype is "
                 f"{self._wanted_dtype}. Start it with --dtype {self._wanted_dtype}, or set model.dtype."
             )
+        if server.get("dp_size", 1) > 1:
+            raise EngineError(f"Cannot train with SGLang at {self.address}: {REPLICAS}")
         self._before_temperature = await self._reports_before_temperature()
         await self.find_masks(server)
         self._dtype = DTYPES.get(server.get("dtype", ""), "")
@@ -448,6 +450,10 @@ class SGLangEngine(Backend):
         if (answer := await self._post(path, body)).get("success") is False:
             raise EngineError(f"SGLang at {self.address} failed at {path}: {answer.get('message')}")
 
+    async def check(self, ref: WeightRef) -> None:
+        self._refuse_experts(ref.version)
+        await self._tensors_of(ref)
+
     async def load(self, ref: WeightRef) -> None:
         self._refuse_experts(ref.version)
         if ref.was_broadcast():
@@ -458,13 +464,7 @@ class SGLangEngine(Backend):
             self._sent_digests = _digests_of(ref)
             await self._post("/flush_cache", {})
             return
-        new = await asyncio.to_thread(read_folder, ref.path)
-        # SGLang would load what fits until it fails, and its rollback, which reads the same file, would fail, too.
-        if others := differences(self._needed_shapes(new), {name: each.shape for name, each in new.items()}):
-            raise EngineError(
-                f"Cannot load version {ref.version} into SGLang at {self.address}: {ref.path} has other tensors than "
-                f"its model: {few(others)}. It was not sent."
-            )
+        new = await self._tensors_of(ref)
         body = {"model_path": ref.path, "load_format": "auto", "weight_version": str(ref.version), "flush_cache": True}
         try:
             answer = await self._post("/update_weights_from_disk", body)
@@ -476,6 +476,17 @@ class SGLangEngine(Backend):
             raise EngineError(f"{sentence(str(error))} {await self._left()}") from None
         self._sent, self._expected, self._sent_digests = new, None, _digests_of(ref)
         await self._post("/flush_cache", {})
+
+    async def _tensors_of(self, ref: WeightRef) -> Tensors:
+        """Return the tensors in a folder. Raises EngineError if they are not those of the server's model."""
+        new = await asyncio.to_thread(read_folder, ref.path)
+        # SGLang would load what fits until it fails, and its rollback, which reads the same file, would fail, too.
+        if others := differences(self._needed_shapes(new), {name: each.shape for name, each in new.items()}):
+            raise EngineError(
+                f"Cannot load version {ref.version} into SGLang at {self.address}: {ref.path} has other tensors than "
+                f"its model: {few(others)}. It was not sent."
+            )
+        return new
 
     def _needed_shapes(self, sent: Collection[str]) -> dict[str, list[int]]:
         """Return the shapes of the model's tensors, without those that are neither sent nor computed with.

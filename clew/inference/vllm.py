@@ -31,7 +31,7 @@ import clew
 from clew.config import Config
 from clew.devices import gpus
 from clew.errors import ConfigError, EngineError, ImageError, RecordError
-from clew.inference.backend import Backend, Launch, check_model, options
+from clew.inference.backend import REPLICAS, Backend, Launch, check_model, options
 from clew.inference.client import experts_of
 from clew.inference.protocol import (
     FINISH_REASONS,
@@ -225,6 +225,11 @@ class VLLMEngine(Backend):
 
         self.model, self.context, folder = await self._request("GET", "/v1/models", None, take)
         check_model("vLLM", self.address, folder, self._model_path)
+        if "/get_world_size" in routes:
+            paths = [f"/get_world_size?include_dp={each}" for each in ("true", "false")]
+            with_replicas, without = [await self._request("GET", path, None) for path in paths]
+            if with_replicas != without:
+                raise EngineError(f"Cannot train with vLLM at {self.address}: {REPLICAS}")
         await self._check_extension()
         self._asks_engine = "/is_paused" in routes
         self.labels = "/update_weight_version" in routes
@@ -291,13 +296,19 @@ class VLLMEngine(Backend):
     async def receive(self, sent: Broadcast) -> None:
         await self._post("/collective_rpc", {"method": "clew_receive", "args": [asdict(sent)]})
 
-    async def load(self, ref: WeightRef) -> None:
+    async def check(self, ref: WeightRef) -> None:
+        self._digests_of(ref)
+
+    def _digests_of(self, ref: WeightRef) -> dict[str, str]:
         try:
-            self._sent = read_digests(ref)
+            return read_digests(ref)
         except RecordError as error:
             raise EngineError(
                 f"Cannot load version {ref.version} into vLLM at {self.address}: {error} It was not sent."
             ) from None
+
+    async def load(self, ref: WeightRef) -> None:
+        self._sent = self._digests_of(ref)
         if ref.holds_adapters():
             adapter = {"lora_name": ADAPTER, "lora_path": ref.path, "load_inplace": True}
             await self._post(LOAD_ADAPTER, adapter)

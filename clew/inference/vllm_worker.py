@@ -100,7 +100,7 @@ class CopyTrace(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.copy_.default:
             self._note(args[0], args[1])
-        elif func in KEEPING and result.dtype == args[0].dtype and result.is_contiguous():
+        elif func in KEEPING and result.is_contiguous() and _holds_all(result.dtype, args[0].dtype):
             self._follow(args[0], result)
         return result
 
@@ -126,6 +126,11 @@ class CopyTrace(TorchDispatchMode):
             same = offset == 0 and source.is_contiguous()
             more = () if same else (Layout(offset, tuple(source.shape), source.stride()),)
             self.watch(name, copy, (*rearranged, *more))
+
+
+def _holds_all(wide: torch.dtype, dtype: torch.dtype) -> bool:
+    """Return whether one type can hold all numbers of another."""
+    return torch.promote_types(wide, dtype) == wide
 
 
 def read_folder(folder: str) -> Iterator[dict[str, Tensor]]:
@@ -257,6 +262,15 @@ class Extension:
                 copies |= load_traced(model, tensors)
         self._loaded(copies)
 
+    def _as_written(self, held: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return numbers in the type in which they were written, if the engine holds the same ones in a wider type.
+
+        A bfloat16 model has some tensors in float32 in vLLM, such as A_log of Qwen3-Next and the router of GLM-4-MoE.
+        """
+        narrow = held.to(dtype)
+        same = self.model_runner.model_config.dtype == dtype and torch.equal(narrow.to(held.dtype), held)
+        return narrow if same else held
+
     def clew_held(self) -> dict[str, list[Any]]:
         """Return what the engine holds of each tensor that the last update loaded.
 
@@ -284,9 +298,10 @@ class Extension:
             for piece in pieces:
                 if storage_of(piece.held) in alive:
                     offset, strides, rearranged = piece.offset, piece.strides, piece.rearranged
-                    digest += digest_scattered(piece.held, offset, strides, name=name, rearranged=rearranged)
-                    count += piece.held.numel()
-                    if piece.held.dtype != written.dtype:
-                        cast.add(str(piece.held.dtype))
+                    held = self._as_written(piece.held, written.dtype)
+                    digest += digest_scattered(held, offset, strides, name=name, rearranged=rearranged)
+                    count += held.numel()
+                    if held.dtype != written.dtype:
+                        cast.add(str(held.dtype))
             result[name] = [f"{digest % 2**64:016x}", count, written.numel(), sorted(cast)]
         return result

@@ -245,6 +245,14 @@ def test_another_file_than_the_trainer_wrote_stops_the_update_and_names_the_tens
     assert completion.versions == [9] * 16 and exact(completion, model, 1.0) < 1e-5
 
 
+def test_weights_that_are_refused_before_they_are_sent_leave_the_old_ones_serving(serving: Serving) -> None:
+    (serving.folder / "empty").mkdir()
+    ref = WeightRef(version=10, path=str(serving.folder / "empty"), digest="")
+    with pytest.raises(EngineError, match="It was not sent"):
+        serving.ask(lambda engine: engine.load_weights(ref))
+    assert serving.generate(max_new_tokens=4, stop_token_ids=()).versions == [9] * 4
+
+
 def test_weights_that_are_held_but_computed_otherwise_fail_the_probe(serving: Serving) -> None:
     model = make_model(serving.folder / "probed", seed=3)
     ref = published(serving.folder / "version-10", model, 10)

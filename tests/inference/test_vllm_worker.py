@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,17 +44,18 @@ class Fused(nn.Module):
 
 
 class Runner:
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> None:
         self.model = model
+        self.model_config = SimpleNamespace(dtype=dtype)
 
     def reset_lora_state(self) -> None: ...
 
     def reset_encoder_cache(self) -> None: ...
 
 
-def loaded(model: nn.Module, folder: Path) -> dict[str, list[Any]]:
+def loaded(model: nn.Module, folder: Path, dtype: torch.dtype = torch.bfloat16) -> dict[str, list[Any]]:
     worker: Any = Extension()
-    worker.model_runner = Runner(model)
+    worker.model_runner = Runner(model, dtype)
     worker.clew_load(str(folder))
     return worker.clew_held()
 
@@ -156,8 +158,30 @@ def test_weights_that_were_packed_into_a_copy_do_not_count(published: tuple[Path
 
 def test_tensors_that_the_engine_has_cast_are_named(published: tuple[Path, dict[str, str]]) -> None:
     folder, digests = published
-    found = differences(digests, [loaded(Fused(dtype=torch.float32), folder)])
+    found = differences(digests, [loaded(Fused(dtype=torch.float32), folder, torch.float32)])
     assert len(found) == 5 and "norm: held as torch.float32, which is not how it was written" in found
+
+
+class Widened(Fused):
+    """The norm in float32, cast while it is copied, or in a tensor of its own before that."""
+
+    def __init__(self, before: bool) -> None:
+        super().__init__()
+        self.norm, self.before = nn.Parameter(torch.zeros(8), requires_grad=False), before
+
+    def load_weights(self, weights: Any) -> None:
+        before = [(name, each.float() if self.before and name == "norm" else each) for name, each in weights]
+        super().load_weights(before)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_tensors_that_a_bfloat16_model_keeps_in_float32_are_compared(
+    published: tuple[Path, dict[str, str]], before: bool
+) -> None:
+    folder, digests = published
+    assert differences(digests, [loaded(Widened(before), folder)]) == []
+    wrong = differences({**digests, "norm": f"{1:016x}"}, [loaded(Widened(before), folder)])
+    assert wrong == ["norm: holds other values"]
 
 
 def test_weights_that_sleep_of_level_2_has_discarded_are_named_until_they_are_loaded_again(
