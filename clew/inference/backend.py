@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from clew.config import Config
-from clew.errors import EngineError
+from clew.errors import EngineError, ImageError
 from clew.inference.client import HTTPEngine
+from clew.inference.protocol import GenerateRequest
 from clew.models.vision import Vision
 from clew.record.weight_broadcast import Broadcast
 from clew.record.weights import WeightRef
@@ -32,6 +33,9 @@ class Backend(HTTPEngine):
     idle_s = 2.0  # both servers close an idle connection after 5 s
     labels = True
     """True if its answers name the version of the weights; known after `prepare`."""
+
+    _vision: Vision | None = None
+    """The model's image input, if it has one."""
 
     @classmethod
     def client(cls, config: Config, address: str, vision: Vision | None = None, token: str = "") -> Self:
@@ -56,6 +60,16 @@ class Backend(HTTPEngine):
             ConfigError: inference.args has an option that the engine does not know, or one that Clew sets itself.
         """
         raise NotImplementedError
+
+    def _check_request(self, answer: dict[str, Any], request: GenerateRequest, address: str) -> None:
+        """Raise FaultyAnswer for another request's answer, and ImageError if images were expanded to other tokens."""
+        super()._check_request(answer, request, address)
+        if request.images and (seen := answer.get("prompt_token_ids")) != request.input_ids:
+            raise ImageError(
+                f"{self.kind} at {self.address} expanded the images to other tokens than the model's processor here: "
+                f"{len(seen or [])} in the prompt, not {len(request.input_ids)}. Is another version of transformers "
+                f"installed there?"
+            )
 
     async def find(self, info: dict[str, Any] | None, models: list[dict[str, Any]]) -> str | None:
         """Find out what generating needs, given what answers at /model_info and /v1/models. `prepare` finds more.

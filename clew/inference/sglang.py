@@ -113,7 +113,6 @@ class SGLangEngine(Backend):
         """
         super().__init__(address, token)
         self._model = model
-        self._has_vision = False
         """True if Clew itself could load the model's image processor, which also works if the model is a hub name."""
         self._receives = False
         """True if the trainer broadcasts its weights."""
@@ -145,7 +144,7 @@ class SGLangEngine(Backend):
     def client(cls, config: Config, address: str, vision: Vision | None = None, token: str = "") -> SGLangEngine:
         engine = cls(address, token, model=config.model.path)
         engine._wanted_dtype = config.model.dtype
-        engine._has_vision = vision is not None
+        engine._vision = vision
         engine._receives = config.weights.via == "collective"
         return engine
 
@@ -280,7 +279,7 @@ class SGLangEngine(Backend):
                 "it reports no sampling masks: tokens that were drawn with top_p, top_k or min_p are scored as if "
                 "nothing had been cut off, which biases their ratios. SGLang 0.5.23 reports masks"
             )
-        has_vision = self._has_vision or config_field(model_path, "vision_config") is not None
+        has_vision = self._vision is not None or config_field(model_path, "vision_config") is not None
         if has_vision and not self.takes_images:
             lacks.append("it takes no images, although its model does: set inference.args.enable-multimodal to true")
         return lacks
@@ -349,6 +348,11 @@ class SGLangEngine(Backend):
     def _generate_body(self, request: GenerateRequest) -> dict[str, Any]:
         body = super()._generate_body(request)
         body["sampling_params"] |= UNCHANGED
+        if request.images:
+            if self._vision is None:
+                raise ImageError(f"The images cannot be sent to SGLang at {self.address}: its model is not known here.")
+            body["input_ids"] = self._vision.one_token_each(request.input_ids, request.images)
+            body["return_prompt_token_ids"] = True
         truncates = request.params.truncates(self.vocab or math.inf)
         if request.sampling_mask and truncates and (top_k := self._top_k_with_mask(request.params)):
             body["return_sampling_mask"] = True

@@ -490,16 +490,6 @@ class VLLMEngine(Backend):
             body["return_token_ids"] = True
         return GENERATE, body
 
-    def _check_request(self, answer: dict[str, Any], request: GenerateRequest, address: str) -> None:
-        """Raise FaultyAnswer for another request's answer, and ImageError if vLLM expanded images to other tokens."""
-        super()._check_request(answer, request, address)
-        if request.images and (seen := answer.get("prompt_token_ids")) != request.input_ids:
-            raise ImageError(
-                f"vLLM at {self.address} expanded the images to other tokens than the model's processor here: "
-                f"{len(seen or [])} in the prompt, not {len(request.input_ids)}. Is another version of transformers "
-                f"installed there?"
-            )
-
     def _answered_id(self, answer: dict[str, Any]) -> str | None:
         name = answer.get("request_id") or answer.get("id")
         return name.removeprefix("generate-tokens-").removeprefix("cmpl-") if self._keeps_ids and name else None

@@ -132,6 +132,17 @@ class Vision:
             rest = after
         return collapsed + rest
 
+    def one_token_each(self, ids: list[int], images: Sequence[bytes]) -> list[int]:
+        """Return tokens with only the first image token of each image, which SGLang expands itself."""
+        counts = [self.tokens_of(image).count(self.image_id) for image in images]
+        firsts, seen = set(itertools.accumulate(counts, initial=0)), 0
+        kept: list[int] = []
+        for token in ids:
+            if token != self.image_id or seen in firsts:
+                kept.append(token)
+            seen += token == self.image_id
+        return kept
+
     def _without(self, removed: list[int], ids: list[int], *, at_end: bool) -> list[int] | None:
         """Return tokens without the text of others at their end or beginning; None if it is not there."""
         tokenizer = self._processor.tokenizer

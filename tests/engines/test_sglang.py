@@ -28,9 +28,10 @@ from clew.inference.remote import RemoteCore, RemoteEngine
 from clew.inference.resubmit import generate_through_aborts
 from clew.inference.sglang import SPARE_TOKENS, SGLangEngine
 from clew.models.tensor_digest import hex_digests
+from clew.models.vision import load_vision
 from clew.record.weights import DIGESTS_KEY, WeightRef
 from tests.engines.updating import config_of, update_in_flight
-from tests.models import picture, tiny_model, tiny_tokenizer
+from tests.models import picture, seeing_model, tiny_model, tiny_tokenizer
 
 PYTHON = os.environ.get("CLEW_SGLANG_PYTHON", "")
 pytestmark = [
@@ -356,6 +357,23 @@ def test_an_update_that_answers_200_and_changed_nothing(served: Served) -> None:
     ) as raised:
         use(served, lambda engine: load(engine, served.ref("two", 5)), drop)
     assert "model.embed_tokens.weight" in str(raised.value)
+
+
+def test_sglang_makes_the_tokens_of_images_that_clew_has_recorded(tmp_path: Path) -> None:
+    """Call the function alone: on a CPU, SGLang runs no model with images."""
+    seeing_model(tmp_path, "paddleocr_vl")
+    vision = load_vision(str(tmp_path))
+    assert vision is not None
+    images = [picture("red", 64, 16), picture("blue")]
+    ids = [7, *vision.tokens_of(images[0]), 8, *vision.tokens_of(images[1]), 9]
+    counts = [vision.tokens_of(image).count(vision.image_id) for image in images]
+    code = (
+        "import json, sys; from sglang.srt.multimodal.processors.base_processor import BaseMultimodalProcessor as P\n"
+        "print(json.dumps(P._expand_input_ids(*json.loads(sys.argv[1]))))"
+    )
+    given = json.dumps([vision.one_token_each(ids, images), counts, vision.image_id])
+    run = subprocess.run([PYTHON, "-c", code, given], capture_output=True, text=True, timeout=200, check=False)
+    assert run.returncode == 0 and json.loads(run.stdout.splitlines()[-1]) == ids, run.stderr
 
 
 def test_wrong_weights_behind_clew_serve_are_an_error_and_no_sign_of_death(served: Served, tmp_path: Path) -> None:

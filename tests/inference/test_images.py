@@ -145,6 +145,15 @@ def test_newlines_around_an_image_may_share_a_token_with_those_of_the_text(folde
         vision.collapsed_ids([token for token in ids if "\n" not in tokenizer.decode(token)], images)
 
 
+def test_each_image_keeps_its_first_token_for_an_engine_that_adds_the_others(folders: Path) -> None:
+    vision = load_vision(str(folders / "paddleocr_vl"))
+    assert vision is not None
+    wide = picture("red", 64, 16)
+    shown, more = list(vision.tokens_of(wide)), list(vision.tokens_of(RED))
+    assert len(shown) != len(more)
+    assert vision.one_token_each([7, *shown, *more, 8], [wide, RED]) == [7, vision.image_id, vision.image_id, 8]
+
+
 def test_what_cannot_be_shown_is_refused(folders: Path, tmp_path: Path) -> None:
     engine, _, vision = both(folders / "llava")
     prompt, params = [5, *vision.tokens_of(RED), 6], SamplingParams()

@@ -23,9 +23,11 @@ from clew.inference.protocol import Completion, FaultyAnswer, GenerateRequest, S
 from clew.inference.sglang import NEEDED, SESSION, SGLangEngine
 from clew.inference.sglang_checksums import read_folder
 from clew.models.tensor_digest import hex_digests
+from clew.models.vision import load_vision
 from clew.record.weight_broadcast import Broadcast
 from clew.record.weights import DIGESTS_KEY, WeightRef
 from tests.inference.test_faulty_servers import serving
+from tests.models import picture, seeing_model
 
 IDS = [4, 5, 6]
 
@@ -41,6 +43,8 @@ class StandIn:
         self.model: dict[str, Any] = {"model_path": "hub/name"}
         self.ranks: list[dict[str, str]] = []
         """Checksums of its tensors, on each rank."""
+        self.prompt: list[int] = []
+        """Tokens that it makes of a prompt with images."""
         self.in_session = False
         self.loaded: list[str] = []
         """Tensors that it received in an update session."""
@@ -92,7 +96,8 @@ class StandIn:
                 return {"error": {"message": f"return_sampling_mask requires top_k; got {top_k}"}}
             meta["output_token_sampling_mask"] = self.masks
             meta["output_token_sampling_logprobs"] = [None if mask is None else -0.5 for mask in self.masks]
-        return {"output_ids": IDS, "meta_info": meta}
+        told = {"prompt_token_ids": self.prompt} if body.get("return_prompt_token_ids") else {}
+        return {"output_ids": IDS, "meta_info": meta, **told}
 
 
 def use(stand_in: StandIn, body: Callable[[SGLangEngine], Awaitable[Any]], vision: Any = None) -> Any:
@@ -422,11 +427,31 @@ def test_it_says_at_the_start_that_images_are_off(
     async def body(engine: SGLangEngine) -> None:
         lacks = await engine.prepare()
         assert any("inference.args.enable-multimodal" in lack for lack in lacks) == warned
-        request = GenerateRequest([7], SamplingParams(max_new_tokens=3), images=(b"image",))
-        if serves:
-            assert (await engine.generate(request)).output_ids == IDS
-        else:
+        if not serves:
             with pytest.raises(ImageError, match="enable-multimodal"):
-                await engine.generate(request)
+                await engine.generate(GenerateRequest([7], SamplingParams(), images=(b"image",)))
 
     use(stand_in, body, object() if clew_says else None)
+
+
+@pytest.mark.parametrize("expands", [True, False])
+def test_sglang_gets_one_token_for_each_image_and_must_make_the_recorded_ones_of_it(
+    tmp_path: Path, expands: bool
+) -> None:
+    seeing_model(tmp_path)
+    vision, image = load_vision(str(tmp_path)), picture("red")
+    assert vision is not None
+    ids = [7, *vision.tokens_of(image), 8]
+    stand_in = StandIn()
+    stand_in.model |= {"has_image_understanding": True}
+    stand_in.prompt = ids if expands else [7, 8]
+
+    async def body(engine: SGLangEngine) -> Completion:
+        return await engine.generate(GenerateRequest(ids, SamplingParams(max_new_tokens=3), images=(image,)))
+
+    if expands:
+        assert use(stand_in, body, vision).output_ids == IDS
+    else:
+        with pytest.raises(ImageError, match=r"expanded the images to other tokens .* 2 in the prompt, not 6"):
+            use(stand_in, body, vision)
+    assert stand_in.asked[-1][1]["input_ids"] == [7, vision.image_id, 8]
