@@ -281,6 +281,7 @@ def _with_numbers(memory: Memory, frame: Frame) -> Frame:
         return replace(frame, locals={**numbers, **frame.locals})
     if not frame.of_user and frame.file != PROGRAM:
         return frame
+    frame = _without_cells(memory, frame)
     with suppress(Unreadable, KeyError, ValueError):
         roots = dict(frame.addresses)
         if frame.name == "<module>":
@@ -289,6 +290,16 @@ def _with_numbers(memory: Memory, frame: Frame) -> Frame:
             if len(numbers) < MOST_NUMBERS and not name.startswith("__"):
                 numbers |= _numbers(memory, name, address, 2 if name == "self" else 1)
     return replace(frame, locals={**numbers, **frame.locals})
+
+
+def _without_cells(memory: Memory, frame: Frame) -> Frame:
+    """Return a frame with what its cells hold: the variables that it shares with functions inside it."""
+    addresses, shown = dict(frame.addresses), dict(frame.locals)
+    for name, address in frame.addresses.items():
+        with suppress(Unreadable, ValueError):
+            if memory.type_name(address) == "cell" and (held := memory.word(address + 16)):
+                addresses[name], shown[name] = held, memory.show(held)
+    return replace(frame, locals=shown, addresses=addresses)
 
 
 def _numbers(memory: Memory, name: str, address: int, depth: int) -> dict[str, str]:

@@ -243,10 +243,29 @@ def _store(sink: Sink) -> Verdict | None:
     asking = [a for a in sink.job if a.rank is not None and a not in others]
     # If all other ranks wait for those that ask, nobody is left to set the key: they ask for one that does not exist.
     blamed = asking if len(waiting) == len(others) else others
+    if found := _another_key(sink, asking):
+        return found
     why = f"{sink.one.says}: no other rank sets this key."
     why += f" Ranks {names(asking)} all wait for it." if len(asking) > 1 else sink.who_waits
     why += f" {sentences(waiting[:1])}" if blamed is asking and waiting else ""
     return sink.blame("missing rank", blamed, why, confidence="low")
+
+
+def _another_key(sink: Sink, asking: list[Actor]) -> Verdict | None:
+    """Judge ranks that wait at one line, where the key that one of them waits for has another number in it."""
+    calls = source.calls_at(sink.sources.get(sink.act.file, ""), sink.act.line)
+    used = sorted(source.names_in(*(each for call in calls for each in call.args)))
+    frames = [next((f for f in a.process.user_frames if f.line == sink.act.line), None) for a in asking]
+    values = [tuple(f"{n} is {f.locals[n]}" for n in used if f and f.locals.get(n, "").isdigit()) for f in frames]
+    alone = [a for a, value in zip(asking, values, strict=True) if values.count(value) == 1]
+    if len(asking) < 3 or len(alone) != 1 or len(set(values)) != 2:
+        return None
+    groups = {value: [a for a, own in zip(asking, values, strict=True) if own == value] for value in values}
+    told = "; ".join(
+        f"{' and '.join(value)} on {subject(ranks, '', '').strip().lower()}" for value, ranks in groups.items()
+    )
+    why = f"Ranks {names(asking)} wait for a key of the store at {sink.act.place}, but not for the same one: {told}."
+    return sink.blame("missing rank", alone, why, cause="store", confidence="medium")
 
 
 def _silent_server(sink: Sink) -> Verdict | None:

@@ -2632,3 +2632,26 @@ def test_a_rank_that_reads_a_counter_of_the_store_by_adding_nothing_polls(amount
     waits = replace(waits, looks=tuple(replace(x, threads=(replace(x.threads[0], os_id=101),)) for x in waits.looks))
     verdict = judge(Snapshot(processes=(polls, waits), seconds=3.0, sources={"train.py": text}))
     assert verdict.pattern == pattern
+
+
+@pytest.mark.parametrize(("versions", "blamed"), [("778", (2,)), ("777", (0, 1, 2))])
+def test_of_ranks_that_wait_for_keys_of_the_store_the_one_with_another_number_is_at_fault(
+    versions: str, blamed: tuple[int, ...]
+) -> None:
+    text = "store.wait([f'{version}/open'])\n"
+    ranks = [rank(number, 1, world=3) for number in range(3)]
+    waits = []
+    for one, version in zip(ranks, versions, strict=True):
+        thread = replace(main_in(at(1, version=version)), os_id=one.pid)
+        waits.append(replace(one, looks=tuple(replace(look, threads=(thread,)) for look in one.looks)))
+    verdict = judge(Snapshot(processes=tuple(waits), seconds=3.0, sources={"train.py": text}))
+    assert (verdict.pattern, verdict.ranks) == ("missing rank", blamed)
+    assert ("version is 7 on ranks 0-1; version is 8 on rank 2" in verdict.explanation) == (blamed == (2,))
+
+
+@pytest.mark.parametrize(("ends", "pattern"), [("", "dead"), ("atexit.register(close)\n", "cleanup deadlock")])
+def test_a_thread_that_only_an_atexit_function_would_end_is_a_cleanup_deadlock(ends: str, pattern: str) -> None:
+    text = f"item = events.get()\n{ends}"
+    writer = Thread(name="writer", os_id=101, frames=(within("Queue.get", "queue.py"), at(1, "drain")))
+    verdict = watched(text, *[[main_in(within("_shutdown", "threading.py")), writer]] * 6)
+    assert (verdict.pattern, verdict.sites) == (pattern, ("train.py:1",))

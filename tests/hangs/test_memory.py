@@ -21,7 +21,8 @@ class Buffer:
     def __init__(self):
         self.groups, self.stats, self.step = [1, 2, 3], {"rejected": 7}, 41
 
-    async def fill(self):
+    async def fill(self, version=5):
+        read = lambda: self.step < version
         await asyncio.Event().wait()
 
 async def fail():
@@ -72,6 +73,7 @@ def test_a_waiting_coroutine_is_seen_with_its_line_and_its_counters(program: int
     assert [frame.name for frame in frames] == ["wait", "fill"]
     assert PROGRAM.splitlines()[frames[1].line - 1].strip() == "await asyncio.Event().wait()"
     numbers = frames[1].locals
+    assert numbers["version"] == "5", "an inner function uses it, so it lies in a cell"
     assert (numbers["self.step"], numbers["len(self.groups)"], numbers["self.stats.rejected"]) == ("41", "3", "7")
     assert [thread.ended for thread in tasks.values() if thread.ended] == ["ValueError"]
 
