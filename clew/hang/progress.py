@@ -480,7 +480,7 @@ def goes_round(process: Process, every: list[Activity], sources: Mapping[str, st
             for frame in thread.user_frames
             for skipped in [polling_counters(sources.get(frame.file, ""), frame.line)]
             for name, value in frame.locals.items()
-            if not WAITING_NAMES.search(name) and name not in skipped and not value.startswith("<") and value != "?"
+            if not WAITING_NAMES.search(name) and name not in skipped and " at 0x" not in value and value != "?"
         }
         for thread in threads
     ]
