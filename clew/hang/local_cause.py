@@ -400,21 +400,26 @@ def device(sink: Sink) -> Verdict | None:
 
 
 def _one_at_a_time(sink: Sink) -> Verdict | None:
-    """Judge a server without threads that reads from one connection while a client waits on another one."""
-    served = [t.frames for t in sink.one.process.threads if any(f.name == "serve_forever" for f in t.frames)]
-    stacks = [list(takewhile(lambda f: f.name != "serve_forever", frames)) for frames in served]
-    # Between requests, no function of the user's is called within the handler.
-    between = [frames for frames in stacks if not any(frame.of_user for frame in frames)]
-    reads = any(frame.name == "handle_one_request" for frames in between for frame in frames)
-    asking = [a for a in sink.waiters if set(sink.one.process.listens) & set(a.process.peers)]
-    if not reads or not asking or sink.act.kind not in ("http", "network"):
-        return None
-    why = (
-        f"{asking[0].says}. Its server {sink.one.process.label} serves one connection at a time, at {sink.act.site}. "
-        f"It reads from one that is idle and kept alive, and does not accept the next. Close idle connections, or "
-        f"serve each in a thread of its own (ThreadingHTTPServer)."
-    )
-    return sink.blame("external wait", [sink.one], why, cause="http").at(asking[0].activity.site)
+    """Judge a server without threads that reads from one connection while a client waits on another one.
+
+    The client whose connection it reads may wait for that other one in a collective: all three wait in a circle then.
+    """
+    for server in (a for a in sink.culprits if a.activity.kind in ("http", "network")):
+        served = [t.frames for t in server.process.threads if any(f.name == "serve_forever" for f in t.frames)]
+        stacks = [list(takewhile(lambda f: f.name != "serve_forever", frames)) for frames in served]
+        # Between requests, no function of the user's is called within the handler.
+        between = [frames for frames in stacks if not any(frame.of_user for frame in frames)]
+        reads = any(frame.name == "handle_one_request" for frames in between for frame in frames)
+        clients = [a for a in sink.job if a.activity.kind in ("http", "network") and a is not server]
+        asking = [a for a in clients if set(server.process.listens) & set(a.process.peers)]
+        if reads and asking:
+            why = (
+                f"{asking[0].says}. Its server {server.process.label} serves one connection at a time, at "
+                f"{server.activity.site}. It reads from one that is idle and kept alive, and does not accept the next. "
+                f"Close idle connections, or serve each in a thread of its own (ThreadingHTTPServer).{sink.who_waits}"
+            )
+            return sink.blame("external wait", [server], why, cause="http").at(asking[0].activity.site)
+    return None
 
 
 def _unflushed(sink: Sink) -> Verdict | None:
@@ -562,9 +567,9 @@ def _beside(sink: Sink) -> str:
 RULES: tuple[Callable[[Sink], Verdict | None], ...] = (
     _paused, _blocked_loop, _not_woken, _held_already, rejecting, starved, never_filled, takes_in_vain, outlived,
     locked_outside, pipe_kept_open, joined_too_early, _joins_its_producer, dead, _own_waits, never_holds, _slow,
-    locked_crosswise, locked_by, _cleaned_up, _store, _joins_alone, _unexplained, _loader, _silent_server, _outside,
-    retrying, device, _unscheduled, _computing, both_poll, threads_poll, asks_as_told, polling, _one_at_a_time,
-    _through_server, lost_task, _unflushed, _blocked,
+    locked_crosswise, locked_by, _cleaned_up, _store, _joins_alone, _one_at_a_time, _unexplained, _loader,
+    _silent_server, _outside, retrying, device, _unscheduled, _computing, both_poll, threads_poll, asks_as_told,
+    polling, _through_server, lost_task, _unflushed, _blocked,
 )  # fmt: skip
 """Rules in the order in which they are tried: the first that answers decides, so facts come before guesses.
 
