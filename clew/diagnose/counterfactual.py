@@ -18,6 +18,7 @@ from clew.diagnose.causes import table_of_changes
 from clew.diagnose.stages import read_batch_with_warning
 from clew.errors import ConfigError, Interrupted, RecordError
 from clew.loop.differences import differs
+from clew.loop.replay import configuration_at
 from clew.loop.trainer_process import learn_from_record
 from clew.printing import print
 from clew.record.origin import mark_foreign, why_foreign
@@ -86,7 +87,7 @@ def counterfactual(run: RunDirectory, steps: range, overrides: list[str], *, fro
 
 def _configured(run: RunDirectory, first: int, overrides: list[str], root: Path | None) -> Config:
     """Return the configuration of the new run, which begins with step `first`; without a `root`, beside `run`."""
-    recorded = configuration.load(run.config_path)
+    recorded = configuration_at(run, first)
     if root is None:
         folder = Path(os.path.normpath(run.path / ".."))  # Path(".").parent is "." again
         moved = folder.resolve().name != recorded.experiment  # the run was copied or renamed
@@ -106,7 +107,7 @@ def _configured(run: RunDirectory, first: int, overrides: list[str], root: Path 
         f"debug.path={_quoted(run.path)}",
         f"debug.first_step={first}",
     ]
-    config = configuration.load(run.config_path, [*ours, *overrides, *forced])
+    config = configuration.parse(configuration.dump(recorded), run.config_path, [*ours, *overrides, *forced])
     if config.model.path != recorded.model.path:
         raise ConfigError(
             f"model.path={config.model.path}: the model cannot be changed, because step {first} continues from the "

@@ -76,11 +76,8 @@ def engine_at(run: RunDirectory, step: int, device: str | None = None, ranks: Ra
     version, folder = before[-1], folders[before[-1]]
     for needed in {before[0], version}:
         checkpoint.check_files(folders[needed])
-    config = configuration.load(run.config_path)
     recorded = run.steps.read(version) if version < run.steps.count() else None
-    if recorded is not None:
-        config = config.model_copy(update=_configured(run, recorded))
-    config = _portable(config, folders, device, ranks)
+    config = _portable(configuration_at(run, version), folders, device, ranks)
     torch.set_num_threads(recorded["environment"]["threads"] if recorded else config.threads)
     make_deterministic(config.training)
     supervised = recorded is not None and recorded.get("supervised", False)
@@ -115,6 +112,12 @@ def _check_belongs(run: RunDirectory, engine: TrainEngine, folder: Path) -> None
                 f"{folder} is not what step {step} left: {found.where}: {found.recorded} recorded, {found.found} in "
                 f"the checkpoint. Remove it, and replay begins at the one before."
             )
+
+
+def configuration_at(run: RunDirectory, step: int) -> Config:
+    """Return the run's configuration, with the parts that a committed step was trained with in place of the newest."""
+    config = configuration.load(run.config_path)
+    return config.model_copy(update=_configured(run, run.steps.read(step)) if step < run.steps.count() else {})
 
 
 def _configured(run: RunDirectory, recorded: dict[str, Any]) -> dict[str, Any]:

@@ -39,6 +39,7 @@ from clew.loop.differences import differs
 from clew.loop.loop import save_checkpoint
 from clew.loop.replay import engine_at, replay
 from clew.loop.trainer_process import learn_from_record, learn_inline
+from clew.reading import flat
 from clew.record import chain, rows
 from clew.record.bundle import opened, write_bundle
 from clew.record.run import RunDirectory
@@ -699,6 +700,20 @@ def test_what_a_run_changed_when_it_went_on_is_replayed_as_it_was(
     assert again(run) and again(run, "2") and again(run, "1")
     blame(run.path, 1, top=1, tokens=1, by="gradient")
     sys.modules.pop("drawn", None)
+
+
+def test_a_counterfactual_changes_only_what_it_names_although_the_run_went_on_with_other_settings(
+    folder: Path, tmp_path: Path
+) -> None:
+    options = [f"root={tmp_path}", "training.schedule=constant"]
+    learn_inline(configure(folder, *options, "training.steps=2"), lambda step, summary: None)
+    later = ["training.steps=3", "training.lr=1e-4", "algorithm.loss_mean=sequence", "seed=9"]
+    config = configure(folder, *options, *later)
+    learn_inline(config, lambda step, summary: None)
+    run = RunDirectory(config.run_path)
+    assert again(run, "1", ["algorithm.clip_high=0.3", "trial=clip"])
+    then, now = (flat(RunDirectory(tmp_path / "e" / trial).steps.read(1)["config"]) for trial in ("first", "clip"))
+    assert {name for name in {**then, **now} if then.get(name) != now.get(name)} == {"algorithm.clip_high"}
 
 
 def test_where_weights_lie_in_their_file_does_not_matter(folder: Path, tmp_path: Path) -> None:
