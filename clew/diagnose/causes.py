@@ -98,9 +98,12 @@ def table_of_changes(
 
 
 def values_at(run: RunDirectory, step: int) -> dict[str, Any]:
-    """Return the configuration at a step by dotted names: that of the run, and what the step recorded."""
-    configured = read_yaml(run.config_path) if run.config_path.exists() else {}
-    return flat(configured) | flat(run.steps.read(step).get("config", {}))
+    """Return the configuration at a step by dotted names, from config.yaml, later changes and the step's own record."""
+    configured = flat(read_yaml(run.config_path) if run.config_path.exists() else {})
+    for change in reversed(run.facts().get("changes", [])):  # config.yaml is that of the newest step
+        if change["step"] > step:
+            configured |= {name: old for name, (old, _) in change["fields"].items()}
+    return configured | flat(run.steps.read(step).get("config", {}))
 
 
 def code_at(run: RunDirectory, step: int) -> dict[str, str]:

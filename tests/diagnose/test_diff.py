@@ -297,6 +297,19 @@ def test_an_altered_tokenizer_is_named(
     assert "  tokenizer.json: of the checkpoint before this step, " in shown
 
 
+def test_a_setting_that_changed_in_the_middle_of_a_run_counts_from_there(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = []
+    for trial, early, late in (("cooled", "1", "0.5"), ("cool", "0.5", "0.5")):
+        for steps, temperature in (("1", early), ("2", late)):
+            own = (f"root={tmp_path}", f"trial={trial}", f"sampling.temperature={temperature}")
+            config = configure(folder, *own, f"training.steps={steps}", "training.schedule=constant")
+            learn_inline(config, lambda step, summary: None)
+        runs.append(config.run_path)
+    assert "configuration (cooled → cool):\n  sampling.temperature: 1.0 → 0.5\n" in told(capsys, *runs)
+
+
 def test_what_follows_from_the_configuration_comes_before_noise_of_sampling(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
