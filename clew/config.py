@@ -384,7 +384,7 @@ def parse(text: str, path: Path, overrides: Sequence[str] = ()) -> Config:
         if not OmegaConf.is_dict(merged):
             found = type(OmegaConf.to_container(merged)).__name__
             raise ConfigError(f"{path}: expected sections such as model: and data:, found {found}.")
-        changes = [_values_of(override) for override in overrides]
+        changes = [change for override in overrides for change in _changes_by(override)]
         if any("preset" in _section(change, "algorithm") for change in changes):
             _forget_preset(merged)
         values = OmegaConf.to_container(OmegaConf.merge(merged, *changes), resolve=True)
@@ -396,6 +396,16 @@ def parse(text: str, path: Path, overrides: Sequence[str] = ()) -> Config:
     except (yaml.YAMLError, OmegaConfBaseException, ValueError, AssertionError) as error:
         raise ConfigError(f"{path}: {' '.join(str(error).split())[:500]}") from None
     return checked(values, path, text, overrides)
+
+
+def _changes_by(override: str) -> list[dict[str, Any]]:
+    """Return what to merge for a `key=value` override. A mapping replaces the field that it is given for."""
+    values, name = _values_of(override), override.partition("=")[0]
+    value: Any = values
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    is_field = "." in name  # a section keeps the fields that are not named
+    return [_values_of(f"{name}=null"), values] if is_field and isinstance(value, Mapping) else [values]
 
 
 def _values_of(override: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from clew import config
 from clew.algorithms import PRESETS, preset_options
-from clew.config_fields import ENGINES, Inference
+from clew.config_fields import ENGINES, Inference, Reject
 from clew.devices import assigned_gpus, gpus, parse_devices
 from clew.dotted import only_trusted
 from clew.errors import ConfigError
@@ -73,6 +73,23 @@ def test_a_section_that_may_be_null_is_set_and_unset_like_a_field(good: Path) ->
     good.write_text(config.dump(loaded))
     assert config.load(good, ["algorithm.reject.high=4"]).algorithm.reject == reject.model_copy(update={"high": 4})
     assert config.load(good, ["algorithm.reject=null"]).algorithm.reject is None
+
+
+def test_a_mapping_replaces_a_field_and_is_merged_into_a_section(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        "experiment: e\nmodel: {path: m}\ndata: {path: d.jsonl}\ninference: {backend: vllm, args: {max-num-seqs: 4}}\n"
+        "rollout: {n_samples: 4, workflow_kwargs: {max_turns: 3}}\n"
+        "algorithm: {reject: {by: ratio, over: token, low: 0.5, high: 2}}\n"
+    )
+    empty = config.load(file, ["inference.backend=embedded", "inference.args={}", "rollout.workflow_kwargs={}"])
+    assert empty.inference.args == empty.rollout.workflow_kwargs == {}
+    other = config.load(file, ["algorithm.reject={by: k3, over: token, high: 1}", "rollout.workflow_kwargs={a: 1}"])
+    assert other.algorithm.reject == Reject(by="k3", over="token", high=1)
+    assert other.rollout.workflow_kwargs == {"a": 1}
+    more = config.load(file, ["rollout={batch_groups: 3}", "rollout.workflow_kwargs.a=1", "algorithm.reject.low=null"])
+    assert more.rollout.n_samples == 4 and more.rollout.workflow_kwargs == {"max_turns": 3, "a": 1}
+    assert more.algorithm.reject == Reject(by="ratio", over="token", high=2)
 
 
 @pytest.mark.parametrize(
