@@ -80,8 +80,7 @@ def engine_at(run: RunDirectory, step: int, device: str | None = None, ranks: Ra
     config = _portable(configuration_at(run, version), folders, device, ranks)
     torch.set_num_threads(recorded["environment"]["threads"] if recorded else config.threads)
     make_deterministic(config.training)
-    supervised = recorded is not None and recorded.get("supervised", False)
-    engine = TrainEngine(config, model_path=str(folder), ranks=ranks, media=run.media, supervised=supervised)
+    engine = TrainEngine(config, model_path=str(folder), ranks=ranks, media=run.media, supervised=run.supervised)
     checkpoint.load(engine, folder)
     if config.algorithm.kl_coef > 0 and 0 in before[:-1]:
         checkpoint.check(folders[0], engine)

@@ -213,8 +213,13 @@ class RunDirectory:
 
     @cached_property
     def supervised(self) -> bool:
-        """True if `clew sft` trained the newest committed step. Cached: no later step is of another kind."""
+        """True if `clew sft` trains this run, by its newest committed step or the batch of a step 0 that failed.
+
+        Cached, because no later step is of another kind.
+        """
         count = self.steps.count()
+        if count == 0 and self.steps.has_data(0):  # no policy generated the tokens of demonstrations
+            return all((row.versions < 0).all() for row in self.steps.read_data(0))
         return count > 0 and self.steps.read(count - 1).get("supervised", False)
 
     # What the run is -------------------------------------------------------------------------------------------------

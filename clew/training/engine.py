@@ -423,7 +423,8 @@ class TrainEngine:
         """
         self.optimizer.forget()
         refused = f"step {self.version}: {problem} This update was not made."
-        where = f"`clew blame RUN --step {self.version}` finds the cause"
+        blame = f"`clew blame RUN --step {self.version}` finds the cause"
+        where = f"Its rows are in steps/step-{self.version:06d}.parquet" if self.supervised else blame
         if self.config.training.on_bad_gradient == "stop":
             raise GradientError(
                 f"{refused} {where}. With training.on_bad_gradient=skip the run goes on without such updates."

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from clew import config as configuration
@@ -30,6 +31,7 @@ from clew.record.batch_digest import digest_batch, digest_rows
 from clew.record.rows import to_table
 from clew.record.run import RunDirectory
 from clew.training.demonstrations import Demonstrations
+from clew.training.optimizer import GradientError
 from clew.view.show import show
 from tests.models import tiny_model, tiny_tokenizer
 from tests.training.sequences import make_config
@@ -286,6 +288,25 @@ def test_the_commands_know_it(short, capsys):
         rerun(path, Options(steps="3", stages="advantages"))
     with pytest.raises(RecordError, match="where only --break update works"):
         rerun(path, Options(steps="3", stop="loss"))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_failed_step_is_trained_again_on_its_demonstrations(settings, first):
+    settings["training"] |= {"warmup_steps": 0, "lr": 1e-6, "spike_factor": 1.0001}
+    config = make_config(**settings)
+    if first:
+        weights = load_file(f"{config.model.path}/model.safetensors")
+        weights["model.norm.weight"][:] = math.inf
+        save_file(weights, f"{config.model.path}/model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(GradientError, match=r"not made\. Its rows are in steps/step-0000..\.parquet\. With training\."):
+        sft(config)
+    run = RunDirectory(config.run_path)
+    failed = run.steps.count()
+    assert (failed == 0) == first and run.steps.has_data(failed) and run.supervised
+    with pytest.raises(GradientError, match="Its rows are in"):
+        rerun(run.path, Options(steps=str(failed)))
+    with pytest.raises(RecordError, match=rf"is a run of `clew sft`.* The rows are in .*step-{failed:06d}\.parquet"):
+        blame(run.path, failed, top=1, tokens=1, by=None)
 
 
 def test_old_batches_are_removed_as_configured(short):
