@@ -79,8 +79,11 @@ class Manifest(TypedDict):
 
 
 def is_due(version: int, config: Config) -> bool:
-    """Return whether a run saves the weights of this version: version 0, every checkpoint.every_steps, and the last."""
-    return version % config.checkpoint.every_steps == 0 or version == config.training.steps
+    """Return whether a run saves the weights of this version: version 0, every checkpoint.every_steps, and the last.
+
+    A run that was resumed with fewer training.steps has more behind it than that.
+    """
+    return version % config.checkpoint.every_steps == 0 or version >= config.training.steps
 
 
 def save(engine: TrainEngine, folder: Path, *, follows: str | None = None) -> None:

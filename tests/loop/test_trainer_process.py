@@ -334,6 +334,15 @@ def test_a_finished_run_keeps_its_configuration_when_nothing_is_trained(
     assert "no step is left to train" in said and "seed 1 -> 99" in said and "training.lr 0.001 -> 0.5" in said
 
 
+def test_a_run_that_has_more_steps_than_are_wanted_ends_with_a_checkpoint_of_them(
+    folder: Path, first: RunDirectory
+) -> None:
+    run = copy(first, folder, "fewer")
+    keep_checkpoints(run, 0, 4)
+    learn(configure(folder, "fewer", **{"training.steps": 3}))
+    assert run.checkpointed() == [0, 4, 5] and (run.checkpoints / "latest").readlink() == Path("step-000005")
+
+
 def test_changes_of_the_configuration_are_announced_and_kept_with_their_step(
     folder: Path, first: RunDirectory, caplog: pytest.LogCaptureFixture
 ) -> None:
