@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import sha256
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,11 @@ def file_of(path: str) -> Path | None:
     """Return the file of the module in `path` (module.name) without importing it; None for `BUILT_IN`, or if absent."""
     module, _, _ = path.rpartition(".")
     return None if module in BUILT_IN else _find(module)
+
+
+def digest_of(file: Path) -> str:
+    """Return the digest of a file's content as it is now; "" if there is no such file."""
+    return sha256(file.read_bytes()).hexdigest()[:16] if file.is_file() else ""
 
 
 def _find(module: str) -> Path | None:

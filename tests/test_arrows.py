@@ -64,7 +64,7 @@ MAY_IMPORT = {
     },
 }
 LINES = {
-    "top": 3322,  # weights.via; texts with ${...}; launch.devices; asyncio, for stress/; names; users' errors; engines
+    "top": 3360,  # weights.via; texts with ${...}; launch.devices; mappings that replace; digests of users' files
     "algorithms": 770,  # rejection.py: the corrections that other systems have for lag and mismatch
     "cli": 1070,  # clew hang, on several nodes; clew sft and clew learn watch themselves; refused options and folders
     "diagnose": 2937,  # the search of clew diff; clew doctor beside broken GPUs; counterfactuals of copied runs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import threading
@@ -10,6 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
+from clew import dotted
 from clew.config import Config
 from clew.data import load_rows
 from clew.gateway.agent_session import Limits
@@ -22,6 +24,8 @@ from clew.rollout.long_prompts import leave_out_overlong
 from clew.rollout.runner import RolloutRunner
 from clew.rollout.server_pool import ServerPool
 from clew.waits import Reporter
+
+log = logging.getLogger("clew.rollout")
 
 END_S = 1.5
 """Maximum seconds from a signal to the end of the process, even if a workflow blocks the event loop."""
@@ -84,7 +88,25 @@ def make_runner(
     if config.eval.path is not None:
         loaded = load_rows(config.eval.path, split=data.split, columns=[data.prompt])
         eval_rows = leave_out_overlong(loaded, config.eval.path, config, tokenizer)
+    _warn_of_changed_code(config, run)
     return RolloutRunner(config, run, engine, tokenizer, rows, eval_rows, reporter, gateway)
+
+
+def _warn_of_changed_code(config: Config, run: RunDirectory) -> None:
+    """Warn if the user's code for rollout has changed since the newest step: this process imports it as it is now."""
+    count = run.steps.count()
+    if config.launch.mode == "inline" or not count:  # inline, the trainer says so
+        return
+    recorded = run.steps.read(count - 1).get("code", {})
+    for name in ("workflow", "agent", "reward"):
+        path, then = getattr(config.rollout, name), recorded.get(f"rollout.{name}")
+        file = dotted.file_of(path) if path and then else None
+        if file is not None and (now := dotted.digest_of(file)) != then:
+            log.warning(
+                "%s, the file of rollout.%s=%s, has changed since step %d (digest %s, now %s). Rollout was "
+                "started again, and from now on it uses the new file.",
+                *(file, name, path, count - 1, then, now),
+            )
 
 
 @contextmanager

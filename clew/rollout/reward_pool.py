@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -20,6 +21,8 @@ from clew import dotted
 from clew.errors import ConfigError, EpisodeError
 from clew.rollout.reward_function import Reward
 from clew.waits import waiting
+
+log = logging.getLogger("clew.rollout")
 
 
 class RewardPool:
@@ -35,6 +38,9 @@ class RewardPool:
         self.path = path
         self.timeout_s = timeout_s
         self._prompt_column = prompt_column
+        self._file = dotted.file_of(path)
+        self._digest = dotted.digest_of(self._file) if self._file else ""
+        """Digest of the function's file, as the newest workers have imported it."""
         self._workers = [_Worker(path, prompt_column) for _ in range(workers)]
         self._free: asyncio.LifoQueue[_Worker] = asyncio.LifoQueue()
         """Workers without a job; the last one used comes first, because it has imported the function."""
@@ -85,9 +91,21 @@ class RewardPool:
         worker.kill()
         if self._closed:
             return worker
+        self._warn_of_another_file()
         fresh = _Worker(self.path, self._prompt_column)
         self._workers[self._workers.index(worker)] = fresh
         return fresh
+
+    def _warn_of_another_file(self) -> None:
+        """Warn if the function's file has changed since the workers imported it. A new worker imports it as it is."""
+        if self._file is None or (now := dotted.digest_of(self._file)) == self._digest:
+            return
+        log.warning(
+            "%s, the file of rollout.reward=%s, has changed (digest %s, now %s). A reward worker was replaced, and "
+            "from now on it uses the new file. Older workers still use the old one, whose digest the steps record.",
+            *(self._file, self.path, self._digest, now),
+        )
+        self._digest = now
 
 
 class _Worker:

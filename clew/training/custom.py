@@ -10,7 +10,6 @@ import inspect
 import traceback
 from collections.abc import Sequence as SequenceABC
 from functools import cache
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +101,7 @@ def _source(function: Any) -> str:
 @cache
 def digest_of_file(file: str) -> str:
     """Return the digest that a file had when this process first asked for it. Later changes do not count."""
-    return sha256(Path(file).read_bytes()).hexdigest()[:16] if Path(file).is_file() else ""
+    return dotted.digest_of(Path(file))
 
 
 def _places(error: BaseException) -> str:

@@ -1,5 +1,6 @@
 """`clew rollout` as a process, with the real server as a process: killed, restarted, asked to end."""
 
+import asyncio
 import json
 import signal
 import time
@@ -9,6 +10,7 @@ import psutil
 import pytest
 
 from clew.config import dump, load
+from clew.dotted import digest_of, file_of
 from clew.errors import DataError
 from clew.reading import read_json
 from clew.record import rows as record_rows
@@ -187,3 +189,15 @@ def test_prompts_and_held_out_prompts_are_read_from_the_configured_split(tmp_pat
     with pytest.raises(DataError, match="that is all"):
         make_runner(load(file), run, cast(Any, None))
     assert asked == [("org/train", "test"), ("org/held_out", "test")]
+
+
+def test_a_file_that_was_edited_before_rollout_started_again_is_announced(tmp_path, caplog):
+    file, run = prepare(tmp_path)
+    config = load(file)
+    digest = digest_of(cast(Any, file_of(cast(Any, config.rollout.reward))))
+    for step, recorded in enumerate((digest, "0" * 16)):
+        run.steps.write_data(step, record_rows.to_table([]))
+        run.steps.commit(step, {**SUMMARY, "step": step, "code": {"rollout.reward": recorded}})
+        asyncio.run(make_runner(config, run, cast(Any, None)).close())
+        assert len(caplog.messages) == step
+    assert f"rollout.reward={CODE}.exact, has changed since step 1 (digest {'0' * 16}, now {digest})" in caplog.text

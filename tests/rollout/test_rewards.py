@@ -135,6 +135,29 @@ def test_a_worker_that_dies_is_replaced(name, how):
         assert isinstance(answer, EpisodeError) and how in str(answer)
 
 
+def test_a_replaced_worker_that_imports_an_edited_file_is_announced(tmp_path, monkeypatch, caplog):
+    file = tmp_path / "edited_rewards.py"
+    monkeypatch.syspath_prepend(tmp_path)
+    source = "import os\ndef one(completion, data):\n    return 1.0 if completion else os._exit(3)\n"
+
+    async def edit_and_die():
+        pool = RewardPool("edited_rewards.one", "prompt", workers=1, timeout_s=20)
+        try:
+            before = await pool("x", {})
+            await asyncio.gather(pool("", {}), return_exceptions=True)
+            assert not caplog.messages
+            file.write_text(source.replace("1.0", "20.0"))
+            await asyncio.gather(pool("", {}), return_exceptions=True)
+            return before, await pool("x", {})
+        finally:
+            pool.close()
+
+    file.write_text(source)
+    assert asyncio.run(edit_and_die()) == (1.0, 20.0)
+    (message,) = caplog.messages
+    assert f"{file}, the file of rollout.reward=edited_rewards.one, has changed (digest " in message
+
+
 def test_what_a_worker_that_died_had_started_is_killed(tmp_path):
     [answer] = asyncio.run(in_pool("leaves_a_child", [("", {"note_pid": str(tmp_path / "pid")})]))
     assert isinstance(answer, EpisodeError) and "exit code 3" in str(answer)
