@@ -18,7 +18,7 @@ from clew import config as configuration
 from clew.config import Config
 from clew.data import load_rows
 from clew.errors import ConfigError, explain_missing
-from clew.launch.preflight import check_named
+from clew.launch.preflight import check_named, refuse_unused_reward
 from clew.processes import kept_signals
 from clew.record import rows
 from clew.record.inbox import group_name
@@ -224,6 +224,7 @@ def rollout_batch(
             },
             Path("clew.rollout_batch"),
         )
+        refuse_unused_reward(config)
         from clew.inference.client import HTTPEngine
         from clew.inference.local import load_engine
         from clew.rollout.given_rows import run_rows

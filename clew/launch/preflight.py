@@ -9,7 +9,7 @@ from pathlib import Path
 from clew import dotted
 from clew.config import Config, check_critic_fields
 from clew.data import LOCAL, load_demonstrations, load_rows
-from clew.errors import DataError
+from clew.errors import ConfigError, DataError
 from clew.models.model_folder import check_folder
 
 ROWS = 10_000
@@ -52,6 +52,7 @@ def check_named(config: Config, *, supervised: bool = False) -> None:
     code = {"algorithm.advantages": algorithm.advantages, "algorithm.loss": algorithm.loss}
     code = {field: named for field, named in code.items() if "." in named}  # a built-in one has no dot
     if not config.debug.replay_rollout_data:  # with it, rows and rewards come from the record
+        refuse_unused_reward(config)
         for field, path in paths.items():
             with _naming(field):
                 load_rows(path, limit=ROWS, columns=[data.prompt])
@@ -63,3 +64,14 @@ def check_named(config: Config, *, supervised: bool = False) -> None:
         required = dotted.required_parameters(algorithm.advantages, "algorithm.advantages")
         if required in (1, 3):  # for any other number, the trainer says what the function must take
             check_critic_fields(config, with_critic=required == 3)
+
+
+def refuse_unused_reward(config: Config) -> None:
+    """Raise ConfigError if rollout.reward is named beside an agent. `Config` does not, so that old runs can be read."""
+    agent, reward = config.rollout.agent, config.rollout.reward
+    if agent is not None and reward is not None:
+        raise ConfigError(
+            f"Cannot use rollout.reward={reward}: the agent {agent} gives its own rewards. Unset it "
+            f"(rollout.reward=null), and call that function in the agent; or train without the agent "
+            f"(rollout.agent=null)."
+        )

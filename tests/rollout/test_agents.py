@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+import clew
 from clew.config import Config
 from clew.errors import ConfigError
 from clew.gateway.sequences import turn_returns
+from clew.launch.preflight import check_named
 from clew.record.rows import Sequence, from_table, read_table
 from clew.record.run import RunDirectory
 from clew.rollout import agents
@@ -24,6 +26,7 @@ from clew.view.terminal import status_table
 from clew.waits import Reporter
 from tests.gateway.chatml import chatml_tokenizer
 from tests.gateway.spoken import Spoken
+from tests.models import tiny_model
 from tests.rollout.scripted import ROWS, config_for
 from tests.rollout.user_agents import HELD, LEFT
 
@@ -187,6 +190,19 @@ def test_what_is_no_agent(tmp_path: Path, rollout: dict[str, Any], said: str) ->
 def test_contradictory_configuration(tmp_path: Path, rollout: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="Unset"):
         config_for(tmp_path, rollout=rollout)
+
+
+def test_a_reward_that_no_agent_would_call_is_refused(tmp_path: Path) -> None:
+    tiny_model(tmp_path / "model")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1 + 1 ="}')
+    named = {"agent": "tests.rollout.user_agents.Once", "reward": "tests.rollout.user_code.exact"}
+    with pytest.raises(ConfigError, match=r"rollout\.reward=.*exact: the agent .*Once gives its own"):
+        check_named(config_for(tmp_path, rollout=named, data={"path": str(rows)}))
+    with pytest.raises(ConfigError, match="gives its own rewards"):
+        clew.rollout_batch([{"prompt": "1 + 1 ="}], model=str(tmp_path / "model"), **named)
+    own = {"workflow": "tests.rollout.user_code.Returns", "reward": "tests.rollout.user_code.exact"}
+    check_named(config_for(tmp_path, rollout=own, data={"path": str(rows)}))
 
 
 class Said:
