@@ -71,7 +71,7 @@ LINES = {
     "gateway": 4910,  # stop strings twice in a token, retries of one of equal requests, forced calls after <think>
     "hang": 8425,  # memory, pipes, programs; RAS, Ray; engines; locks; queues never filled; filters that do not count
     "inference": 6705,  # vLLM and SGLang in training; called-off meetings, drawn image tokens, lost weights
-    "launch": 690,  # no_progress.py, also without clew train; several servers, and their devices
+    "launch": 705,  # no_progress.py, also without clew train; several servers, and their devices
     "loop": 2800,  # weight_sender.py: servers that froze or refused are taken out; begun branches
     "models": 742,  # images that are turned; prompts with placeholders, for engines that expand them; sorted digests
     "record": 3050,  # docstrings with Args in place of sentences that had to be read twice

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from traceback import format_exception
 from typing import Any
 
 from clew import config as configuration
 from clew import dotted
 from clew.config import Config
+from clew.data import LOCAL, load_rows
 from clew.diagnose.causes import code_at
 from clew.diagnose.recorded_model import RecordedModel, interactions_of, resources_of
 from clew.diagnose.stages import select_rows
-from clew.errors import ConfigError, EpisodeError
+from clew.errors import ConfigError, DataError, EpisodeError
 from clew.gateway.sequences import with_returns
 from clew.printing import counted, print
-from clew.record.rows import by_episode
+from clew.record.rows import ENCODER, by_episode
 from clew.record.run import RunDirectory
 from clew.record.steps import steps_in_words
 from clew.rollout.episode import was_cancelled
@@ -106,13 +110,15 @@ async def recompute_rewards(
     engine: Any = None  # never used: a RecordedModel that is not live answers from the record
     shared = resources_of(run, config, engine, reward)
     found: list[Disagreement] = []
+    as_read = _rows_beyond_json(config.data.path)
     try:
         for step in steps:
             rows_of = by_episode(select_rows(run, step, run.steps.read_data(step), only))
             for episode_id, rows in rows_of.items():
                 model, trace = RecordedModel(shared, interactions_of(rows), episode_id, sampling=False), ""
+                data = as_read.get(ENCODER.encode(rows[0].data), rows[0].data)
                 try:
-                    now: dict[str, float] | str = by_name(await workflow.run_episode(model, dict(rows[0].data)))
+                    now: dict[str, float] | str = by_name(await workflow.run_episode(model, dict(data)))
                     now = next((parts for _, _, parts in with_returns(model, now)), now)
                 except ConfigError:  # the other episodes would fail in the same way
                     raise
@@ -132,6 +138,18 @@ async def recompute_rewards(
         if isinstance(reward, RewardPool):
             reward.close()
     return found
+
+
+def _rows_beyond_json(path: str) -> dict[str, dict[str, Any]]:
+    """Return the rows of a data file with values that JSON has no form for, such as dates, by their recorded text.
+
+    Return none of a file that cannot be read any more: the reward then gets the text that the record has.
+    """
+    if Path(path).suffix.lower() not in LOCAL:
+        return {}
+    with suppress(DataError):
+        return {text: row for row in load_rows(path) if json.loads(text := ENCODER.encode(row)) != row}
+    return {}
 
 
 def _same(recorded: dict[str, float], now: dict[str, float]) -> bool:

@@ -117,7 +117,7 @@ def _find_prompt(run: RunDirectory, config: Mapping[str, Any], wanted: str) -> t
 
 
 def _row_of_file(config: Mapping[str, Any], place: int) -> dict[str, Any]:
-    """Return a row of the run's data file. Raises RecordError if there is no such file or row."""
+    """Return a row of the run's data file as the record has it. Raises RecordError if there is no such file or row."""
     path = str(config.get("data.path", MISSING))
     try:
         found = data.load_rows(path, split=str(config.get("data.split", "train")), limit=place + 1)
@@ -125,7 +125,7 @@ def _row_of_file(config: Mapping[str, Any], place: int) -> dict[str, Any]:
         raise RecordError(f"{error} To find a prompt without the data file, give a text that it holds.") from error
     if len(found) <= place:
         raise RecordError(f"{path} has no row {place}: it has {len(found)}, counted from 0.")
-    return found[place]
+    return rows.parse_data(rows.ENCODER.encode(found[place]))
 
 
 def _groups_by_row(run: RunDirectory, is_meant: Callable[[dict[str, Any]], bool]) -> dict[str, list[Attempt]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import datetime
 import io
 import json
 import math
@@ -13,11 +14,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
@@ -494,6 +497,30 @@ def test_a_reward_function_with_a_new_bug(run: RunDirectory, folder: Path, capsy
     run.config_path.write_text(run.config_path.read_text().replace("planted_rewards.digits", "gone_rewards.digits"))
     with pytest.raises(ConfigError, match="gone_rewards"):
         again(run, "0", reward=True)
+
+
+def test_rewards_of_rows_that_json_cannot_hold(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    days = {"prompt": [f"{i} + 1 =" for i in range(5)], "day": [datetime.date(2026, 1, 1 + i) for i in range(5)]}
+    pq.write_table(pa.table({**days, "price": [Decimal(i) / 4 for i in range(5)]}), tmp_path / "rows.parquet")
+    (tmp_path / "dated_rewards.py").write_text(
+        "def of(completion, data):\n    return data['day'].day + float(data['price'])\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    own = ["training.steps=1", f"data.path={tmp_path}/rows.parquet", "rollout.reward=dated_rewards.of"]
+    config = configure(folder, f"root={tmp_path}", *own)
+    learn_inline(config, lambda step, summary: None)
+    run = RunDirectory(config.run_path)
+    assert again(run, reward=True)
+    used = run.steps.read_data(0)[0].data
+    console = Console(file=io.StringIO(), width=200)
+    show(run.path, prompt=used["prompt"].split()[0], console=console)
+    assert used["day"] in console.file.getvalue() and "1 trained on" in console.file.getvalue()
+    (tmp_path / "rows.parquet").unlink()
+    capsys.readouterr()
+    assert not again(run, reward=True)
+    assert "AttributeError: 'str' object has no attribute 'day'" in capsys.readouterr().out
 
 
 def retried(folder: Path, script: Script, **reward: Any) -> tuple[Config, RunDirectory]:
