@@ -122,7 +122,7 @@ def configuration_changes(runs: Pair, step: int) -> dict[str, str]:
         for name, line in differing(then, now).items()
         if not name.startswith(tuple(cause for cause in NOT_CAUSES if cause.endswith(".")))
         and name not in NOT_CAUSES
-        and not (name == "model.path" and step > 0)  # the steps before agree: it is the same model
+        and not (name in ("model.path", "algorithm.critic") and step > 0)  # the steps before agree: these are the same
     }
 
 

@@ -129,11 +129,12 @@ def _left_unfinished(config: Config, run: RunDirectory, last: int) -> bool:
     if "trainer" in new.facts():
         return False
     then, first = configuration.load(new.config_path), config.debug.first_step
-    # The new run's config.yaml names the run's own first checkpoint as the model.
+    # The new run's config.yaml names the run's own first checkpoint as the model and, with one, the critic.
     model = then.model.model_copy(update={"path": config.model.path})
+    algorithm = then.algorithm.model_copy(update={"critic": config.algorithm.critic})
     debug = then.debug.model_copy(update={"path": config.debug.path})  # a bundle is unpacked elsewhere each time
     return (
-        then.model_copy(update={"model": model, "debug": debug}) == config
+        then.model_copy(update={"model": model, "algorithm": algorithm, "debug": debug}) == config
         and max(new.checkpointed(), default=-1) >= first
         and new.steps.index()[:first] == run.steps.index()[:first]
         and new.steps.count() <= last

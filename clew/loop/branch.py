@@ -13,6 +13,7 @@ from clew.loop.replay import engine_at, replay
 from clew.record.files import explain_disk_errors, write_bytes
 from clew.record.origin import why_foreign
 from clew.record.run import RunDirectory
+from clew.training.checkpoint import CRITIC
 from clew.training.engine import TrainEngine
 from clew.training.ranks import Ranks
 from clew.training.saving import written_aside
@@ -22,7 +23,8 @@ def begin(config: Config, ranks: Ranks) -> Config:
     """Begin a new run at debug.first_step of the recorded run in debug.path, with the state that it had there.
 
     That state is reached by training the recorded steps since the last checkpoint again, on these ranks. If the new run
-    has begun already, it goes on. The returned configuration has the model that both runs began with, for the KL term.
+    has begun already, it goes on. The returned configuration has the model that both runs began with, for the KL term,
+    and their first critic.
 
     Raises:
         RecordError: There is no run directory, or no checkpoint at or before that step; or the steps from there cannot
@@ -52,8 +54,11 @@ def begin(config: Config, ranks: Ranks) -> Config:
 
 
 def _with_first_model(config: Config, run: RunDirectory) -> Config:
-    path = str(run.checkpoint(run.checkpointed()[0]))
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
+    first, algorithm = run.checkpoint(run.checkpointed()[0]), config.algorithm
+    if algorithm.critic is not None and (first / CRITIC).is_dir():
+        algorithm = algorithm.model_copy(update={"critic": str(first / CRITIC)})
+    model = config.model.model_copy(update={"path": str(first)})
+    return config.model_copy(update={"model": model, "algorithm": algorithm})
 
 
 def branch(source: RunDirectory, run: RunDirectory, engine: TrainEngine) -> None:

@@ -11,6 +11,8 @@ import pytest
 from clew import config as configuration
 from clew.config import Config
 from clew.diagnose.blame import blame
+from clew.diagnose.causes import configuration_changes
+from clew.diagnose.counterfactual import counterfactual
 from clew.record.bundle import write_bundle
 from clew.record.run import RunDirectory
 from tests.diagnose.planted import change_stage, generated_at, seal
@@ -78,6 +80,19 @@ def test_a_bundle_replays_without_the_models_that_the_run_began_with(
         assert replays(bundle, None) and "compared bit for bit" in capsys.readouterr().out
     finally:
         shutil.move(tmp_path / "critic", critic)
+
+
+def test_a_counterfactual_needs_no_more_than_the_run(folder: Path, first: RunDirectory, tmp_path: Path) -> None:
+    shutil.copytree(first.path / "checkpoints" / "step-000010" / "trainer" / "critic", tmp_path / "critic")
+    small = {"training.steps": 3, "rollout.batch_groups": 4}
+    run = learn(configure(folder, "beside", **small, **{"algorithm.critic": tmp_path / "critic"}))
+    shutil.rmtree(tmp_path / "critic")
+    change = ["algorithm.clip_high=0.3", "trial=beside-clip"]
+    counterfactual(run, range(1, 2), change, from_bundle=False)
+    counterfactual(run, range(1, 3), change, from_bundle=False)  # goes on with it
+    new = RunDirectory(run.path.with_name("beside-clip"))
+    assert new.steps.count() == 3 and replays(new.path, "2")
+    assert set(configuration_changes((run, new), 1)) == {"algorithm.clip_high"}
 
 
 def test_a_user_s_copy_of_gae_makes_the_same_run_with_a_critic_of_its_own(
