@@ -189,13 +189,13 @@ def _read_with_datasets(path: str, split: str) -> Iterator[dict]:
         source = str(Path(path).expanduser()) if looks_local else path
         # Without trust_remote_code, older versions of datasets would ask on the terminal.
         rows: Any = datasets.load_dataset(source, split=split, trust_remote_code=False)
-    except (OSError, ValueError, DatasetsError) as error:
+    except (OSError, ValueError, RuntimeError, DatasetsError) as error:  # RuntimeError: it has a loading script
         # Only the cause of this one says what is wrong, such as columns that do not match.
         reason = error.__cause__ if isinstance(error, DatasetGenerationError) and error.__cause__ else error
         raise DataError(f"Cannot load the data set {path}, split {split}: {reason}") from error
     try:
         yield from rows
-    except (ImportError, OSError, ValueError) as error:  # rows are decoded as they are read
+    except (ImportError, OSError, ValueError, RuntimeError) as error:  # rows are decoded as they are read
         raise DataError(f"Cannot read a row of the data set {path}, split {split}: {error}") from error
 
 

@@ -87,6 +87,22 @@ def test_a_row_that_cannot_be_decoded_is_an_error(monkeypatch: pytest.MonkeyPatc
         load_rows("org/spoken", split="test")
 
 
+def test_a_data_set_with_a_loading_script_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "mine.py").write_text("")
+    with pytest.raises(DataError, match=r"Cannot load the data set .*/mine, split train: .*mine\.py"):
+        load_rows(str(tmp_path / "mine"))
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: map(_not_decoded, [1]))
+    with pytest.raises(DataError, match="Cannot read a row of the data set org/spoken, split train: no decoder"):
+        load_rows("org/spoken")
+
+
+def _not_decoded(_: int) -> dict:
+    raise RuntimeError("no decoder")
+
+
 def test_messages_lose_the_empty_fields_that_parquet_gives_them() -> None:
     part = {"type": "text", "text": "2 + 2 =", "image": None}
     asked = [{"role": "user", "content": [part], "tool_calls": None}, {"role": "assistant", "content": None}]
