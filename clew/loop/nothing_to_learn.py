@@ -13,7 +13,8 @@ WARN_STEPS = 4
 """Number of consecutive steps without any difference between rewards that triggers a warning."""
 
 ZERO = 1e-8
-"""Largest absolute advantage that counts as zero: equal rewards give about 1e-10, because of rounding."""
+"""Largest absolute advantage, and deviation of rewards, that counts as zero: equal rewards such as 0.1 give about
+1e-10 and 1e-17, because of rounding."""
 
 CONTRADICTS = 0.1
 """Mean correlation of advantages and rewards within groups, at or below which they contradict each other."""
@@ -78,7 +79,7 @@ class NothingToLearn:
             )
 
     def _equal_rewards(self, step: int, metrics: Mapping[str, float]) -> str:
-        all_equal = metrics["equal_groups_share"] == 1 if self._within_groups else metrics["reward_std"] == 0
+        all_equal = metrics["equal_groups_share"] == 1 if self._within_groups else metrics["reward_std"] <= ZERO
         self._in_a_row = self._in_a_row + 1 if all_equal else 0
         if self._in_a_row < WARN_STEPS:
             return ""

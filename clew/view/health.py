@@ -50,6 +50,8 @@ RECENT_NORMS, ENOUGH_NORMS = 32, 8
 JUMP, MIN_NORMS = 30.0, 3
 """Multiple of the usual norm above which a norm is a spike even if most later norms are as large, or if fewer than
 `ENOUGH_NORMS` steps came before; and the minimum number of steps that must come before any spike."""
+SAME = 1e-8
+"""Largest standard deviation of rewards that counts as zero: equal rewards such as 0.1 have about 1e-17."""
 NO_GRADIENT = 1e-6
 """Largest gradient norm that counts as zero."""
 CONTRADICTS = 0.1
@@ -175,7 +177,7 @@ def equal_steps(history: History, advantages: str) -> list[int]:
     if advantages in WITHIN_GROUP or own_without_critic:
         equal = history.metrics["equal_groups_share"] > EQUAL_GROUPS
     else:
-        equal = history.metrics["reward_std"] == 0
+        equal = history.metrics["reward_std"] <= SAME
     return history.steps[equal].tolist() if _is_habit(equal) else []
 
 
