@@ -47,7 +47,7 @@ def judge(run: RunDirectory, history: History, rejected: Rejected, warned: Seque
         health.rejections(rejected, history),
         health.rejected_tokens(history),
         health.truncation(history),
-        health.clipping(history, str(config.get("algorithm.ratio", "token"))),
+        health.clipping(history, *(str(config.get(f"algorithm.{name}")) for name in ("ratio", "loss"))),
         health.equal_rewards(history, equal, kinds, looked),
         health.warnings(warned, last),
     ]

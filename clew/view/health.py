@@ -232,10 +232,11 @@ def mismatch(history: History) -> Concern | None:
     return found or _above(history, "mismatch", "behaviour_k3", k3 > K3, what, then)
 
 
-def clipping(history: History, ratio: str) -> Concern | None:
+def clipping(history: History, ratio: str, loss: str) -> Concern | None:
     limit = CLIPPED.get(ratio, CLIPPED["token"])
     clipped = history.metrics["clip_share"] > limit
-    what = f"more than {_percent(limit)} of the tokens are clipped, and so have no gradient"
+    effect = ", and so have no gradient" if loss == "clip" else ""  # CISPO clips weights, and keeps the gradient
+    what = f"more than {_percent(limit)} of the tokens are clipped{effect}"
     return _above(history, "clipping", "clip_share", clipped, what, "blame RUN --step {}")
 
 

@@ -197,6 +197,13 @@ def test_a_narrow_clip_over_sequences_may_hold_more(tmp_path: Path) -> None:
     assert "clipping" not in health(make_run(tmp_path / "b", planted, algorithm={"preset": "gspo"}))
 
 
+def test_tokens_that_cispo_clips_keep_their_gradient(tmp_path: Path) -> None:
+    planted = of_steps(range(20, 40), clip_share=0.3)
+    assert "no gradient" in health(make_run(tmp_path / "a", planted))["clipping"]
+    found = health(make_run(tmp_path / "b", planted, algorithm={"preset": "cispo"}))["clipping"]
+    assert "are clipped" in found and "no gradient" not in found
+
+
 def test_rejected_groups_and_episodes_with_reasons(tmp_path: Path) -> None:
     run = make_run(tmp_path, of_steps(range(STEPS), groups=1.0, episodes=2.0))
     run.reject("g000001.e2", [failed("g000001.e2.s0", "ValueError: no tool 7\nTraceback")])
