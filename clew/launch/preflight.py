@@ -13,7 +13,7 @@ from clew.errors import ConfigError, DataError
 from clew.models.model_folder import check_folder
 
 ROWS = 10_000
-"""Number of rows of the data that are looked at; the processes read them all."""
+"""Maximum number of rows of the data that are looked at; the processes read all that data.limit lets them."""
 
 
 def _is_local(path: str) -> bool:
@@ -44,10 +44,11 @@ def check_named(config: Config, *, supervised: bool = False) -> None:
     data, algorithm = config.data, config.algorithm
     named_paths = {"data.path": data.path, "eval.path": config.eval.path}
     paths = {field: path for field, path in named_paths.items() if path is not None and _is_local(path)}
+    limits = {"data.path": min(ROWS, data.limit or ROWS), "eval.path": ROWS}
     if supervised:
         for field, path in paths.items():
             with _naming(field):
-                load_demonstrations(config, path, limit=ROWS)
+                load_demonstrations(config, path, limit=limits[field])
         return
     code = {"algorithm.advantages": algorithm.advantages, "algorithm.loss": algorithm.loss}
     code = {field: named for field, named in code.items() if "." in named}  # a built-in one has no dot
@@ -55,7 +56,7 @@ def check_named(config: Config, *, supervised: bool = False) -> None:
         refuse_unused_reward(config)
         for field, path in paths.items():
             with _naming(field):
-                load_rows(path, limit=ROWS, columns=[data.prompt])
+                load_rows(path, limit=limits[field], columns=[data.prompt])
         code |= {f"rollout.{name}": getattr(config.rollout, name) for name in ("workflow", "agent", "reward")}
     for field, named in code.items():
         if named is not None:

@@ -12,6 +12,9 @@ from hypothesis import strategies as st
 
 from clew.data import load_rows, order, without_nulls
 from clew.errors import DataError
+from clew.launch.preflight import check_named
+from tests.models import tiny_model
+from tests.training.sequences import make_config
 
 ROWS = [{"prompt": f"{i}+1=", "answer": i + 1} for i in range(5)]
 
@@ -60,6 +63,17 @@ def test_no_rows_and_no_parquet(tmp_path):
     (tmp_path / "cut.parquet").write_bytes(b"PAR1....")
     with pytest.raises(DataError, match=r"Cannot read .* as Parquet"):
         load_rows(str(tmp_path / "cut.parquet"))
+
+
+def test_rows_beyond_the_limit_are_not_looked_at_before_a_run(tmp_path: Path) -> None:
+    tiny_model(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1", "completion": "2"}\n{"other": 1}\n')
+    for supervised in (False, True):
+        named = {"path": str(tmp_path / "rows.jsonl")}
+        reward = {"reward": "tests.rollout.user_code.exact"}
+        check_named(make_config(tmp_path, data={**named, "limit": 1}, rollout=reward), supervised=supervised)
+        with pytest.raises(DataError, match=r"data\.path: .*row 2 has no column 'prompt'"):
+            check_named(make_config(tmp_path, data=named, rollout=reward), supervised=supervised)
 
 
 @given(n_rows=st.integers(1, 40), epoch=st.integers(0, 5), seed=st.integers(0, 2**63))
