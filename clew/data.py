@@ -134,6 +134,11 @@ def _existing(path: str) -> Path:
     file = Path(path).expanduser()
     if file.is_file():
         return file
+    if file.is_dir():  # as Spark writes Parquet
+        raise DataError(
+            f"Cannot read the data file {path}: it is a folder. Name one of the files in it, or give the folder a name "
+            f"without {file.suffix}, and `datasets` reads all of them."
+        )
     folder = file.parent
     if not folder.is_dir():
         raise DataError(f"Cannot read the data file {path}: its folder {folder} does not exist.")

@@ -39,6 +39,17 @@ def test_a_missing_file_names_its_neighbour(tmp_path):
         load_rows(str(tmp_path / "trian.jsonl"))
 
 
+def test_a_folder_with_the_name_of_a_file_is_called_one(tmp_path):
+    folder = tmp_path / "rows.parquet"
+    folder.mkdir()
+    pq.write_table(pa.Table.from_pylist(ROWS), folder / "part-0.parquet")
+    with pytest.raises(
+        DataError, match=r"rows\.parquet: it is a folder\. Name one of the files in it, or .* without \."
+    ):
+        load_rows(str(folder))
+    assert load_rows(str(folder.rename(tmp_path / "rows"))) == ROWS
+
+
 def test_a_missing_column_names_row_and_nearest(tmp_path):
     path = write_lines(tmp_path / "train.jsonl", [*ROWS, {"promt": "x", "answer": 2}])
     expected = r"row 6 has no column 'prompt'; it has 'promt', 'answer'\. Did you mean 'promt'"
