@@ -514,9 +514,9 @@ def test_rewards_of_rows_that_json_cannot_hold(
     run = RunDirectory(config.run_path)
     assert again(run, reward=True)
     used = run.steps.read_data(0)[0].data
-    console = Console(file=io.StringIO(), width=200)
-    show(run.path, prompt=used["prompt"].split()[0], console=console)
-    assert used["day"] in console.file.getvalue() and "1 trained on" in console.file.getvalue()
+    shown = io.StringIO()
+    show(run.path, prompt=used["prompt"].split()[0], console=Console(file=shown, width=200))
+    assert used["day"] in shown.getvalue() and "1 trained on" in shown.getvalue()
     (tmp_path / "rows.parquet").unlink()
     capsys.readouterr()
     assert not again(run, reward=True)

@@ -196,7 +196,7 @@ def test_a_reward_that_no_agent_would_call_is_refused(tmp_path: Path) -> None:
     tiny_model(tmp_path / "model")
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "1 + 1 ="}')
-    named = {"agent": "tests.rollout.user_agents.Once", "reward": "tests.rollout.user_code.exact"}
+    named: dict[str, Any] = {"agent": "tests.rollout.user_agents.Once", "reward": "tests.rollout.user_code.exact"}
     with pytest.raises(ConfigError, match=r"rollout\.reward=.*exact: the agent .*Once gives its own"):
         check_named(config_for(tmp_path, rollout=named, data={"path": str(rows)}))
     with pytest.raises(ConfigError, match="gives its own rewards"):
