@@ -69,11 +69,11 @@ LINES = {
     "cli": 1070,  # clew hang, on several nodes; clew sft and clew learn watch themselves; refused options and folders
     "diagnose": 2990,  # the search of clew diff; clew doctor beside broken GPUs; runs that went on with other settings
     "gateway": 4910,  # stop strings twice in a token, retries of one of equal requests, forced calls after <think>
-    "hang": 8425,  # memory, pipes, programs; RAS, Ray; engines; locks; queues never filled; filters that do not count
-    "inference": 6705,  # vLLM and SGLang in training; called-off meetings, drawn image tokens, lost weights
+    "hang": 8460,  # cells; memory, pipes, programs; RAS, Ray; engines; locks; queues never filled; filters
+    "inference": 6760,  # folders checked before a pause; vLLM and SGLang in training; called-off meetings, lost weights
     "launch": 705,  # no_progress.py, also without clew train; several servers, and their devices
     "loop": 2800,  # weight_sender.py: servers that froze or refused are taken out; begun branches
-    "models": 742,  # images that are turned; prompts with placeholders, for engines that expand them; sorted digests
+    "models": 780,  # newlines around images; images that are turned; prompts with placeholders; sorted digests
     "record": 3050,  # docstrings with Args in place of sentences that had to be read twice
     "rollout": 2135,  # attached servers that lost their weights; episodes that wait for the engine before their time
     "stress": 4392,  # shared.py: entries of an object, slots, closures; watch.py: computing has a limit of its own

@@ -147,7 +147,7 @@ REPLICAS = (
     "it has several replicas (data parallelism), and answers for only one of them when its weights are checked. Start "
     "as many servers instead."
 )
-"""Why a server with data parallelism is refused."""
+"""Reason for which a server with data parallelism is refused."""
 
 
 def check_model(kind: str, address: str, served: str, wanted: str) -> None:

@@ -57,7 +57,7 @@ LARGEST_LOGPROB = 1e-3
 """Largest logprob above 0 that rounding can explain, in nats."""
 
 LOWEST_LOGPROB = -9999.0
-"""What vLLM sends for a logprob that is NaN, minus infinity or missing. A token that was drawn has a larger one."""
+"""Logprob that vLLM sends if it is NaN, minus infinity or missing. A token that was drawn has a larger one."""
 
 ADDRESS_HINT = "Is this the host:port that the inference server printed?"
 
