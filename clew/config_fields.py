@@ -74,7 +74,7 @@ class Rollout(Section):
     sequences: Literal["concat", "individual"] = "concat"
     """concat: turns that extend one another become one sequence; individual: each turn becomes its own."""
     reward: str | None = None
-    """Dotted path of the reward function, (completion, data) -> number or named numbers; an agent needs none."""
+    """Dotted path of the reward function, (completion, data) -> number or named numbers. An agent gives its own."""
     reward_timeout_s: float = Field(default=30.0, gt=0)
     """Seconds after which a call of the reward is killed and the episode fails."""
     reward_workers: int = Field(default=1, ge=1)

@@ -57,11 +57,15 @@ def blame(target: Path, step: int, *, top: int, tokens: int, by: str | None, tru
         if bundle is not None and step < bundle["first"]:
             raise RecordError(f"--step {step}: the bundle {target} holds the steps {bundle['first']} to {count - 1}.")
         if run.supervised:
-            losses = f"the stage `loss` in {run.steps.stage_path(step, 0)} has the loss of each token"
-            shown = f"`clew show {run.path} {step}` shows its rows; {losses}"
+            where = f"The rows are in {run.steps.data_path(step)}."
+            if step < count:
+                where = (
+                    f"`clew show {run.path} {step}` shows its rows; the stage `loss` in "
+                    f"{run.steps.stage_path(step, 0)} has the loss of each token."
+                )
             raise RecordError(
                 f"{run.path} is a run of `clew sft`, and blame compares parts of the loss that only reinforcement "
-                f"learning has. {shown if step < count else f'The rows are in {run.steps.data_path(step)}'}."
+                f"learning has. {where}"
             )
         attribution = attribute_step(run, step)
         by = by or ("pull" if attribution.only_recorded else "gradient")

@@ -261,9 +261,10 @@ def _another_key(sink: Sink, asking: list[Actor]) -> Verdict | None:
     if len(asking) < 3 or len(alone) != 1 or len(set(values)) != 2:
         return None
     groups = {value: [a for a, own in zip(asking, values, strict=True) if own == value] for value in values}
-    told = "; ".join(
-        f"{' and '.join(value)} on {subject(ranks, '', '').strip().lower()}" for value, ranks in groups.items()
+    said = (
+        (" and ".join(value), "ranks" if len(ranks) > 1 else "rank", names(ranks)) for value, ranks in groups.items()
     )
+    told = "; ".join(f"{numbers} on {word} {ranks}" for numbers, word, ranks in said)
     why = f"Ranks {names(asking)} wait for a key of the store at {sink.act.place}, but not for the same one: {told}."
     return sink.blame("missing rank", alone, why, cause="store", confidence="medium")
 

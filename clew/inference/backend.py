@@ -143,7 +143,7 @@ class Backend(HTTPEngine):
         raise NotImplementedError
 
 
-REPLICAS = (
+HAS_REPLICAS = (
     "it has several replicas (data parallelism), and answers for only one of them when its weights are checked. Start "
     "as many servers instead."
 )

@@ -23,7 +23,7 @@ import orjson
 from clew.config import Config
 from clew.devices import gpus
 from clew.errors import ConfigError, EngineError, ImageError, RecordError, first_line
-from clew.inference.backend import REPLICAS, Backend, Launch, check_model, config_field, options
+from clew.inference.backend import HAS_REPLICAS, Backend, Launch, check_model, config_field, options
 from clew.inference.protocol import Completion, EngineUnreachable, FaultyAnswer, GenerateRequest, SamplingParams
 from clew.inference.sglang_checksums import (
     Tensors,
@@ -214,7 +214,7 @@ class SGLangEngine(Backend):
                 f"{self._wanted_dtype}. Start it with --dtype {self._wanted_dtype}, or set model.dtype."
             )
         if server.get("dp_size", 1) > 1:
-            raise EngineError(f"Cannot train with SGLang at {self.address}: {REPLICAS}")
+            raise EngineError(f"Cannot train with SGLang at {self.address}: {HAS_REPLICAS}")
         self._before_temperature = await self._reports_before_temperature()
         await self.find_masks(server)
         self._dtype = DTYPES.get(server.get("dtype", ""), "")

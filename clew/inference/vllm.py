@@ -31,7 +31,7 @@ import clew
 from clew.config import Config
 from clew.devices import gpus
 from clew.errors import ConfigError, EngineError, ImageError, RecordError
-from clew.inference.backend import REPLICAS, Backend, Launch, check_model, options
+from clew.inference.backend import HAS_REPLICAS, Backend, Launch, check_model, options
 from clew.inference.client import experts_of
 from clew.inference.protocol import (
     FINISH_REASONS,
@@ -229,7 +229,7 @@ class VLLMEngine(Backend):
             paths = [f"/get_world_size?include_dp={each}" for each in ("true", "false")]
             with_replicas, without = [await self._request("GET", path, None) for path in paths]
             if with_replicas != without:
-                raise EngineError(f"Cannot train with vLLM at {self.address}: {REPLICAS}")
+                raise EngineError(f"Cannot train with vLLM at {self.address}: {HAS_REPLICAS}")
         await self._check_extension()
         self._asks_engine = "/is_paused" in routes
         self.labels = "/update_weight_version" in routes

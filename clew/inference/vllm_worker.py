@@ -100,7 +100,11 @@ class CopyTrace(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.copy_.default:
             self._note(args[0], args[1])
-        elif func in KEEPING and result.is_contiguous() and _holds_all(result.dtype, args[0].dtype):
+        elif (
+            func in KEEPING
+            and result.is_contiguous()
+            and torch.promote_types(result.dtype, args[0].dtype) == result.dtype
+        ):
             self._follow(args[0], result)
         return result
 
@@ -126,11 +130,6 @@ class CopyTrace(TorchDispatchMode):
             same = offset == 0 and source.is_contiguous()
             more = () if same else (Layout(offset, tuple(source.shape), source.stride()),)
             self.watch(name, copy, (*rearranged, *more))
-
-
-def _holds_all(wide: torch.dtype, dtype: torch.dtype) -> bool:
-    """Return whether one type can hold all numbers of another."""
-    return torch.promote_types(wide, dtype) == wide
 
 
 def read_folder(folder: str) -> Iterator[dict[str, Tensor]]:
@@ -267,9 +266,10 @@ class Extension:
 
         A bfloat16 model has some tensors in float32 in vLLM, such as A_log of Qwen3-Next and the router of GLM-4-MoE.
         """
+        if held.dtype == dtype or self.model_runner.model_config.dtype != dtype:
+            return held
         narrow = held.to(dtype)
-        same = self.model_runner.model_config.dtype == dtype and torch.equal(narrow.to(held.dtype), held)
-        return narrow if same else held
+        return narrow if torch.equal(narrow.to(held.dtype), held) else held
 
     def clew_held(self) -> dict[str, list[Any]]:
         """Return what the engine holds of each tensor that the last update loaded.
