@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,9 +29,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils.checkpoint import checkpoint
 
 from clew.config import Training
-from clew.training.activation_checkpointing import checkpoint_activations
+from clew.training.attention import checkpoint_contexts
 from clew.training.isolation import check_causal, prepare_for_packing
 from clew.training.ranks import Ranks
 from clew.training.tensor_parallel import split
@@ -49,6 +51,12 @@ def prepare_for_training(
     if training.activation_checkpointing:
         checkpoint_activations(blocks_of(model))
     shard(model, ranks, device, root=root)
+
+
+def checkpoint_activations(blocks: Iterable[torch.nn.Module]) -> None:
+    """Make each block keep only its inputs, and compute the rest again in the backward pass (arXiv 1604.06174)."""
+    for block in blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=checkpoint_contexts)
 
 
 def shard(model: Any, ranks: Ranks, device: torch.device, *, root: torch.nn.Module | None = None) -> None:

@@ -27,12 +27,11 @@ from transformers import (
 
 from clew.errors import ModelError
 from clew.models.loading import load_value_model
-from clew.training.activation_checkpointing import checkpoint_activations
 from clew.training.engine import TrainEngine
 from clew.training.isolation import check_causal, keeps_rows_apart, prepare_for_packing
 from clew.training.packing import WASTE, Packed, bucket_by_length
 from clew.training.scoring import ValueModel, score
-from clew.training.sharding import blocks_of
+from clew.training.sharding import blocks_of, checkpoint_activations
 from tests.models import ATTENTION_FAMILIES, tiny_model, tiny_tokenizer
 from tests.training.sequences import make_batch, make_config, make_sequence
 
