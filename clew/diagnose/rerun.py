@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from bdb import BdbQuit
 from collections.abc import Iterable, Mapping, Sequence
@@ -263,7 +264,6 @@ def _recompute_stages(
 
 def _train_again(run: RunDirectory, steps: range, options: Options, *, named: Path) -> bool:
     """Train the steps again from the nearest earlier checkpoint, and print how each compares with its record."""
-    from clew.diagnose.debugger import stop_at
     from clew.loop.replay import engine_at, replay
     from clew.training.ranks import Ranks
 
@@ -273,7 +273,7 @@ def _train_again(run: RunDirectory, steps: range, options: Options, *, named: Pa
         engine = engine_at(run, steps[0], options.device, ranks)
         print(f"from checkpoint {engine.version} of {named} ({time.perf_counter() - began:.1f} s)", flush=True)
         if options.stop is not None:
-            stop_at(engine, steps, options.stop)
+            _stop_at(engine, steps, options.stop)
         unbroken = True
         if options.verify and ranks.leads:
             unbroken = chain_holds(run, range(engine.version, min(steps.stop, committed)))
@@ -303,6 +303,39 @@ def _train_again(run: RunDirectory, steps: range, options: Options, *, named: Pa
         result = "every stage agrees with the record" if options.verify else "nothing was compared"
         print(f"{steps_in_words(steps)}: {result}.")
         return unbroken
+
+
+def _stop_at(engine: TrainEngine, steps: range, stage: str) -> None:
+    """Make the engine stop in a debugger whenever it comes to `stage` of one of these steps.
+
+    The stage's inputs are in scope. Before the loss and before its backward pass, it stops in each micro-batch.
+    """
+    known: dict[str, Any] = {}
+
+    def watch(at: str, scope: dict[str, Any]) -> None:
+        known.update({name: scope[name] for name in ("batch", "tokens", "plan") if name in scope})
+        if at != stage or engine.version not in steps:
+            return
+        names = {"engine": engine, "model": engine.policy.model, "step": engine.version, **known, **scope}
+        where = ""
+        if "micro" in scope:
+            # rows_N in the scope counts rows from 0 within the micro-batch, so it does not index `batch`
+            names["batch_rows_N"] = rows_N = known["tokens"].row_of_S[scope["micro"].where_N]
+            minibatches = [[set(rows) for rows in minibatch] for minibatch in known["plan"]]
+            update, micro, count = next(
+                (number, place, len(minibatch))
+                for number, minibatch in enumerate(minibatches)
+                for place, rows in enumerate(minibatch)
+                if set(rows_N.tolist()) <= rows
+            )
+            where = f" of micro-batch {micro} of {count} in update {update} (token i is of batch[batch_rows_N[i]])"
+        print(
+            f"step {engine.version}, before {stage}{where}. In scope: {', '.join(names)}", file=sys.stderr, flush=True
+        )
+        # Compiled code, so that the debugger's frame has these names; `pass` is the line at which it stops.
+        exec(compile("breakpoint()\npass\n", f"<step {engine.version}, before {stage}>", "exec"), names)
+
+    engine.watch = watch
 
 
 def _first_differing(replayed: Iterable[Replayed], steps: range, *, shown: bool) -> Replayed | None:
