@@ -179,10 +179,9 @@ def agent_replay(
 
     Example: clew agent replay runs/calculator/grpo --episode g000000.e1
     """
-    from clew.diagnose.agent_replay import replay_agent
+    from clew.diagnose.agent_replay import print_replay, replay_agent
     from clew.diagnose.agent_run import base_url_of
     from clew.record.bundle import opened
-    from clew.view.agent import show_replay
     from clew.view.find_episode import Name, episode_of, find_group
 
     name, url = Name.parse(episode), base_url_of(base_url) if continue_live else None
@@ -190,7 +189,7 @@ def agent_replay(
     with opened(run, [*(trust or []), *named]) as (directory, _):
         rows = episode_of(directory, find_group(directory, name), name)
         replayed = replay_agent(directory, rows, agent=agent, base_url=url)
-    show_replay(replayed)
+    print_replay(replayed)
     if not replayed.same:
         raise SystemExit(1)
 

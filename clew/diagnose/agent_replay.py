@@ -13,8 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rich.text import Text
+
 from clew import config as configuration
 from clew.config import Config
+from clew.console import EscapingConsole
 from clew.diagnose.recorded_model import RecordedModel, interactions_of, resources_of
 from clew.errors import ConfigError, EngineError, RecordError
 from clew.gateway.agent_session import Limits
@@ -22,6 +25,7 @@ from clew.gateway.gateway_thread import GatewayThread
 from clew.gateway.interactions import Interaction
 from clew.gateway.sequences import with_returns
 from clew.inference.detect_server import find_engine
+from clew.printing import visible
 from clew.record.rows import Sequence as Row
 from clew.record.run import RunDirectory
 from clew.rollout.agents import AgentWorkflow, load_agent
@@ -126,3 +130,21 @@ async def _replay(
         recorded_rewards=None if rows[0].error else [row.reward for row in rows],
         recorded_error=rows[0].error,
     )
+
+
+def print_replay(replay: Replay) -> None:
+    """Print how far the agent repeated its recorded behaviour, and how it ended then and now."""
+    console = EscapingConsole()
+    live = f", {replay.live} by the served model" if replay.live else ""
+    console.print(f"{replay.answered} of {replay.recorded} recorded responses were asked for again{live}")
+    colours = {"+": "green", "-": "red", "@": "dim"}
+    for line in replay.difference:
+        console.print(Text(visible(line), style=colours.get(line[:1], "bold")), soft_wrap=True)
+    for when, rewards, error in (
+        ("then", replay.recorded_rewards, replay.recorded_error),
+        ("now", replay.rewards, replay.error),
+    ):
+        each = ", ".join(f"{reward:g}" for reward in rewards or ()) or "none"
+        many = "rewards of its sequences" if rewards and len(rewards) > 1 else "reward"
+        said = f"{many} {each}" if rewards is not None else visible((error or "").split("\n")[0])
+        console.print(Text(f"{when}: {said}"), soft_wrap=True)

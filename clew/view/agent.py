@@ -1,13 +1,12 @@
-"""Output of `clew agent run` and `clew agent replay`: what an agent did, and what the trainer would make of it."""
+"""Output of `clew agent run`: what an agent did, and what the trainer would make of it."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from clew.console import EscapingConsole
 from clew.printing import counted
 from clew.record.rows import Sequence
 from clew.view.text import as_text, visible
@@ -71,34 +70,3 @@ def _show_failed(console: Console, sequence: Sequence) -> None:
         said = Text(f"  {visible(as_text(interaction.get('completion')))}", style="green underline")
         console.print(said, soft_wrap=True)
     console.print(Text(visible(sequence.error or ""), style="red"), soft_wrap=True)
-
-
-class Replayed(Protocol):
-    """Result of `clew agent replay`, with the fields that are shown."""
-
-    answered: int
-    recorded: int
-    live: int
-    difference: list[str]
-    rewards: list[float] | None
-    error: str | None
-    recorded_rewards: list[float] | None
-    recorded_error: str | None
-
-
-def show_replay(replay: Replayed) -> None:
-    """Print how far the agent repeated its recorded behaviour, and how it ended then and now."""
-    console = EscapingConsole()
-    live = f", {replay.live} by the served model" if replay.live else ""
-    console.print(f"{replay.answered} of {replay.recorded} recorded responses were asked for again{live}")
-    colours = {"+": "green", "-": "red", "@": "dim"}
-    for line in replay.difference:
-        console.print(Text(visible(line), style=colours.get(line[:1], "bold")), soft_wrap=True)
-    for when, rewards, error in (
-        ("then", replay.recorded_rewards, replay.recorded_error),
-        ("now", replay.rewards, replay.error),
-    ):
-        each = ", ".join(f"{reward:g}" for reward in rewards or ()) or "none"
-        many = "rewards of its sequences" if rewards and len(rewards) > 1 else "reward"
-        said = f"{many} {each}" if rewards is not None else visible((error or "").split("\n")[0])
-        console.print(Text(f"{when}: {said}"), soft_wrap=True)
