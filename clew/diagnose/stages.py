@@ -28,9 +28,6 @@ from clew.training.custom import needs_critic
 WITHOUT_MODEL = ("data", "rewards", "advantages", "loss")
 """Stages that can be checked without a model."""
 
-_BREAKS_SHOWN = 5
-"""Maximum number of breaks of the chain that are printed."""
-
 
 def check_stages(
     run: RunDirectory, step: int, stages: SequenceABC[str], only: str | None, algorithm: Algorithm | None
@@ -104,10 +101,8 @@ def chain_holds(run: RunDirectory, steps: range, whose: str = "") -> bool:
         whose: Prefix of each printed line that names the run, if two runs are checked.
     """
     found = chain.breaks(run, steps)
-    for each in found[:_BREAKS_SHOWN]:
-        print(f"BROKEN CHAIN  {whose}{each}")
-    if len(found) > _BREAKS_SHOWN:
-        print(f"{whose}and {len(found) - _BREAKS_SHOWN} more places where the record does not fit together")
+    for line in chain.breaks_in_words(found, whose):
+        print(line)
     if not_checked := chain.not_checked(run, steps):
         print(f"{whose}{not_checked}")
     return not found

@@ -81,6 +81,21 @@ class Break:
         return f"step {self.step}: {self.file} {self.why}. {self.remedy}"
 
 
+BREAKS_SHOWN = 5
+
+
+def breaks_in_words(found: list[Break], whose: str = "") -> list[str]:
+    """Return lines that name the first breaks and count the others.
+
+    Args:
+        whose: Prefix of the names that says which run they belong to, if there are two.
+    """
+    lines = [f"BROKEN CHAIN  {whose}{each}" for each in found[:BREAKS_SHOWN]]
+    if len(found) > BREAKS_SHOWN:
+        lines.append(f"{whose}and {len(found) - BREAKS_SHOWN} more places where the record does not fit together")
+    return lines
+
+
 def digest(content: bytes) -> str:
     """Return the digest of a file's content: the first 32 hexadecimal digits of its SHA-256."""
     return sha256(content).hexdigest()[:32]

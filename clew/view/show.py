@@ -41,7 +41,6 @@ COLUMNS = ("step", "groups", "sequences", "reward", "length", "lag", "k3", "reje
 SUPERVISED_COLUMNS = ("step", "groups", "tokens", "grad norm", "loss", "seconds")
 """Columns of the table of steps for a run of `clew sft`, which has neither rollout nor rewards."""
 EVALUATIONS_SHOWN = 10
-BREAKS_SHOWN = 5
 FIELD_SHOWN = 2000
 """Number of characters that are shown of a field of the prompt's data row."""
 
@@ -96,17 +95,10 @@ def show(
                 raise RecordError(f"--tokens shows an episode or a sequence. Name one of them, such as {what}.e0.")
             else:
                 _show_group(console, run, found)
-        _show_breaks(console, broken)
-
-
-def _show_breaks(console: Console, found: list[chain.Break]) -> None:
-    """Print the breaks in the chain of commits. Data and stages of steps are checked by `clew replay` alone."""
-    if found:
-        console.print()
-    for each in found[:BREAKS_SHOWN]:
-        console.print(Text(f"BROKEN CHAIN  {visible(str(each))}", style="red"))
-    if len(found) > BREAKS_SHOWN:
-        console.print(Text(f"and {len(found) - BREAKS_SHOWN} more places where the record does not fit together"))
+        if broken:
+            console.print()
+        for line in chain.breaks_in_words(broken):
+            console.print(Text(visible(line), style="red"))
 
 
 # Runs -----------------------------------------------------------------------------------------------------------------
