@@ -67,7 +67,7 @@ def train(
             with clock("record"):
                 run.inbox.remove(run.steps.read(version - 1)["groups"] if version else ())
         if checkpoint.is_due(version, config):
-            with clock("checkpoint"), around.uninterrupted():
+            with clock("checkpoint"), around.interrupts.held():
                 save_checkpoint(run, engine)
                 if ranks.leads:
                     checkpoint.prune(run, config.checkpoint)

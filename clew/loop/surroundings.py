@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -75,7 +75,7 @@ class Surroundings:
         self.clock = Clock()
         self.reporter = reporter
         self._inference = inference
-        self._interrupts = interrupts
+        self.interrupts = interrupts
         self._open = ExitStack()
         self._publisher: Publisher | None = None
         if inference is not None:
@@ -96,7 +96,7 @@ class Surroundings:
         self._open.close()
 
     def _let_rollout_run(self) -> None:
-        self._interrupts.check()
+        self.interrupts.check()
         assert self._inference is not None and self._publisher is not None, "recorded batches are not waited for"
         if self._publisher.wanted():
             raise WeightsWanted
@@ -112,15 +112,7 @@ class Surroundings:
 
     def check(self) -> None:
         """Raise Interrupted on every rank when rank 0 was asked to end."""
-        self.ranks.agree("whether to go on", self._interrupts.check)
-
-    def uninterrupted(self) -> AbstractContextManager[None]:
-        """Make a request to end wait until the `with` block is done, for example until a checkpoint is written."""
-        return self._interrupts.held()
-
-    def end_uninterrupted(self) -> None:
-        """Let the trainer end in its own time: it may still write a checkpoint."""
-        self._interrupts.hold()
+        self.ranks.agree("whether to go on", self.interrupts.check)
 
     def before_first_step(self, engine: TrainEngine) -> None:
         """Do what is to be done once, after recorded steps were trained again. Only `clew sft` overrides this."""
@@ -165,7 +157,7 @@ class Surroundings:
             return self.run.steps.read_data(engine.version)
 
     def _write_batch(self, engine: TrainEngine) -> None:
-        self._interrupts.check()
+        self.interrupts.check()
         self._batches.write(engine.version)
         if not self._described:  # only now: config.yaml says what was trained, not what was tried
             self.describe(engine)

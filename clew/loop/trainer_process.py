@@ -171,7 +171,7 @@ def train_here(
     try:
         train(config, run, engine, around, until=until, on_step=on_step)
     except (Interrupted, TrainingError) as error:
-        around.end_uninterrupted()
+        around.interrupts.hold()  # it may still write a checkpoint
         # Only these are raised on every rank: after any other error a rank would wait for the others for ever.
         together = ranks.size == 1 or not isinstance(error, TrainingError) or isinstance(error, GradientError)
         written = run.checkpoint(engine.version).exists()
