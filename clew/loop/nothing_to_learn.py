@@ -6,18 +6,12 @@ import logging
 from collections.abc import Mapping
 
 from clew.algorithms import WITHIN_GROUP
+from clew.algorithms.reward_statistics import CONTRADICTS, SAME
 
 log = logging.getLogger("clew.trainer")
 
 WARN_STEPS = 4
 """Number of consecutive steps without any difference between rewards that triggers a warning."""
-
-ZERO = 1e-8
-"""Largest absolute advantage, and deviation of rewards, that counts as zero: equal rewards such as 0.1 give about
-1e-10 and 1e-17, because of rounding."""
-
-CONTRADICTS = 0.1
-"""Mean correlation of advantages and rewards within groups, at or below which they contradict each other."""
 
 
 class NothingToLearn:
@@ -42,7 +36,7 @@ class NothingToLearn:
         warning = self._equal_rewards(step, metrics)
         self._all_rejected(step, metrics)
         self._correlate(step, metrics.get("advantage_reward_correlation"))
-        if largest_advantage <= ZERO:
+        if largest_advantage <= SAME:
             self._zero_steps += 1
             if _is_power_of_two(self._zero_steps) and not warning:
                 log.warning(
@@ -79,7 +73,7 @@ class NothingToLearn:
             )
 
     def _equal_rewards(self, step: int, metrics: Mapping[str, float]) -> str:
-        all_equal = metrics["equal_groups_share"] == 1 if self._within_groups else metrics["reward_std"] <= ZERO
+        all_equal = metrics["equal_groups_share"] == 1 if self._within_groups else metrics["reward_std"] <= SAME
         self._in_a_row = self._in_a_row + 1 if all_equal else 0
         if self._in_a_row < WARN_STEPS:
             return ""

@@ -9,10 +9,8 @@ import numpy as np
 from clew.algorithms import ADVANTAGES
 from clew.algorithms.kl import divergences
 from clew.algorithms.rejection import BY_VETO
+from clew.algorithms.reward_statistics import SAME
 from clew.record.rows import Sequence
-
-SAME = 1e-8
-"""Largest difference within a group that counts as rounding."""
 
 
 def rollout_metrics(sequences: SequenceABC[Sequence]) -> dict[str, float]:

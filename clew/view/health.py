@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from clew.algorithms import ADVANTAGES, WITHIN_GROUP
+from clew.algorithms.reward_statistics import CONTRADICTS, SAME
 from clew.printing import counted
 from clew.record.chain import is_unknown
 from clew.record.rejected import Rejected
@@ -50,12 +51,8 @@ RECENT_NORMS, ENOUGH_NORMS = 32, 8
 JUMP, MIN_NORMS = 30.0, 3
 """Multiple of the usual norm above which a norm is a spike even if most later norms are as large, or if fewer than
 `ENOUGH_NORMS` steps came before; and the minimum number of steps that must come before any spike."""
-SAME = 1e-8
-"""Largest standard deviation of rewards that counts as zero: equal rewards such as 0.1 have about 1e-17."""
 NO_GRADIENT = 1e-6
 """Largest gradient norm that counts as zero."""
-CONTRADICTS = 0.1
-"""Correlation of rewards and advantages within groups, at or below which they contradict each other."""
 FAILED_EPISODES = 0.01
 FILTERED_GROUPS = 0.5
 """Shares of failed episodes and of filtered groups above which they are a concern."""
