@@ -20,7 +20,7 @@ from clew.console import tracked
 from clew.diagnose.causes import Pair, differing
 from clew.errors import RecordError
 from clew.loop import differences
-from clew.loop.differences import EXACT, TOLERANCES, Computed, Difference, Tolerance
+from clew.loop.differences import EXACT, TOLERANCES, Difference, Tolerance
 from clew.printing import around, common_length
 from clew.reading import RESTORE, flat
 from clew.record.batch_digest import digest_rows, from_hex, to_hex
@@ -145,7 +145,7 @@ def _in_what_is_left(step: int, then: dict[str, Any], now: dict[str, Any], toler
     ours, theirs = then["groups"], now["groups"]
     if differing := sorted({*ours} ^ {*theirs}):
         [group, *_] = differing
-        return differences.on_one_side(step, "data", group, recorded=ours, found=theirs, name=group)
+        return differences.on_one_side(step, "data", group, recorded=group in ours)
     for name in METRICS:
         values = [side.get("metrics", {}).get(name) for side in (then, now)]
         if None not in values and not tolerance.agree(*(np.array([value], np.float32) for value in values)).all():
@@ -188,8 +188,8 @@ def _in_stages(runs: Pair, step: int, batch: list[Sequence], tolerance: Toleranc
     found = differences.in_stages(
         step,
         [row.id for row in batch],
-        Computed(stages=arrays[0], tensors=then.get("tensors", {})),
-        Computed(stages=arrays[1], tensors=_in_order(now.get("tensors", {}), others, names)),
+        stages=arrays,
+        tensors=(then.get("tensors", {}), _in_order(now.get("tensors", {}), others, names)),
         plan=plan,
         parameters=names,
         tolerance=tolerance,
@@ -237,7 +237,7 @@ def _in_batches(step: int, left: list[Sequence], right: list[Sequence], toleranc
     ours, theirs = ({row.id: row for row in batch} for batch in (left, right))
     for id in {**ours, **theirs}:
         if id not in ours or id not in theirs:
-            return differences.on_one_side(step, "data", id, recorded=ours, found=theirs, name=id)
+            return differences.on_one_side(step, "data", id, recorded=id in ours)
         if (difference := _in_sequence(step, ours[id], theirs[id], tolerance)) is not None:
             return difference
     for place, (a, b) in enumerate(zip(left, right, strict=True)):

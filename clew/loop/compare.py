@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from clew.loop import differences
-from clew.loop.differences import EXACT, TOLERANCES, Computed, Difference, Tolerance
+from clew.loop.differences import EXACT, TOLERANCES, Difference, Tolerance
 from clew.loop.recompute import COMPUTED, suspect_user_code
 from clew.loop.step_summary import environment, facts_of
 from clew.record.rows import Sequence
@@ -86,8 +86,8 @@ def compare(then: RecordedStep, result: StepResult, engine: TrainEngine, toleran
         differences.in_stages(
             step,
             ids,
-            Computed(stages=then.stages.arrays, tensors=summary["tensors"]),
-            Computed(stages=here, tensors=result.tensor_digests),
+            stages=(then.stages.arrays, here),
+            tensors=(summary["tensors"], result.tensor_digests),
             plan=result.plan,
             parameters=engine.parameter_names,
             tolerance=tolerance,

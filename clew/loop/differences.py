@@ -7,7 +7,7 @@ by token. Whatever differs after the first difference follows from it, and is on
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -131,16 +131,6 @@ class DifferenceFound(RecordError):
         self.difference = difference
 
 
-@dataclass(frozen=True, kw_only=True)
-class Computed:
-    """Values that one side computed in a step."""
-
-    stages: Mapping[str, Mapping[str, np.ndarray]]
-    """[T] float32 by stage and sequence ID."""
-    tensors: Mapping[str, Any]
-    """Digests of each parameter: `weights`, and `gradients` of each update."""
-
-
 def _shown(value: Any) -> str:
     return f"{value:.9g}" if isinstance(value, (float, np.floating)) else str(value)
 
@@ -148,9 +138,9 @@ def _shown(value: Any) -> str:
 def in_stages(
     step: int,
     ids: Sequence[str],
-    recorded: Computed,
-    found: Computed,
     *,
+    stages: Sequence[Mapping[str, Mapping[str, np.ndarray]]],
+    tensors: Sequence[Mapping[str, Any]],
     plan: Sequence[Sequence[Sequence[int]]],
     parameters: Sequence[str],
     tolerance: Tolerance,
@@ -162,11 +152,12 @@ def in_stages(
 
     Args:
         ids: IDs of the batch's sequences, in their order.
+        stages: What was recorded and what was found: [T] float32 by stage and sequence ID.
+        tensors: Digests of each parameter, recorded and found: `weights`, and `gradients` of each update.
         plan: Rows of each micro-batch, by update.
         parameters: Names of the parameters, in the order of the digests.
         exact: Stages that must agree bit for bit, whatever the tolerance.
     """
-    stages, tensors = (recorded.stages, found.stages), (recorded.tensors, found.tensors)
     digests: dict[str, list[Any]] = {kind: [side.get(kind) for side in tensors] for kind in ("gradients", "weights")}
     compared = {kind for kind, sides in digests.items() if tolerance.exact and None not in sides}
 
@@ -178,7 +169,7 @@ def in_stages(
             after_update = update > 0 and tolerance.exact  # else the gradients before it were not compared
             yield in_stage(step, name, of_rows, then, now, near, after_update=after_update)
         elif any(name in side for side in stages):
-            yield on_one_side(step, name, "the stage", recorded=stages[0], found=stages[1], name=name)
+            yield on_one_side(step, name, "the stage", recorded=name in stages[0])
 
     def in_order() -> Iterator[Difference | None]:
         others = sorted({*stages[0], *stages[1]} - {*STAGES})  # of another trainer
@@ -199,11 +190,9 @@ def in_stages(
     return (difference for difference in in_order() if difference is not None)
 
 
-def on_one_side(
-    step: int, stage: str, where: str, *, recorded: Container[str], found: Container[str], name: str
-) -> Difference:
-    """Return the difference for a name that only one of two sides has."""
-    then, now = ("present" if name in side else "absent" for side in (recorded, found))
+def on_one_side(step: int, stage: str, where: str, *, recorded: bool) -> Difference:
+    """Return the difference for what only one side has: the record, or else what was found."""
+    then, now = ("present", "absent") if recorded else ("absent", "present")
     return Difference(step=step, stage=stage, where=where, recorded=then, found=now)
 
 
