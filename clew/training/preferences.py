@@ -44,13 +44,12 @@ def pair_losses(
         ones_N = torch.ones_like(scores.logprobs_N)
         chosen_P, rejected_P = _sum_by_pair(scores.logprobs_N, micro.rows_N)
         if beta is None:
-            margins_P, loss_P = chosen_P - rejected_P, preference_loss(chosen_P, rejected_P)
+            margins_P = chosen_P - rejected_P
         else:
             assert reference_S is not None, "DPO needs the logprobs of a reference model"
             reference_N = torch.from_numpy(reference_S[micro.where_N]).to(ones_N.device)
-            references = _sum_by_pair(reference_N, micro.rows_N)
-            loss_P = dpo_loss(chosen_P, rejected_P, *references, beta=beta)
-            margins_P = beta * ((chosen_P - references[0]) - (rejected_P - references[1]))
+            margins_P = dpo_margins(chosen_P, rejected_P, *_sum_by_pair(reference_N, micro.rows_N), beta=beta)
+        loss_P = preference_loss(margins_P)
         trained_P = sum(_sum_by_pair(ones_N, micro.rows_N))
         margins_P = margins_P.detach()
         sums = {"preference/accuracy": (margins_P > 0).sum() * share, "preference/margin": margins_P.sum() * share}
@@ -59,24 +58,24 @@ def pair_losses(
     return loss_of
 
 
-def dpo_loss(
+def dpo_margins(
     chosen_P: Tensor, rejected_P: Tensor, reference_chosen_P: Tensor, reference_rejected_P: Tensor, *, beta: float
 ) -> Tensor:
-    """Return the DPO loss of each pair, [P] (arXiv 2305.18290, equation 7).
+    """Return DPO's margin of each pair, [P] (arXiv 2305.18290, equation 7).
 
-    It is -log sigmoid(beta (log pi/pi_ref of the chosen - log pi/pi_ref of the rejected)). All inputs are logprobs of
-    whole completions, summed over their tokens.
+    It is beta (log pi/pi_ref of the chosen - log pi/pi_ref of the rejected). All inputs are logprobs of whole
+    completions, summed over their tokens.
     """
-    margin_P = (chosen_P - reference_chosen_P) - (rejected_P - reference_rejected_P)
-    return -torch.nn.functional.logsigmoid(beta * margin_P)
+    return beta * ((chosen_P - reference_chosen_P) - (rejected_P - reference_rejected_P))
 
 
-def preference_loss(chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
-    """Return -log sigmoid(score of the chosen - score of the rejected) of each pair, [P].
+def preference_loss(margins_P: Tensor) -> Tensor:
+    """Return -log sigmoid(margin) of each pair, [P]: the loss of DPO, and of reward models.
 
-    This is the Bradley-Terry loss with which reward models are trained (InstructGPT, arXiv 2203.02155, equation 1).
+    A reward model's margin is the score of the chosen less that of the rejected: the Bradley-Terry loss of InstructGPT
+    (arXiv 2203.02155, equation 1).
     """
-    return -torch.nn.functional.logsigmoid(chosen_P - rejected_P)
+    return -torch.nn.functional.logsigmoid(margins_P)
 
 
 def sft_loss(micro: MicroBatch, scores: Scores) -> PolicyLoss:

@@ -19,7 +19,7 @@ from clew.errors import ConfigError, TrainingError
 from clew.models.loading import load_model, load_value_model
 from clew.training.batching import loss_weights
 from clew.training.loss_function import loss_function
-from clew.training.preferences import dpo_loss, preference_loss, sft_loss
+from clew.training.preferences import dpo_margins, preference_loss, sft_loss
 from clew.training.scoring import Scores, ValueModel, score
 from tests.models import tiny_model, tiny_tokenizer
 from tests.training.sequences import make_config, make_sequence
@@ -151,15 +151,14 @@ def test_value_loss_by_hand():
 def test_preference_losses_by_hand():
     chosen, rejected = torch.tensor([-3.0, -8.0], requires_grad=True), torch.tensor([-4.0, -2.0])
     # margins (-3 + 5) - (-4 + 4) = 2, (-8 + 7) - (-2 + 3) = -2; sigmoid(0.5 x 2) = 0.731059
-    loss = dpo_loss(chosen, rejected, torch.tensor([-5.0, -7.0]), torch.tensor([-4.0, -3.0]), beta=0.5)
+    margins = dpo_margins(chosen, rejected, torch.tensor([-5.0, -7.0]), torch.tensor([-4.0, -3.0]), beta=0.5)
+    loss = preference_loss(margins)
     assert loss.tolist() == pytest.approx([-LN(0.731059), -LN(0.268941)], rel=1e-5)
     loss.sum().backward()
     assert chosen.grad is not None and chosen.grad.tolist() == pytest.approx(
         [-0.5 * 0.268941, -0.5 * 0.731059], rel=1e-5
     )
-    assert preference_loss(torch.tensor([3.0]), torch.tensor([2.0])).tolist() == pytest.approx(
-        [-LN(0.731059)], rel=1e-5
-    )
+    assert preference_loss(torch.tensor([1.0])).tolist() == pytest.approx([-LN(0.731059)], rel=1e-5)
 
 
 def test_the_entropy_bonus_by_hand():
@@ -733,7 +732,7 @@ def test_dpo_equals_trl_s_loss_and_gradient(tmp_path: Path):
     theirs = trainer._compute_loss(trainer.model, inputs, return_outputs=False)
     theirs.backward()
     now = torch.zeros(4).index_add(0, case.rows, case.scores(model).logprobs_N)
-    ours = dpo_loss(now[:2], now[2:], sums[:2], sums[2:], beta=0.3).mean()
+    ours = preference_loss(dpo_margins(now[:2], now[2:], sums[:2], sums[2:], beta=0.3)).mean()
     ours.backward()
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     gradients = [each.get_input_embeddings().weight.grad for each in (model, trainer.model)]
@@ -758,7 +757,7 @@ def test_a_reward_model_s_loss_equals_trl_s_and_its_gradient(tmp_path: Path):
     theirs.backward()
     last = attention.sum(1) - 1
     scores = ValueModel(inner)(ids, torch.arange(4), last)
-    ours = preference_loss(scores[:2], scores[2:]).mean()
+    ours = preference_loss(scores[:2] - scores[2:]).mean()
     ours.backward()
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     models: list[Any] = [inner, trainer.model]
