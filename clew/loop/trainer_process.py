@@ -20,7 +20,7 @@ from clew.loop.loop import save_checkpoint, train
 from clew.loop.resume import restore
 from clew.loop.server_control import ServerControl
 from clew.loop.surroundings import OnStep, Surroundings
-from clew.record.run import RunDirectory, warn_of_changes
+from clew.record.run import RunDirectory, changes_in_words
 from clew.record.weights import WeightRef
 from clew.training.engine import make_deterministic
 from clew.training.optimizer import GradientError
@@ -165,8 +165,15 @@ def train_here(
     if ranks.leads:
         if run.steps.count() == 0 or not run.config_path.exists():
             around.describe(engine)
-        else:
-            warn_of_changes(log, config, run, run.steps.count(), until)
+        elif changed := run.changes(config):
+            if (step := run.steps.count()) < until:
+                log.warning("the configuration changes from step %d on: %s", step, changes_in_words(changed))
+            else:
+                log.warning(
+                    "no step is left to train, so these changes of the configuration have no effect, and config.yaml "
+                    "stays as it is: %s",
+                    changes_in_words(changed),
+                )
     reporter.set(doing="training", version=engine.version)
     try:
         train(config, run, engine, around, until=until, on_step=on_step)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import fcntl
 import importlib.metadata
-import logging
 import math
 import platform
 import subprocess
@@ -411,23 +410,6 @@ def read_evaluation(path: Path) -> dict[str, Any]:
 def changes_in_words(changes: Mapping[str, Sequence[Any]]) -> str:
     """Return changed fields as one line, such as "training.lr 0.001 -> 0.01". See `RunDirectory.changes`."""
     return ", ".join(f"{name} {old!r} -> {new!r}" for name, (old, new) in changes.items())
-
-
-def warn_of_changes(log: logging.Logger, config: Config, run: RunDirectory, step: int, until: int) -> None:
-    """Log what changed in the configuration since the run was last trained.
-
-    `step` is the next step; the run ends before step `until`.
-    """
-    if not (changed := run.changes(config)):
-        return
-    if step < until:
-        log.warning("the configuration changes from step %d on: %s", step, changes_in_words(changed))
-    else:
-        log.warning(
-            "no step is left to train, so these changes of the configuration have no effect, and config.yaml stays as "
-            "it is: %s",
-            changes_in_words(changed),
-        )
 
 
 def open_run(path: Path | str) -> RunDirectory:
