@@ -85,11 +85,7 @@ BREAKS_SHOWN = 5
 
 
 def breaks_in_words(found: list[Break], whose: str = "") -> list[str]:
-    """Return lines that name the first breaks and count the others.
-
-    Args:
-        whose: Prefix of the names that says which run they belong to, if there are two.
-    """
+    """Return lines that name the first breaks and count the others. `whose` begins the names if there are two runs."""
     lines = [f"BROKEN CHAIN  {whose}{each}" for each in found[:BREAKS_SHOWN]]
     if len(found) > BREAKS_SHOWN:
         lines.append(f"{whose}and {len(found) - BREAKS_SHOWN} more places where the record does not fit together")
