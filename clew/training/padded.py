@@ -34,8 +34,6 @@ JSON = {"rewards_by_name": "rewards", "data": "data", "interactions": "interacti
 """Fields that are lists of B JSON texts, and the record's column for each."""
 REPORTED = (*rows.MASKS, "sampled_by")
 """Fields that are lists of B JSON texts, named like the record's columns; a field is missing if no row has a value."""
-NUMBERS = ("admitted_version", "admitted_at", "started_at", "finished_at", "consumed_at")
-"""Fields that are tensors [B]. A consumed_at of NaN means: not consumed."""
 ALWAYS_ELEMENTS = 2**24
 """Total number of elements that the tensors of any file may have. A file of more bytes may have one per byte."""
 
@@ -50,7 +48,7 @@ def save_padded(
     """
     content: dict[str, Any] = {"clew_format": rows.FORMAT, **padded(sequences)}
     real_BT = content["attention_mask"].numpy()
-    for name in NUMBERS:
+    for name in rows.TIMES:
         values = [getattr(row, name) for row in sequences]
         dtype = torch.int32 if name == "admitted_version" else torch.float64
         content[name] = torch.tensor([float("nan") if value is None else value for value in values], dtype=dtype)
@@ -111,9 +109,10 @@ def load_padded(path: Path, *, group_size: int | None = None, first_group: int =
     }
     columns["reward"] = content["rewards"].double().tolist()
     columns |= {name: content[name] for name in TEXTS if name in content}
-    for name in NUMBERS:
+    for name in rows.TIMES:
         if name in content:
-            columns[name] = [None if value != value else value for value in content[name].tolist()]  # NaN: none
+            # a consumed_at of NaN means: not consumed
+            columns[name] = [None if value != value else value for value in content[name].tolist()]
     try:
         texts = {**JSON, **{name: name for name in REPORTED}}
         columns |= {column: list(map(json.loads, content[name])) for name, column in texts.items() if name in content}
@@ -225,7 +224,7 @@ def _check_shapes(path: Path, content: dict[str, Any]) -> None:
     for name, value in _flat(content).items():
         if name in rows.ALIGNED or str(name).startswith("stages."):
             expected = shape
-        elif name == "rewards" or name in NUMBERS:
+        elif name == "rewards" or name in rows.TIMES:
             expected = shape[:1]
         else:
             continue
