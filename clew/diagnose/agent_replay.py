@@ -37,14 +37,8 @@ from clew.rollout.reward_function import by_name
 class Replay:
     """Result of replaying an agent on a recorded episode."""
 
-    answered: int
-    """Number of requests that got the recorded response."""
-    recorded: int
-    """Number of responses in the recorded episode."""
-    live: int
-    """Number of requests that a served model answered, starting with the first one that differed."""
-    difference: list[str]
-    """Lines that show the first request that differs and the recorded one; empty if none differed."""
+    model: RecordedModel
+    """The model, which counted its answers and noted the first request that differed."""
     rewards: list[float] | None
     """Reward of each sequence of the episode now; None if it ended in an error."""
     error: str | None
@@ -56,7 +50,7 @@ class Replay:
     def same(self) -> bool:
         """True if the agent made exactly the recorded requests, and got the same rewards or ended in an error again."""
         same_end = self.rewards == self.recorded_rewards if self.error is None else self.recorded_error is not None
-        return not self.difference and self.answered == self.recorded and same_end
+        return not self.model.difference and self.model.answered == self.model.recorded and same_end
 
 
 def replay_agent(run: RunDirectory, rows: Sequence[Row], *, agent: str | None, base_url: str | None) -> Replay:
@@ -121,10 +115,7 @@ async def _replay(
             await gateway.call(found.engine.close())
         gateway.stop()
     return Replay(
-        answered=model.answered,
-        recorded=model.recorded,
-        live=model.live_answers,
-        difference=model.difference,
+        model=model,
         rewards=rewards,
         error=failure,
         recorded_rewards=None if rows[0].error else [row.reward for row in rows],
@@ -134,11 +125,11 @@ async def _replay(
 
 def print_replay(replay: Replay) -> None:
     """Print how far the agent repeated its recorded behaviour, and how it ended then and now."""
-    console = EscapingConsole()
-    live = f", {replay.live} by the served model" if replay.live else ""
-    console.print(f"{replay.answered} of {replay.recorded} recorded responses were asked for again{live}")
+    console, model = EscapingConsole(), replay.model
+    live = f", {model.live_answers} by the served model" if model.live_answers else ""
+    console.print(f"{model.answered} of {model.recorded} recorded responses were asked for again{live}")
     colours = {"+": "green", "-": "red", "@": "dim"}
-    for line in replay.difference:
+    for line in model.difference:
         console.print(Text(visible(line), style=colours.get(line[:1], "bold")), soft_wrap=True)
     for when, rewards, error in (
         ("then", replay.recorded_rewards, replay.recorded_error),

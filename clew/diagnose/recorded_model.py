@@ -43,6 +43,7 @@ class RecordedModel(EpisodeEngine):
         super().__init__(shared, episode_id)
         self.recorded = len(answers)
         self.answered = 0
+        """Number of requests that got the recorded response."""
         self.live_answers = 0
         """Number of requests that the engine answered."""
         self.difference: list[str] = []

@@ -51,8 +51,8 @@ def replayed(run: RunDirectory, episode: str, agent: str | None = None, *, older
 def test_unchanged_code_does_and_gets_what_it_did_and_got(tmp_path: Path) -> None:
     run = recorded(tmp_path, "Turns")
     first, again = replayed(run, "g000000.e1"), replayed(run, "g000000.e1")
-    assert first.same and first == again
-    assert (first.answered, first.recorded, first.rewards) == (3, 3, [1.0])
+    assert first.same and again.same and first.rewards == again.rewards
+    assert (first.model.answered, first.model.recorded, first.rewards) == (3, 3, [1.0])
 
 
 def test_rewards_of_turns_are_compared_sequence_by_sequence(tmp_path: Path) -> None:
@@ -66,10 +66,10 @@ def test_rewards_of_turns_are_compared_sequence_by_sequence(tmp_path: Path) -> N
 def test_the_first_request_that_differs_is_shown(tmp_path: Path) -> None:
     run = recorded(tmp_path, "Turns")
     changed = replayed(run, "g000000.e0", "Rude")
-    assert not changed.same and changed.answered == 1
+    assert not changed.same and changed.model.answered == 1
     where = "message 2 (user), content, character 0"
-    assert changed.difference[0] == f"request 1 differs from the recorded g000000.e0.i1 in {where}:"
-    assert changed.difference[2] == "+now:      No!" and where in (changed.error or "")
+    assert changed.model.difference[0] == f"request 1 differs from the recorded g000000.e0.i1 in {where}:"
+    assert changed.model.difference[2] == "+now:      No!" and where in (changed.error or "")
     assert "now asks something else" in (changed.error or "")
 
 
@@ -97,8 +97,8 @@ def test_all_that_decides_what_the_model_reads_and_how_it_samples_is_compared(
     assert replayed(run, "g000000.e0", older=older).same
     configure(run, tmp_path, "Asking", workflow_kwargs=arguments)
     changed = replayed(run, "g000000.e0", older=older)
-    assert not changed.same and changed.answered == 1
-    head, before, after = changed.difference
+    assert not changed.same and changed.model.answered == 1
+    head, before, after = changed.model.difference
     assert head.startswith(f"request 1 differs from the recorded g000000.e0.i1 in {where}")
     assert then in before and now in after and before != after
 
@@ -110,7 +110,7 @@ def test_another_chat_template_is_a_difference(tmp_path: Path) -> None:
     tokenizer.chat_template = str(tokenizer.chat_template).replace("<|im_start|>user", "<|im_start|>user:")
     tokenizer.save_pretrained(tmp_path / "model")
     changed = replayed(run, "g000000.e0")
-    head, before, after = changed.difference
+    head, before, after = changed.model.difference
     assert not changed.same and "in what the chat template makes of messages and tools, character " in head
     assert "<|im_start|>user⏎" in before and "<|im_start|>user:⏎" in after
     done = CliRunner().invoke(app, ["agent", "replay", str(run.path), "--episode", "g000000.e0"])
@@ -120,16 +120,16 @@ def test_another_chat_template_is_a_difference(tmp_path: Path) -> None:
 def test_code_that_asks_for_less_or_more(tmp_path: Path) -> None:
     run = recorded(tmp_path, "Turns")
     less = replayed(run, "g000000.e0", "Once")
-    assert (less.answered, less.same, less.difference) == (1, False, [])
+    assert (less.model.answered, less.same, less.model.difference) == (1, False, [])
     once = recorded(tmp_path / "once", "Once")
     more = replayed(once, "g000000.e0", "Turns")
-    assert more.difference[0] == "request 1 is new: every recorded request (1) is already answered:"
+    assert more.model.difference[0] == "request 1 is new: every recorded request (1) is already answered:"
 
 
 def test_an_episode_that_failed_has_its_tokens_on_record_and_can_be_debugged(tmp_path: Path) -> None:
     run = recorded(tmp_path, "Once", workflow_kwargs={"give": "raise"})
     again = replayed(run, "g000000.e0")
-    assert again.same and again.answered == 1 and "RuntimeError: planted" in (again.error or "")
+    assert again.same and again.model.answered == 1 and "RuntimeError: planted" in (again.error or "")
 
 
 def test_an_episode_that_ended_with_an_exit_can_be_replayed(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_an_agent_that_raises_the_error_of_a_cancelled_task_has_failed(tmp_path:
     name = Name.parse("g000000.e0")
     rows = episode_of(run, find_group(run, name), name)
     again = replay_agent(run, rows, agent=f"{__name__}.Cancelled", base_url=None)
-    assert not again.same and again.answered == 1 and (again.error or "").startswith("CancelledError")
+    assert not again.same and again.model.answered == 1 and (again.error or "").startswith("CancelledError")
 
 
 def test_an_agent_before_a_provider_that_raises_the_error_of_a_cancelled_task_has_failed() -> None:
