@@ -29,13 +29,13 @@ COUNTERS = re.compile(r"(\w*step\w*|it|iter\w*|i|n|epoch|batch\w*|micro\w*|idx|i
 class Reducer:
     """Takes processes one by one, and keeps the representatives."""
 
-    def __init__(self, sources: Mapping[str, str] | None = None) -> None:
+    def __init__(self, sources: Mapping[str, str]) -> None:
         """Begin without processes.
 
         Args:
-            sources: Text of the source files in the stacks, which say who belongs to a group.
+            sources: Text of the source files in the stacks, which say who belongs to a group. It may grow meanwhile.
         """
-        self._sources = sources or {}
+        self._sources = sources
         self._kept: dict[Hashable, list[Process]] = {}
         self._alike: dict[Hashable, list[tuple[int, int, str]]] = {}
 

@@ -125,6 +125,19 @@ def write_nodes(folder: Path, nodes: range, *, odd: int = -1) -> None:
         (folder / f"node{node}.json").write_text(json.dumps(report.as_json()))
 
 
+def test_ranks_of_different_groups_are_kept_apart_in_a_merge(tmp_path: Path) -> None:
+    """Only the source says which ranks a group has: all of them are at one line, with a group of one name."""
+    text = "def train():\n    half = dist.new_group(list(range(rank // 8 * 8, rank // 8 * 8 + 8)))\n\n\n\n\n"
+    sources = {"/job/train.py": f"{text}    dist.all_reduce(values, group=half)\n"}
+    every = [rank(number, world=16) for number in range(16)]
+    for node in range(2):
+        seen = Snapshot(processes=tuple(every[8 * node : 8 * node + 8]), sources=sources)
+        (tmp_path / f"node{node}.json").write_text(json.dumps(Report(seen).as_json()))
+    at_once = reduced(Snapshot(processes=tuple(every), sources=sources))
+    assert [each.rank for each in read_dumps(tmp_path).processes] == [each.rank for each in at_once.processes]
+    assert len(at_once.processes) == 4
+
+
 def test_a_rank_among_64_nodes_is_found_although_their_clocks_differ(tmp_path: Path) -> None:
     write_nodes(tmp_path, range(64), odd=77)
     report = Report(read_dumps(tmp_path))
