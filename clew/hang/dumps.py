@@ -87,13 +87,11 @@ class Merge:
         rank = int(number[1]) if number else None
         pid = next((each["pid"] for each in value if isinstance(each.get("pid"), int)), 0)
         state = raw_state(value)
-        if rank is not None and self._reducer.stands_for(state):
-            (process,) = self._with_own_pids((Process(pid=pid),))
-            self._reducer.add_alike(state, rank, process.pid, "")
-        else:
-            look = Look(at=0.0, state="S", threads=threads_from(value))
-            (process,) = self._with_own_pids((Process(pid=pid, rank=rank, looks=(look,)),))
-            self._reducer.keep(state if rank is not None else process.pid, process)
+        # Making objects takes long, and those of most ranks would not be kept.
+        represented = rank is not None and self._reducer.stands_for(state)
+        looks = () if represented else (Look(at=0.0, state="S", threads=threads_from(value)),)
+        (process,) = self._with_own_pids((Process(pid=pid, rank=rank, looks=looks),))
+        self._reducer.add(process, state)
         self._alone = None
         self._nodes += 1
 

@@ -39,9 +39,16 @@ class Reducer:
         self._kept: dict[Hashable, list[Process]] = {}
         self._alike: dict[Hashable, list[tuple[int, int, str]]] = {}
 
-    def add(self, process: Process) -> None:
-        """Add a process."""
-        key: Hashable = state_of(process, self._sources) if process.rank is not None else (len(self._kept), process.pid)
+    def add(self, process: Process, state: Hashable = None) -> None:
+        """Add a process.
+
+        Args:
+            state: State that `raw_state` gave; None to find it out.
+        """
+        if process.rank is None:
+            key: Hashable = (len(self._kept), process.pid)
+        else:
+            key = state_of(process, self._sources) if state is None else state
         kept = self._kept.setdefault(key, [])
         if len(kept) < KEPT:
             kept.append(replace(process, alike=()) if process.alike else process)
@@ -52,17 +59,9 @@ class Reducer:
         if more:
             self._alike.setdefault(key, []).extend(more)
 
-    def stands_for(self, key: Hashable) -> bool:
+    def stands_for(self, state: Hashable) -> bool:
         """Return whether there are enough representatives of a state that `raw_state` gave."""
-        return len(self._kept.get(key, ())) >= KEPT
-
-    def add_alike(self, key: Hashable, rank: int, pid: int, host: str) -> None:
-        """Add a rank whose state has its representatives."""
-        self._alike.setdefault(key, []).append((rank, pid, host))
-
-    def keep(self, key: Hashable, process: Process) -> None:
-        """Keep a process as a representative of a state that `raw_state` gave."""
-        self._kept.setdefault(key, []).append(process)
+        return len(self._kept.get(state, ())) >= KEPT
 
     @property
     def processes(self) -> tuple[Process, ...]:
