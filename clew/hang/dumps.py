@@ -58,12 +58,8 @@ class Merge:
         self._pids = set[int]()
         self._offset = 0
         self._nodes = 0
-        self._alone: Snapshot | None = None
-        """The only snapshot so far; None if there are more, or dumps of py-spy."""
-        self._seconds = 0.0
-        self._notes: list[str] = []
-        self._machine: list[str] = []
-        self._absent: tuple[str, ...] = ()
+        self._reports: list[Snapshot] = []
+        """What was added, without processes and sources, except for dumps of py-spy."""
 
     @property
     def empty(self) -> bool:
@@ -92,7 +88,6 @@ class Merge:
         looks = () if represented else (Look(at=0.0, state="S", threads=threads_from(value)),)
         (process,) = self._with_own_pids((Process(pid=pid, rank=rank, looks=looks),))
         self._reducer.add(process, state)
-        self._alone = None
         self._nodes += 1
 
     def add(self, snapshot: Snapshot) -> None:
@@ -100,12 +95,8 @@ class Merge:
         self._sources.update(snapshot.sources)
         for process in self._with_own_pids(snapshot.processes):
             self._reducer.add(process)
-        self._alone = snapshot if self._nodes == 0 else None
+        self._reports.append(replace(snapshot, processes=(), sources={}))
         self._nodes += 1
-        self._seconds = max(self._seconds, snapshot.seconds)
-        self._notes += snapshot.notes
-        self._machine += snapshot.machine
-        self._absent += snapshot.absent
 
     def _with_own_pids(self, processes: tuple[Process, ...]) -> tuple[Process, ...]:
         """Return a node's processes, with other pids if an earlier node has a process with the same pid."""
@@ -124,20 +115,21 @@ class Merge:
         processes = self._reducer.processes
         every = [each for each in processes if each.rank is not None]
         ranks = {each.rank for each in every} | {rank for each in every for rank, _, _ in each.alike}
-        # A node whose report is missing may have the ranks that are missing.
-        known = [replace(each, rank=rank) for each in every for rank in (each.rank, *(r for r, _, _ in each.alike))]
-        unseen = set(unseen_ranks(known)) - ranks
-        if self._alone is not None:
-            unseen = set(self._alone.unseen)
-        elif not any(each.local_world for each in every):
+        if self._nodes == 1 and self._reports:
+            unseen = set(self._reports[0].unseen)
+        elif any(each.local_world for each in every):
+            # A node whose report is missing may have the ranks that are missing.
+            known = [replace(each, rank=rank) for each in every for rank in (each.rank, *(r for r, _, _ in each.alike))]
+            unseen = set(unseen_ranks(known)) - ranks
+        else:
             unseen = set(range(max((each.world or 0 for each in every), default=0))) - ranks
         return Snapshot(
             processes=processes,
             unseen=tuple(sorted(unseen)),
-            absent=self._absent,
-            machine=tuple(self._machine),
-            seconds=self._seconds,
-            notes=(*self._notes, *notes),
+            absent=tuple(node for each in self._reports for node in each.absent),
+            machine=tuple(line for each in self._reports for line in each.machine),
+            seconds=max((each.seconds for each in self._reports), default=0.0),
+            notes=(*(note for each in self._reports for note in each.notes), *notes),
             sources={**sources_of(processes), **self._sources},
         )
 
