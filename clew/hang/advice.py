@@ -9,9 +9,8 @@ from dataclasses import replace
 
 from clew.hang.activity import POINT_TO_POINT
 from clew.hang.equal_stacks import ranges
-from clew.hang.graph import reachable
 from clew.hang.verdict import SOUND, Actor, Verdict
-from clew.hang.waits_for import all_edges
+from clew.hang.waits_for import all_edges, reachable
 
 AGAIN = "A restart will hang again at the same place, unless the data or random numbers lead elsewhere."
 UNLESS = "A restart will hang again unless what the job waits for is there by then."

@@ -15,8 +15,7 @@ from clew.hang.collective_calls import different_counts, first_different_call
 from clew.hang.observed import Frame
 from clew.hang.rounds import is_past, is_rounds_ahead
 from clew.hang.same_call import deviating, other_roots, other_shapes, unequal_counters
-from clew.hang.sink import Sink
-from clew.hang.verdict import MESSAGES, Actor, Verdict, names, sentences, subject
+from clew.hang.verdict import MESSAGES, Actor, Sink, Verdict, names, sentences, subject
 from clew.hang.waits_for import key_of
 
 

@@ -59,7 +59,7 @@ class Merge:
         self._offset = 0
         self._nodes = 0
         self._reports: list[Snapshot] = []
-        """What was added, without processes and sources, except for dumps of py-spy."""
+        """Snapshots that were added, without their processes and sources."""
 
     @property
     def empty(self) -> bool:

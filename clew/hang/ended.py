@@ -8,9 +8,8 @@ from dataclasses import replace
 
 from clew.hang.locks import is_shared_lock, left_locked
 from clew.hang.roles import waits_for_work
-from clew.hang.sink import Sink
 from clew.hang.source import ends_one_of, ends_wait, function_named, loop_at, polls
-from clew.hang.verdict import Actor, Verdict
+from clew.hang.verdict import Actor, Sink, Verdict
 from clew.hang.waits_for import THROUGH_PIPES, TO_OTHERS
 
 

@@ -23,7 +23,6 @@ from clew.hang.progress import (
     wakeups,
     woken_in_vain,
 )
-from clew.hang.sink import Sink
 from clew.hang.source import (
     Loop,
     calls_of,
@@ -36,7 +35,7 @@ from clew.hang.source import (
     outermost_loop,
     same_name,
 )
-from clew.hang.verdict import Actor, Verdict, sentences, words_of
+from clew.hang.verdict import Actor, Sink, Verdict, sentences, words_of
 from clew.hang.waits_for import TO_OTHERS
 
 REJECTED = re.compile(r"reject|drop|skip|filter|discard|stale|refus|invalid|bad", re.I)

@@ -17,16 +17,14 @@ from clew.hang.collective_calls import record_lines
 from clew.hang.ended import done, ended_inside, explains
 from clew.hang.expressions import constants
 from clew.hang.filters import refuses
-from clew.hang.graph import reachable, sinks
 from clew.hang.local_cause import device, local_cause
 from clew.hang.locks import locked_by
 from clew.hang.observed import Snapshot
 from clew.hang.progress import cpu_share, pace, recent, wakeups, woken_once
 from clew.hang.roles import WAITS_INSIDE, actors_of, world_of
 from clew.hang.same_call import initialisation, missing_ranks, same_everywhere, two_threads
-from clew.hang.sink import Sink
-from clew.hang.verdict import SOUND, Actor, Verdict, names, sentences, verdict_about
-from clew.hang.waits_for import TO_OTHERS, Edges, all_edges, collective_edges, key_of
+from clew.hang.verdict import SOUND, Actor, Sink, Verdict, names, sentences, verdict_about
+from clew.hang.waits_for import TO_OTHERS, Edges, all_edges, collective_edges, key_of, reachable, sinks
 
 SUPERVISING = ("process", "thread", "pool", "future", "tasks", "ray")
 """Kinds of waits of a main process that only waits for its children to end."""

@@ -31,8 +31,7 @@ from clew.hang.progress import (
     places,
 )
 from clew.hang.roles import WAITS_INSIDE
-from clew.hang.sink import Sink
-from clew.hang.verdict import LOCAL, MESSAGES, Actor, Verdict, names, sentences, subject, words_of
+from clew.hang.verdict import LOCAL, MESSAGES, Actor, Sink, Verdict, names, sentences, subject, words_of
 from clew.hang.waits_for import THROUGH_PIPES, TO_OTHERS, ports_named, surely_awaits
 
 NUMERIC = {"numpy", "torch", "scipy", "sklearn", "pandas"}

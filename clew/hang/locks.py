@@ -9,8 +9,7 @@ from pathlib import PurePath
 
 from clew.hang import source
 from clew.hang.activity import DISTRIBUTED, Activity
-from clew.hang.sink import Sink
-from clew.hang.verdict import Actor, Verdict, sentences, words_of
+from clew.hang.verdict import Actor, Sink, Verdict, sentences, words_of
 
 
 def locked_outside(sink: Sink) -> Verdict | None:

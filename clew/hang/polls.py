@@ -11,8 +11,7 @@ from pathlib import PurePath
 from clew.hang import source
 from clew.hang.activity import Activity, line_of
 from clew.hang.progress import fails_in_loop
-from clew.hang.sink import Sink
-from clew.hang.verdict import Actor, Verdict, sentences
+from clew.hang.verdict import Actor, Sink, Verdict, sentences
 
 FILE_CALLS = re.compile(
     r"(^|\.)(exists|lexists|is_file|isfile|is_dir|isdir|i?r?glob|l?stat|listdir|scandir|iterdir|getmtime|getsize)$"

@@ -1,4 +1,4 @@
-"""Says which process waits for which: the edges of the graph."""
+"""Says which process waits for which: an edge leads from one that waits to one that could end its wait."""
 
 from __future__ import annotations
 
@@ -245,3 +245,26 @@ def _piped(actor: Actor, job: Sequence[Actor]) -> set[int]:
     here = [a for a in job if a is not actor and a.rank is None and a.process.host == actor.process.host]
     others = [a for a in here if pipes & set(a.process.pipes)]
     return {a.pid for a in others if a.activity.kind not in ("process", "thread")}  # not one that only joins the rest
+
+
+def reachable(start: int, edges: Mapping[int, set[int]]) -> set[int]:
+    """Return the nodes that can be reached from `start` along at least one edge."""
+    found, waiting = set[int](), list(edges.get(start, ()))
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += edges.get(node, ())
+    return found
+
+
+def sinks(edges: Mapping[int, set[int]]) -> list[set[int]]:
+    """Return the sink components: sets of nodes that reach one another and nothing else. There the waiting ends."""
+    nodes = set(edges) | {node for targets in edges.values() for node in targets}
+    reach = {node: reachable(node, edges) for node in nodes}
+    found: list[set[int]] = []
+    for node in sorted(nodes):
+        component = {node} | {other for other in reach[node] if node in reach[other]}
+        if component not in found and reach[node] <= component:
+            found.append(component)
+    return found

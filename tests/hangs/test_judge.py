@@ -19,7 +19,6 @@ from clew.hang.activity import C10D, JOBS, Activity, Place, activity_of, group_o
 from clew.hang.advice import AGAIN, UNLESS
 from clew.hang.engines import answers
 from clew.hang.examine import enough, just_stopped
-from clew.hang.graph import sinks
 from clew.hang.judge import Verdict, judge
 from clew.hang.observed import Frame, Group, Inside, Look, Process, Snapshot, Thread, snapshot_from
 from clew.hang.progress import WAITING_NAMES
@@ -27,7 +26,7 @@ from clew.hang.reduce import reduced, to_judge
 from clew.hang.report import Report
 from clew.hang.roles import waits_for_work, with_ranks
 from clew.hang.verdict import Actor
-from clew.hang.waits_for import application_edges
+from clew.hang.waits_for import application_edges, sinks
 
 SCRIPT = """import torch.distributed as dist
 tp = dist.new_group([0, 1])
