@@ -19,14 +19,16 @@ def said_of(pid: int, name: str) -> str:
     return (PROC / str(pid) / name).read_text(errors="replace")
 
 
+def status_of(pid: int) -> dict[str, str]:
+    """Return the fields of /proc/PID/status by name; empty if the process is gone."""
+    with suppress(OSError):
+        return dict(re.findall(r"^(\w+):\s*(.*)$", said_of(pid, "status"), re.M))
+    return {}
+
+
 def pid_within(pid: int) -> int:
     """Return the pid that a process has in its own pid namespace, such as a container's."""
-    try:
-        text = said_of(pid, "status")
-    except OSError:
-        return pid
-    line = next((line for line in text.splitlines() if line.startswith("NSpid:")), "")
-    return int(line.split()[-1]) if line else pid
+    return int(status_of(pid).get("NSpid", str(pid)).split()[-1])
 
 
 def stat_of(pid: int) -> tuple[str, int, float] | None:
@@ -55,10 +57,7 @@ def exit_of(pid: int) -> str:
 
 def switches_of(pid: int) -> int:
     """Return the voluntary context switches of a process's main thread; 0 if they cannot be read."""
-    with suppress(OSError):
-        found = re.search(r"^voluntary_ctxt_switches:\s*(\d+)", said_of(pid, "status"), re.M)
-        return int(found[1]) if found else 0
-    return 0
+    return int(status_of(pid).get("voluntary_ctxt_switches", 0))
 
 
 def ended_children_of(pid: int) -> tuple[float, int]:
@@ -202,8 +201,7 @@ def pipes_of(pid: int, flags: int) -> set[str]:
 
 def writers_of(pipes: set[str]) -> list[int]:
     """Return the processes of this machine that can write to one of these pipes."""
-    pids = (int(path.name) for path in PROC.iterdir() if path.name.isdigit())
-    return [pid for pid in pids if pipes_of(pid, os.O_WRONLY) & pipes] if pipes else []
+    return [pid for pid in all_pids() if pipes_of(pid, os.O_WRONLY) & pipes] if pipes else []
 
 
 def host() -> str:

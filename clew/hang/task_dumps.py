@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -49,9 +48,5 @@ def with_tasks(snapshot: Snapshot, status: Path) -> Snapshot:
 
 def catches(pid: int) -> bool:
     """Return whether a process has a handler for the signal. Without one, the signal would end the process."""
-    if DUMP_SIGNAL is None:
-        return False
-    with suppress(OSError):
-        caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", proc.said_of(pid, "status"), re.M)
-        return caught is not None and bool(int(caught[1], 16) >> (DUMP_SIGNAL - 1) & 1)
-    return False
+    caught = int(proc.status_of(pid).get("SigCgt", "0"), 16)
+    return DUMP_SIGNAL is not None and bool(caught >> (DUMP_SIGNAL - 1) & 1)
