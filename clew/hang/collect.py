@@ -33,6 +33,8 @@ from clew.hang.observed import NO_PYTHON, Frame, Look, Process, Snapshot, Thread
 from clew.hang.programs import native
 from clew.processes import SOCKET_VARIABLE
 
+PERIOD_S = 0.5
+"""Mean seconds between two looks at a process."""
 DUMP_S = 5.0
 """Time limit in seconds for reading one process."""
 NATIVE_S = 15.0
@@ -43,6 +45,8 @@ AT_ONCE = 16
 """Number of processes that are read at the same time."""
 LOCALS_SHOWN = 300
 """Characters of a local variable that are kept."""
+LARGEST = 2_000_000
+"""Source files of this number of bytes or more are not read."""
 TRIES = 4
 """Number of attempts to read a stack: if the process runs meanwhile, the stack can be torn."""
 FORKED = [("_bootstrap", "process.py"), ("_launch", "popen_fork.py")]
@@ -171,15 +175,12 @@ def _reason(stderr: str) -> str:
     return text or "py-spy failed"
 
 
-def watch(
-    pids: Sequence[int], until: Callable[[Sequence[Process], float], bool], *, period_s: float = 0.5
-) -> tuple[Process, ...]:
+def watch(pids: Sequence[int], until: Callable[[Sequence[Process], float], bool]) -> tuple[Process, ...]:
     """Look at processes about twice a second until `until` says that enough was seen.
 
     Args:
         pids: The processes.
         until: Function of the processes so far and the seconds since the first look.
-        period_s: Mean seconds between looks.
     """
     program = py_spy()
     first = time.monotonic()
@@ -193,7 +194,7 @@ def watch(
             if until(processes, time.monotonic() - first):
                 break
             # Irregular, so that a loop with the same period is not always met at the same place.
-            pause = period_s * (0.6 + 0.8 * (7 * len(processes[0].looks) % 11) / 11) if processes else period_s
+            pause = PERIOD_S * (0.6 + 0.8 * (7 * len(processes[0].looks) % 11) / 11) if processes else PERIOD_S
             time.sleep(max(0.0, pause - (time.monotonic() - began)))
     machine, locks = proc.sockets_of_machine(), proc.locks_of_machine()
     with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -294,14 +295,14 @@ def unseen_ranks(processes: Sequence[Process]) -> tuple[int, ...]:
     return tuple(rank for rank in range(world) if rank not in there)
 
 
-def sources_of(processes: Sequence[Process], limit: int = 2_000_000) -> dict[str, str]:
+def sources_of(processes: Sequence[Process]) -> dict[str, str]:
     """Return the text of the source files in the stacks, by path, except those of installed packages."""
     found: dict[str, str] = {}
     for process in processes:
         for frame in (frame for thread in process.threads for frame in thread.user_frames):
             path = Path(process.cwd, frame.file)
             with suppress(OSError, ValueError):
-                if frame.file not in found and path.is_file() and path.stat().st_size < limit:
+                if frame.file not in found and path.is_file() and path.stat().st_size < LARGEST:
                     found[frame.file] = path.read_text(errors="replace")
     return found
 
