@@ -27,8 +27,7 @@ def first_different_call(ranks: Sequence[Actor]) -> tuple[list[Actor], str] | No
         calls = {a.pid: {c.number: c for c in a.process.calls if c.group == group} for a in ranks}
         for number in sorted(set.intersection(*(set(each) for each in calls.values()))):
             operations = {pid: _operation(each[number]) for pid, each in calls.items()}
-            odd = _unlike_most(ranks, operations)
-            if odd:
+            if odd := unlike_most(ranks, operations):
                 return odd, f"They parted at call {number} of group {group}: {_by_value(ranks, operations)}."
     return None
 
@@ -42,10 +41,10 @@ def different_counts(ranks: Sequence[Actor]) -> tuple[list[Actor], str] | None:
     if len(unequal) != 1:
         return behind(ranks)
     members, counts, text = unequal[0]
-    return _unlike_most(members, counts), f"{text}."
+    return unlike_most(members, counts), f"{text}."
 
 
-def _unlike_most(ranks: Sequence[Actor], values: Mapping[int, object]) -> list[Actor]:
+def unlike_most(ranks: Sequence[Actor], values: Mapping[int, object]) -> list[Actor]:
     """Return the ranks whose value, by pid, differs from that of the majority; all if there is no majority."""
     common, count = Counter(values.values()).most_common(1)[0]
     return [a for a in ranks if values[a.pid] != common] if count > len(ranks) / 2 else list(ranks)

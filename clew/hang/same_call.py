@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
 from clew.hang import source
 from clew.hang.activity import DISTRIBUTED, LOOP_COUNTER, WORKS, Activity
-from clew.hang.collective_calls import behind, different_counts, first_different_call
+from clew.hang.collective_calls import behind, different_counts, first_different_call, unlike_most
 from clew.hang.equal_stacks import ranges
 from clew.hang.observed import Frame
 from clew.hang.roles import joins_as
@@ -84,9 +84,7 @@ def _other_address(ranks: list[Actor]) -> Verdict | None:
 
 def deviating(ranks: list[Actor], values: Mapping[int, object]) -> tuple[list[Actor], str]:
     """Return the ranks whose value is not the majority's (all ranks if there is none), and the values in words."""
-    common, count = Counter(values.values()).most_common(1)[0]
-    odd = [a for a in ranks if values[a.pid] != common] if count > len(ranks) / 2 else ranks
-    return odd, ", ".join(f"{values[a.pid]} on rank {a.rank}" for a in ranks[:6])
+    return unlike_most(ranks, values), ", ".join(f"{values[a.pid]} on rank {a.rank}" for a in ranks[:6])
 
 
 def _other_groups(ranks: list[Actor]) -> Verdict | None:
