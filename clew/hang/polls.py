@@ -43,8 +43,7 @@ def retrying(sink: Sink) -> Verdict | None:
 def _polls(sink: Sink, actor: Actor) -> bool:
     """Return whether a process sleeps in a loop while the culprit, an idle server, answers /health with status 5xx."""
     unwell = sink.one.process.answers.get("health", "").startswith("5") and sink.act.kind == "select"
-    text = sink.sources.get(actor.activity.file, "")
-    return unwell and actor.activity.kind == "sleep" and source.loop_at(text, actor.activity.line) is not None
+    return unwell and asks_again(actor.activity, sink.sources)
 
 
 def _failing(sink: Sink, actor: Actor) -> bool:
@@ -55,8 +54,7 @@ def _failing(sink: Sink, actor: Actor) -> bool:
 
 def threads_poll(sink: Sink) -> Verdict | None:
     """Judge threads of one process that ask again and again, at several places: each waits for another one."""
-    sources = sink.sources
-    polling = [each for each in sink.one.threads if asks_again(each, sources)]
+    polling = [each for each in sink.one.threads if asks_again(each, sink.sources)]
     polling = [each for each in polling if each is sink.act or not each.heartbeat]
     if sink.act not in polling or len({each.site for each in polling}) < 2 or sink.one.rank is not None:
         return None
@@ -69,13 +67,12 @@ def threads_poll(sink: Sink) -> Verdict | None:
 def both_poll(sink: Sink) -> Verdict | None:
     """Judge a program that asks again and again for its children's work, while they ask for work or for one another."""
     by = next((a for a in sink.waiters if a.pid == sink.one.process.parent), None)
-    if by is None or sink.act.kind != "sleep" or sink.one.rank is not None or by.activity.kind != "sleep":
+    if by is None or sink.one.rank is not None:
         return None
-    sources = sink.sources
-    if not all(asks_again(each, sources) for each in (sink.act, by.activity)):
+    if not all(asks_again(each, sink.sources) for each in (sink.act, by.activity)):
         return None
     children = [a for a in sink.job if a.process.parent == by.pid and not (a.moving or a.dead)]
-    if circle := [a for a in children if any(_wait_for_each_other(a, b, sources) for b in children if b is not a)]:
+    if circle := [a for a in children if any(_wait_for_each_other(a, b, sink.sources) for b in children if b is not a)]:
         why = f"{by.says}. Its children wait for one another: each asks again and again for what another one sets."
         why = " ".join([why, sentences(circle)])
         return sink.blame("rollout blocked", circle, why, cause="sleep", confidence="medium")
