@@ -6,7 +6,7 @@ import ast
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from clew.hang import source
@@ -359,8 +359,7 @@ def _by_graph(job: list[Actor], ranks: list[Actor], snapshot: Snapshot) -> Verdi
     job = [a for a in job if a not in parted] or job
     edges = all_edges(job, snapshot.sources)
     by_pid = {a.pid: a for a in job}
-    component = _most_waited(_candidates(edges, by_pid), edges)
-    culprits = [by_pid[pid] for pid in sorted(component)]
+    culprits = [by_pid[pid] for pid in sorted(_most_waited(edges, by_pid))]
     waiters = [a for a in job if a not in culprits]
     sink = Sink(culprits=culprits, waiters=waiters, job=job, snapshot=snapshot)
     if culprits[0].activity.members and (at_fault := [each for each in together if culprits[0] in each]):
@@ -427,14 +426,10 @@ def _with_those_alike(verdict: Verdict, culprit: Actor, ranks: list[Actor]) -> V
     )
 
 
-def _candidates(edges: Mapping[int, set[int]], by_pid: Mapping[int, Actor]) -> list[set[int]]:
-    """Return the sinks that may be at fault: those that others wait for, and that do not simply work on."""
+def _most_waited(edges: Mapping[int, set[int]], by_pid: Mapping[int, Actor]) -> set[int]:
+    """Return the sink for which most processes wait, of those that others wait for and that do not simply work on."""
     ends = sinks(edges)
     waited = {pid for targets in edges.values() for pid in targets}
     found = [end for end in ends if len(end) > 1 or end & waited] or ends
-    still = [end for end in found if not all(by_pid[pid].moving for pid in end)]
-    return still or found
-
-
-def _most_waited(candidates: Sequence[set[int]], edges: Mapping[int, set[int]]) -> set[int]:
-    return max(candidates, key=lambda each: (sum(bool(reachable(pid, edges) & each) for pid in edges), -min(each)))
+    still = [end for end in found if not all(by_pid[pid].moving for pid in end)] or found
+    return max(still, key=lambda each: (sum(bool(reachable(pid, edges) & each) for pid in edges), -min(each)))

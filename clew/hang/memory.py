@@ -145,9 +145,8 @@ class Memory:
         return [key for key, digest in entries if key and digest != (1 << 64) - 1]
 
     def entries(self, address: int) -> Iterator[tuple[int, int]]:
-        """Yield the addresses of keys and values of a dict."""
-        keys, values = self.word(address + 32), self.word(address + 40)
-        yield from self._entries(keys, values)
+        """Return the addresses of keys and values of a dict."""
+        return self._entries(self.word(address + 32), self.word(address + 40))
 
     def _entries(self, keys: int, values: int) -> Iterator[tuple[int, int]]:
         _, index_bytes, kind = self.bytes_at(keys + 8, 3)
