@@ -71,12 +71,10 @@ def _runner_up(verdict: Verdict, actors: Sequence[Actor]) -> str:
     culprits = [actor for actor in actors if actor.pid in verdict.pids]
     if verdict.pattern in STANDS and culprits:
         one = culprits[0]
-        looks = one.process.looks
-        woken = looks[-1].switches - looks[0].switches if looks else 0
         where = f" at {one.activity.site}" if one.activity.site else ""
         return (
-            f"slow: {one.process.label} was{where} in the last of {len(looks)} looks, no counter of it advanced, and "
-            f"its main thread was woken up {woken} times"
+            f"slow: {one.process.label} was{where} in the last of {len(one.process.looks)} looks, no counter of it "
+            f"advanced, and its main thread was woken up {one.process.wakeups} times"
         )
     if verdict.pattern in IN_DIFFERENT_CALLS:
         operations = defaultdict[str, list[int]](list)

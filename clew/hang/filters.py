@@ -20,7 +20,6 @@ from clew.hang.progress import (
     moved_counters,
     never_woken,
     seen,
-    wakeups,
     woken_in_vain,
 )
 from clew.hang.source import (
@@ -125,7 +124,7 @@ def takes_in_vain(sink: Sink) -> Verdict | None:
         if result:
             why = (
                 f"{by.process.label} rejects everything: it took item after item from a queue at {get.place} and was "
-                f"woken up {wakeups(by.process):,} times meanwhile, and {result}."
+                f"woken up {by.process.wakeups:,} times meanwhile, and {result}."
             )
             return sink.blame("rollout blocked", [by], why, cause="refusing", confidence="medium", sites=(get.site,))
     return None
@@ -138,7 +137,7 @@ def never_holds(sink: Sink) -> Verdict | None:
             wait = one.threads[0]
             why = (
                 f"{one.process.label} waits for a condition at {wait.place}. It was woken up "
-                f"{wakeups(one.process):,} times meanwhile, and the condition did not hold once. The number in "
+                f"{one.process.wakeups:,} times meanwhile, and the condition did not hold once. The number in "
                 f"it stands still."
             )
             return sink.blame("rollout blocked", [one], why, cause="condition", confidence="medium", sites=(wait.site,))
@@ -153,7 +152,7 @@ def _keeps_no_item(process: Process, sources: Mapping[str, str]) -> bool:
     """
     main = process.user_frames[:1]
     loop = loop_at(sources.get(main[0].file, ""), main[0].line) if main else None
-    if not isinstance(loop, ast.While) or wakeups(process) < BARREN:
+    if not isinstance(loop, ast.While) or process.wakeups < BARREN:
         return False
     if {each.kind for each in seen(process, sources)} != {"queue"}:
         return False
@@ -180,7 +179,7 @@ def _forwards_no_item(process: Process, sources: Mapping[str, str]) -> str:
     if any(thread.name.startswith(FEEDER) or thread.user_frames for thread in others):
         return ""  # it has put something, or may put it into a queue of its own threads
     loop = loop_at(sources.get(main[0].file, ""), main[0].line) if main else None
-    if not isinstance(loop, ast.While) or wakeups(process) < UNFORWARDED or looks[0].written != looks[-1].written:
+    if not isinstance(loop, ast.While) or process.wakeups < UNFORWARDED or looks[0].written != looks[-1].written:
         return ""
     if not all(one.read < other.read for one, other in pairwise(looks)) or moved_counters(process, sources):
         return ""  # what grows may be a batch that is put on as a whole

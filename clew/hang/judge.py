@@ -20,7 +20,7 @@ from clew.hang.filters import refuses
 from clew.hang.local_cause import device, local_cause
 from clew.hang.locks import locked_by
 from clew.hang.observed import Snapshot
-from clew.hang.progress import cpu_share, pace, recent, wakeups, woken_once
+from clew.hang.progress import cpu_share, pace, recent, woken_once
 from clew.hang.roles import WAITS_INSIDE, actors_of, world_of
 from clew.hang.same_call import initialisation, missing_ranks, same_everywhere, two_threads
 from clew.hang.verdict import SOUND, Actor, Sink, Verdict, names, sentences, verdict_about
@@ -340,10 +340,10 @@ def _how(actor: Actor, snapshot: Snapshot, subject: str) -> str:
 def _blind_loops(mains: list[Actor]) -> Verdict | None:
     """Judge event loops that are woken up, but whose coroutines could not be read, by CPU time and output."""
     blind = [a for a in mains if a.activity.idle_loop and not any(t.task for t in a.process.threads)]
-    loops = [a for a in blind if wakeups(recent(a.process)) >= 2]
+    loops = [a for a in blind if recent(a.process).wakeups >= 2]
     if not loops or len(loops) < len(mains):
         return None
-    if any(cpu_share(a.process) > 0.02 or a.process.last.written > a.process.looks[0].written for a in loops):
+    if any(cpu_share(a.process) > 0.02 or a.process.last.written > a.process.first.written for a in loops):
         return verdict_about("healthy", [], "The event loop runs: it works or writes.", mains, confidence="medium")
     why = "The event loop is woken up, but its coroutines could not be read: it may only poll."
     return verdict_about("undetermined", [], why, mains, confidence="low")

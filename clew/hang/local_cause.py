@@ -82,10 +82,10 @@ def _not_woken(sink: Sink) -> Verdict | None:
     """Find an event loop that sleeps although a task could go on: a thread set its result without waking the loop."""
     for one in (a for a in sink.culprits if not a.moving):
         loops = [thread for thread in one.threads if not thread.task and (thread.idle_loop or thread.in_loop)]
-        if [(loop.thread, loop.idle_loop) for loop in loops] != [("MainThread", True)]:  # only its switches are counted
+        # Only the switches of the main thread are counted.
+        if one.process.wakeups or [(loop.thread, loop.idle_loop) for loop in loops] != [("MainThread", True)]:
             continue
-        slept = one.process.looks[-1].switches == one.process.looks[0].switches
-        if task := next((thread for thread in one.threads if slept and thread.woken and thread.of_user), None):
+        if task := next((thread for thread in one.threads if thread.woken and thread.of_user), None):
             why = (
                 f"{task.thread} of {one.process.label} could go on at {task.place}, because what it awaits is done. "
                 f"But its event loop sleeps: another thread set the result without waking the loop. Use "
@@ -299,7 +299,7 @@ def _outside(sink: Sink) -> Verdict | None:
         return None
     if by.rank is None and not _started_without_source(sink):
         return None
-    first, last = next(iter(sink.one.process.looks), sink.one.process.last), sink.one.process.last
+    first, last = sink.one.process.first, sink.one.process.last
     written = last.written - first.written
     if written > WRITES * (last.at - first.at):
         why = f"{by.says}: its program {sink.one.process.label} has written {written:,} bytes meanwhile."

@@ -221,6 +221,16 @@ class Process:
         return self.looks[-1] if self.looks else Look(at=0.0)
 
     @property
+    def first(self) -> Look:
+        """Return the oldest look."""
+        return self.looks[0] if self.looks else self.last
+
+    @property
+    def wakeups(self) -> int:
+        """Return how often the main thread was woken up during the whole watch."""
+        return self.last.switches - self.first.switches
+
+    @property
     def threads(self) -> tuple[Thread, ...]:
         """Return the threads of the newest look that has any."""
         return next((look.threads for look in reversed(self.looks) if look.threads), ())

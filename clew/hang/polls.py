@@ -32,9 +32,9 @@ def retrying(sink: Sink) -> Verdict | None:
         return None
     asked = [a.process for a in sink.job if "health" in a.process.answers]
     said = {f"{process.label} answers {process.answers['health']}." for process in asked}
-    label, site, looks = clients[0].process.label, clients[0].activity.site, clients[0].process.looks
+    label, site = clients[0].process.label, clients[0].activity.site
     why = f"{label} asks again and again, and each attempt fails: it is at {site}."
-    if clients[0].activity.kind == "sleep" and looks[-1].switches == looks[0].switches:
+    if clients[0].activity.kind == "sleep" and not clients[0].process.wakeups:
         why = f"{label} had an attempt fail, and sleeps at {site} before the next one; it has not woken up meanwhile."
     why = " ".join([why, *sorted(said)])
     return sink.blame("external wait", clients, why, cause="http", confidence="medium")

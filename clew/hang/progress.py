@@ -46,7 +46,7 @@ def recent(process: Process) -> Process:
     if len(process.looks) < 3:
         return process
     last = process.last.at
-    since = last - max(RECENT_S, (last - process.looks[0].at) / 2)
+    since = last - max(RECENT_S, (last - process.first.at) / 2)
     kept = tuple(look for look in process.looks if look.at >= since)
     return replace(process, looks=kept if len(kept) > 1 else process.looks[-2:])
 
@@ -145,7 +145,8 @@ def counters_in(look: Look, process: Process, sources: Mapping[str, str]) -> dic
             mark = around or ("~" if isinstance(loop, ast.While) or spins else "")
             around = mark if own else ""
             for name, value in frame.locals.items():
-                if re.fullmatch(r"-?\d{1,15}", value) and not WAITING_NAMES.search(name) and not hidden(name, skipped):
+                hidden = name in skipped or name.removeprefix("self.") in skipped
+                if re.fullmatch(r"-?\d{1,15}", value) and not WAITING_NAMES.search(name) and not hidden:
                     # A new list in each round does not grow.
                     at = f"@{frame.addresses.get(name[4:-1], 0):x}" if name.startswith("len(") else ""
                     found[f"{owner}{at}{mark}:{depth}:{frame.name}.{name}"] = int(value)
@@ -166,11 +167,6 @@ def deadlines(text: str, line: int) -> set[str]:
     if not any(source.CLOCK.search(source.dotted(call.func)) for call in calls):
         return set()
     return source.names_in(loop.test)
-
-
-def hidden(name: str, skipped: set[str]) -> bool:
-    """Return whether a counter is one of the skipped names, or an attribute of `self` with such a name."""
-    return name in skipped or name.removeprefix("self.") in skipped
 
 
 @lru_cache(maxsize=4096)
@@ -246,7 +242,7 @@ def moves(process: Process, sources: Mapping[str, str]) -> bool:
         return messages
     if goes_round(newest, every, sources):
         return False
-    if wakeups(newest) and wakeups(process) >= 2 and not asleep and _waits_in_loop(newest, every, sources):
+    if newest.wakeups and process.wakeups >= 2 and not asleep and _waits_in_loop(newest, every, sources):
         return True  # a round may take longer than half of the watch
     return any(shows(newest, sources) for shows in (_passes_lines, _works_in_library, _moves_data))
 
@@ -260,12 +256,12 @@ def _imports_on(process: Process) -> bool:
 
 def _by_wakeups(process: Process, newest: Process, every: Sequence[Activity]) -> bool | None:
     """Return whether wake-ups show that a process exchanges data with others; None if it does something else."""
-    woken, ops = wakeups(newest), [each.op for each in every]
-    if "backward" in ops and woken >= BACKWARD_HZ * (newest.last.at - newest.looks[0].at):
+    woken, ops = newest.wakeups, [each.op for each in every]
+    if "backward" in ops and woken >= BACKWARD_HZ * (newest.last.at - newest.first.at):
         return True  # the work that it waits for is within torch and has no address here; in a hang nothing wakes it up
     if every and all(each.kind in DISTRIBUTED for each in every):
         return _goes_through_collectives(newest, every, woken)
-    if wakeups(process) > 0 and ops and all(op.endswith("sendall") for op in ops):
+    if process.wakeups > 0 and ops and all(op.endswith("sendall") for op in ops):
         return True  # it is woken up only when the other side has taken a third of a buffer, seconds apart
     return None
 
@@ -297,11 +293,6 @@ def moves_inside(process: Process, main: Activity, decides: Activity, sources: M
     return False
 
 
-def wakeups(process: Process) -> int:
-    """Return how often the main thread was woken up during the whole watch."""
-    return process.last.switches - process.looks[0].switches
-
-
 def woken_once(process: Process, sources: Mapping[str, str]) -> bool:
     """Return whether the wait of a loop that does not poll has returned exactly once: each round may take that long.
 
@@ -309,7 +300,7 @@ def woken_once(process: Process, sources: Mapping[str, str]) -> bool:
     """
     if not process.looks:
         return False
-    begun, last = process.looks[0], process.last
+    begun, last = process.first, process.last
     early = [look.switches for look in process.looks if look.at - begun.at <= (last.at - begun.at) / 3]
     once = begun.switches == early[-1] == last.switches - 1
     return once and _waits_in_loop(process, seen(process, sources), sources)
@@ -317,7 +308,7 @@ def woken_once(process: Process, sources: Mapping[str, str]) -> bool:
 
 def never_woken(process: Process) -> bool:
     """Return whether the main thread was not woken up during the whole watch. False if it has never waited."""
-    return bool(process.looks) and 0 < process.looks[0].switches == process.last.switches
+    return process.first.switches > 0 and not process.wakeups
 
 
 def sleeps_on(process: Process, every: Sequence[Activity], sources: Mapping[str, str]) -> bool:
@@ -334,7 +325,7 @@ def woken_in_vain(process: Process, every: Sequence[Activity], sources: Mapping[
     Had it held, a variable of the main thread would have changed. Besides, what the condition compares stands still.
     """
     threads = mains_of(process)
-    if {each.kind for each in every} != {"condition"} or wakeups(process) < IN_VAIN or len(threads) < STEADY_LOOKS:
+    if {each.kind for each in every} != {"condition"} or process.wakeups < IN_VAIN or len(threads) < STEADY_LOOKS:
         return False
     own: dict[tuple[str, str, str], set[str]] = {}
     for frame in (frame for thread in threads for frame in thread.user_frames):
@@ -436,7 +427,7 @@ def _tasks_end(process: Process) -> bool:
         counts.append(Counter(functions[-1] for functions in own if functions))
     every = [[count[name] for count in counts] for name in (counts[0] if counts else ())]
     every = [numbers for numbers in every if numbers == sorted(numbers, reverse=True)]
-    writes = process.last.written > recent(process).looks[0].written
+    writes = process.last.written > recent(process).first.written
     return any(n[0] - n[-1] >= (1 if writes else 2) and (writes or n[-1] < n[len(n) // 2]) for n in every)
 
 
@@ -470,7 +461,7 @@ def goes_round(process: Process, every: list[Activity], sources: Mapping[str, st
     failed = [fails_in_loop(thread, sources) for thread in threads]
     failing = 2 * len(sleeping) > len(every) and 2 * sum(failed) > len(failed)
     loop = source.loop_at(sources.get(sleeping[0].file, ""), sleeping[0].line)
-    quiet = process.last.written == process.looks[0].written or source.asks(loop)
+    quiet = process.last.written == process.first.written or source.asks(loop)
     silent = len(sleeping) == len(every) and quiet
     if not failing and not silent:
         return False
@@ -588,7 +579,7 @@ def _tests_new_text(process: Process, loop: source.Loop) -> bool:
 
 def _moves_data(process: Process, sources: Mapping[str, str]) -> bool:
     """Return whether a process reads or writes much, and is not in a loop that only polls."""
-    first, last = process.looks[0], process.last
+    first, last = process.first, process.last
     if first.children_faults != last.children_faults:
         return False  # a child that has ended may have done so, for example one that looks at the GPUs now and then
     moved = max(last.read - first.read, last.written - first.written)
@@ -597,12 +588,10 @@ def _moves_data(process: Process, sources: Mapping[str, str]) -> bool:
 
 def busy(process: Process) -> bool:
     """Return whether a process computes: it used much of a core, or was nearly always ready to run."""
-    looks = process.looks
-    if not looks:
-        return False
-    never_waited = looks[-1].switches == looks[0].switches >= 0 and looks[-1].cpu_s > looks[0].cpu_s
-    ready = sum(look.state == "R" for look in looks)
-    return cpu_share(process) > SPINNING or never_waited or (len(looks) > 2 and ready >= 0.8 * len(looks))
+    first, last, count = process.first, process.last, len(process.looks)
+    never_waited = last.switches == first.switches >= 0 and last.cpu_s > first.cpu_s
+    ready = sum(look.state == "R" for look in process.looks)
+    return cpu_share(process) > SPINNING or never_waited or (count > 2 and ready >= 0.8 * count)
 
 
 def own_code_only(process: Process, name: str = "MainThread") -> bool:
@@ -617,24 +606,23 @@ def own_code_only(process: Process, name: str = "MainThread") -> bool:
 
 def cpu_share(process: Process) -> float:
     """Return the share of one core that a process used while it was watched."""
-    seconds = process.last.at - process.looks[0].at if process.looks else 0.0
-    return (process.last.cpu_s - process.looks[0].cpu_s) / seconds if seconds > 0 else 0.0
+    first, last = process.first, process.last
+    return (last.cpu_s - first.cpu_s) / (last.at - first.at) if last.at > first.at else 0.0
 
 
 def pace(process: Process, sources: Mapping[str, str]) -> str:
     """Return words about a counter that advances, or what else a process did meanwhile; "" if nothing is seen."""
-    seconds = process.last.at - process.looks[0].at if process.looks else 0.0
+    seconds = process.last.at - process.first.at
     for name, (first, last) in sorted(moved_counters(process, sources).items()):
         if seconds > 0 and last > first:
             counter = name.rpartition(":")[2].partition(".")[2]
             return f": {'a loop' if counter == '_' else counter} went from {first} to {last} in {seconds:.1f} s"
     if _imports_on(process):
         return ": it imports modules"
-    begun, last = process.looks[0] if process.looks else process.last, process.last
-    if last.written > begun.written:
-        return f": it wrote {last.written - begun.written:,} bytes in {seconds:.1f} s"
-    if last.switches > begun.switches:
-        return f": its main thread was woken up {last.switches - begun.switches} times in {seconds:.1f} s"
+    if (written := process.last.written - process.first.written) > 0:
+        return f": it wrote {written:,} bytes in {seconds:.1f} s"
+    if process.wakeups > 0:
+        return f": its main thread was woken up {process.wakeups} times in {seconds:.1f} s"
     return ""
 
 

@@ -84,7 +84,6 @@ def reduced(snapshot: Snapshot) -> Snapshot:
 def state_of(process: Process, sources: Mapping[str, str]) -> Hashable:
     """Return the state of a rank, as a key: of ranks with equal keys, one can stand for the others."""
     looks = process.looks
-    woken = len(looks) > 1 and looks[-1].switches - looks[0].switches > 1
     # A rank that has moved is alone in its state: its looks are its own, even if the last one equals that of others.
     alone = len({tuple(_frames(look.threads)) for look in looks[:-1]}) > 1
     threads = tuple(_frames(looks[-1].threads)) if looks else ()
@@ -96,7 +95,7 @@ def state_of(process: Process, sources: Mapping[str, str]) -> Hashable:
         met = [frame.locals.get(name) for frame in main.frames for name in MEETING] if one.kind in MAKING else []
         met += [frame.locals.get("rank") for frame in main.frames if _joins(frame) and not _joins(frame, process.rank)]
         operation = (one.op, one.group, one.members, one.peers, one.tag, one.branch, one.root, one.shape, *counts, *met)
-    seen = (last.state, last.error, woken, process.exit, process.waits_in, process.world)
+    seen = (last.state, last.error, process.wakeups > 1, process.exit, process.waits_in, process.world)
     return threads, *operation, *seen, process.calls, process.launched, alone and process.pid
 
 
