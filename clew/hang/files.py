@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -101,14 +101,12 @@ def folders(processes: Sequence[Process]) -> Iterator[str]:
 
 def _newest(words: str, paths: Iterator[Path]) -> str:
     """Return words about the newest of some files; "" if there is none."""
-    newest, name = 0.0, ""
-    for number, path in enumerate(paths):
-        if number >= MOST_FILES:
-            break
+    times: dict[str, float] = {}
+    for path in islice(paths, MOST_FILES):
         with suppress(OSError):
-            if (at := path.stat().st_mtime) > newest:
-                newest, name = at, path.name
-    return f"{words}: {name[:100]!r}, {max(0.0, time.time() - newest):.0f} s old" if name else ""
+            times[path.name] = path.stat().st_mtime
+    name = max(times, key=lambda each: times[each], default="")
+    return f"{words}: {name[:100]!r}, {max(0.0, time.time() - times[name]):.0f} s old" if name else ""
 
 
 def logs(processes: Sequence[Process], run: Path | None) -> Iterator[str]:
