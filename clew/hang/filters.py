@@ -94,8 +94,8 @@ def starved(sink: Sink) -> Verdict | None:
                 f"{by.process.label} {words_of(get)} at {get.place}. The thread that should fill this queue loops "
                 f"at {site} and puts nothing: {frame.name}.{counter} grows, and nothing that it collects does."
             )
-            found = sink.blame("rollout blocked", [by], why, cause="queue", confidence="medium")
-            return replace(found, sites=tuple(sorted({get.site, site})))
+            sites = tuple(sorted({get.site, site}))
+            return sink.blame("rollout blocked", [by], why, cause="queue", confidence="medium", sites=sites)
     return None
 
 

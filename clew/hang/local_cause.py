@@ -6,7 +6,6 @@ import ast
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from itertools import takewhile
 from pathlib import PurePath
 
@@ -157,8 +156,8 @@ def _unscheduled(sink: Sink) -> Verdict | None:
         f"{sink.one.says}. None of the actors and tasks that were seen runs: Ray may not have started the one that is "
         f"awaited, because it needs more CPUs, GPUs or memory than are free, or it is on another node."
     )
-    found = sink.blame("external wait", sink.culprits, why, cause="ray", confidence="medium")
-    return replace(found, next="ray status; ray list actors; ray list tasks")
+    how = "ray status; ray list actors; ray list tasks"
+    return sink.blame("external wait", sink.culprits, why, cause="ray", confidence="medium", next=how)
 
 
 def _joins_its_producer(sink: Sink) -> Verdict | None:
@@ -279,8 +278,8 @@ def _silent_server(sink: Sink) -> Verdict | None:
         return None
     rank = next((a for a in sink.job if a.pid == asking[0].process.parent and a.rank is not None), asking[0])
     why = f"{asking[0].says}. The server {sink.one.process.label}, which {by.process.label} has started, is silent."
-    found = sink.blame("external wait", [rank], why, cause="http").at(asking[0].activity.site)
-    return replace(found, pids=(rank.pid, *(c.pid for c in sink.culprits)))
+    pids = (rank.pid, *(c.pid for c in sink.culprits))
+    return sink.blame("external wait", [rank], why, cause="http", pids=pids).at(asking[0].activity.site)
 
 
 def _started_without_source(sink: Sink) -> bool:
@@ -307,8 +306,7 @@ def _outside(sink: Sink) -> Verdict | None:
     words = LOCAL.get(sink.act.kind, ("", "does not answer"))[1]
     site = "" if _without_source(sink.act) else sink.act.site
     why = f"{by.says}: its program {sink.one.process.label} {words}{f' at {site}' if site else ''}."
-    found = sink.blame("external wait", [by], why).at(site)
-    return replace(found, pids=(by.pid, *(c.pid for c in sink.culprits)))
+    return sink.blame("external wait", [by], why, pids=(by.pid, *(c.pid for c in sink.culprits))).at(site)
 
 
 def _cleaned_up(sink: Sink) -> Verdict | None:
@@ -333,8 +331,7 @@ def _loader(sink: Sink) -> Verdict | None:
     workers = ", ".join(str(each.pid) for each in sink.culprits)
     pids = f"{'pid' if len(sink.culprits) == 1 else 'pids'} {workers}"
     why = f"A worker ({pids}) of the data loader of {rank.process.label} {words} at {sink.act.place}."
-    found = sink.blame("data loading", [rank], why).at(sink.act.site)
-    return replace(found, pids=(rank.pid, *(c.pid for c in sink.culprits)))
+    return sink.blame("data loading", [rank], why, pids=(rank.pid, *(c.pid for c in sink.culprits))).at(sink.act.site)
 
 
 def _computing(sink: Sink) -> Verdict | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import PurePath
 
 from clew.hang import source
@@ -60,8 +59,8 @@ def threads_poll(sink: Sink) -> Verdict | None:
         return None
     told = ", ".join(f"{each.thread} at {each.site}" for each in polling[:4])
     why = f"Threads of {sink.one.process.label} ask again and again, each for what another thread should bring: {told}."
-    found = sink.blame("rollout blocked", [sink.one], why, cause="sleep", confidence="medium")
-    return replace(found, sites=tuple(sorted({each.site for each in polling})))
+    sites = tuple(sorted({each.site for each in polling}))
+    return sink.blame("rollout blocked", [sink.one], why, cause="sleep", confidence="medium", sites=sites)
 
 
 def both_poll(sink: Sink) -> Verdict | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from math import prod
 
 from clew.hang import source
@@ -34,7 +33,7 @@ def _joined_twice(job: list[Actor], missing: list[int]) -> Verdict | None:
         absent = ranges({*lacking} - joined - {a.rank for a in job})
         nobody = f", and nobody as rank {absent}" if absent else ""
         why = f"{' and '.join(a.process.label for a in alike)} each joined as rank {rank}{nobody}."
-        return replace(verdict_about("initialisation", alike, why, job), ranks=(rank,))
+        return verdict_about("initialisation", alike, why, job, ranks=(rank,))
     return None
 
 
@@ -63,11 +62,8 @@ def missing_ranks(ranks: list[Actor], missing: list[int], gone: str, job: list[A
         f"Rank {numbers} {what}. {gone}The other ranks wait for it in {first.op} at {first.site}, and will "
         f"wait until their timeout."
     )
-    pattern = "initialisation" if starting else "dead"
-    return replace(
-        verdict_about(pattern, dead, why, blocked, cause="absent" if starting else "dead", structural=True),
-        ranks=tuple(missing),
-    )
+    pattern, cause = ("initialisation", "absent") if starting else ("dead", "dead")
+    return verdict_about(pattern, dead, why, blocked, cause=cause, structural=True, ranks=tuple(missing))
 
 
 def _other_address(ranks: list[Actor]) -> Verdict | None:
@@ -101,9 +97,9 @@ def _other_groups(ranks: list[Actor]) -> Verdict | None:
         f"has made, so some ranks have called new_group more often than others. Every rank has to call it for every "
         f"group, also for groups that it does not belong to."
     )
-    found = verdict_about("initialisation", odd, why, ranks)
     sites = tuple(sorted({a.activity.site for a in ranks}))
-    return replace(found, sites=sites, runner_up="different addresses or ports: the ranks have made groups before")
+    runner_up = "different addresses or ports: the ranks have made groups before"
+    return verdict_about("initialisation", odd, why, ranks, sites=sites, runner_up=runner_up)
 
 
 def _other_value(ranks: list[Actor]) -> Verdict | None:
@@ -241,8 +237,8 @@ def two_threads(ranks: Sequence[Actor]) -> Verdict | None:
         f"Several threads of rank {names(odd)} are in collectives of group {odd[0].activity.group} at once: {told}. "
         f"Which comes first is left to chance, and the ranks have chosen differently. Give each thread its own group."
     )
-    found = verdict_about("collective mismatch", odd, why, ranks, cause="threads", confidence="medium")
-    return replace(found, sites=tuple(sorted({each.site for inside in crossing.values() for each in inside})))
+    sites = tuple(sorted({each.site for inside in crossing.values() for each in inside}))
+    return verdict_about("collective mismatch", odd, why, ranks, cause="threads", confidence="medium", sites=sites)
 
 
 def other_roots(ranks: list[Actor], elsewhere: Sequence[Actor] = ()) -> Verdict | None:
