@@ -267,7 +267,11 @@ def activity_of(process: Process, thread: Thread, sources: Mapping[str, str], wo
     # DDP, for example, imports modules on first use: its frames are on the stack then, but no collective has begun.
     if importing(thread):
         return _native(base, place)
-    return _distributed(base, place) or _library(base, place) or _native(base, place)
+    if found := _distributed(base, place):
+        return found
+    if base.idle_loop:
+        return replace(base, kind="select")
+    return _first_match(LIBRARY, base, place.inside, place.text) or _native(base, place)
 
 
 def importing(thread: Thread) -> bool:
@@ -438,11 +442,6 @@ def new_group_members(text: str, name: str, names: dict[str, Any]) -> tuple[int,
             if isinstance(found, list) and all(isinstance(each, int) for each in found):
                 return tuple(sorted(set(found)))
     return None
-
-
-def _library(base: Activity, place: Place) -> Activity | None:
-    """Return the call of a library in which a thread waits, or None."""
-    return replace(base, kind="select") if base.idle_loop else _first_match(LIBRARY, base, place.inside, place.text)
 
 
 def _first_match(patterns: Patterns, base: Activity, inside: Sequence[Frame], text: str) -> Activity | None:

@@ -96,11 +96,9 @@ def _could_end(actor: Actor, job: Sequence[Actor], listening: Mapping[tuple[str,
     """
     process, pids = actor.process, set[int]()
     match actor.activity.kind:
-        case "queue" | "queue_full":
+        case "queue" | "queue_full" | "pipe" as kind:
             pids = at_other_end(actor, job)
-        case "pipe":
-            pids = at_other_end(actor, job)
-            if process.waits_in.endswith("pipe_write") and actor.rank is None:
+            if kind == "pipe" and process.waits_in.endswith("pipe_write") and actor.rank is None:
                 # A program's parent should read what it writes. One that only waits for the program to end never does.
                 pids |= {a.pid for a in job if a.pid == process.parent and a.activity.kind in ("process", "tasks")}
         case "data_loader":
