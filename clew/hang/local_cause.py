@@ -14,6 +14,7 @@ from clew.hang.activity import DISTRIBUTED, Activity
 from clew.hang.between_ranks import with_callers
 from clew.hang.collective_calls import behind, different_counts, first_different_call
 from clew.hang.ended import dead, done, joined_too_early, lost_task, outlived, pipe_kept_open
+from clew.hang.equal_stacks import by_value
 from clew.hang.expressions import Unknown, evaluate
 from clew.hang.filters import never_filled, never_holds, rejecting, rounds_without_put, starved, takes_in_vain
 from clew.hang.locks import left_locked, lock_holders, locked_by, locked_crosswise, locked_outside
@@ -258,11 +259,7 @@ def _another_key(sink: Sink, asking: list[Actor]) -> Verdict | None:
     alone = [a for a, value in zip(asking, values, strict=True) if values.count(value) == 1]
     if len(asking) < 3 or len(alone) != 1 or len(set(values)) != 2:
         return None
-    groups = {value: [a for a, own in zip(asking, values, strict=True) if own == value] for value in values}
-    said = (
-        (" and ".join(value), "ranks" if len(ranks) > 1 else "rank", names(ranks)) for value, ranks in groups.items()
-    )
-    told = "; ".join(f"{numbers} on {word} {ranks}" for numbers, word, ranks in said)
+    told = by_value((a.rank or 0, " and ".join(value)) for a, value in zip(asking, values, strict=True))
     why = f"Ranks {names(asking)} wait for a key of the store at {sink.act.place}, but not for the same one: {told}."
     return sink.blame("missing rank", alone, why, cause="store", confidence="medium")
 

@@ -2645,7 +2645,7 @@ def test_of_ranks_that_wait_for_keys_of_the_store_the_one_with_another_number_is
         waits.append(replace(one, looks=tuple(replace(look, threads=(thread,)) for look in one.looks)))
     verdict = judge(Snapshot(processes=tuple(waits), seconds=3.0, sources={"train.py": text}))
     assert (verdict.pattern, verdict.ranks) == ("missing rank", blamed)
-    assert ("version is 7 on ranks 0-1; version is 8 on rank 2" in verdict.explanation) == (blamed == (2,))
+    assert ("rank 0-1: version is 7; rank 2: version is 8" in verdict.explanation) == (blamed == (2,))
 
 
 @pytest.mark.parametrize(("ends", "pattern"), [("", "dead"), ("atexit.register(close)\n", "cleanup deadlock")])
