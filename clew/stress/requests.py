@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-from clew.stress.serial import Interval, union
+from clew.stress.serial import union
+from clew.stress.verdict import grouped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,12 +90,11 @@ class Requests:
 
         Requests in progress count, as do those that ended since the last `take`. Episodes without either are left out.
         """
-        now, by_episode = time.monotonic(), defaultdict[str, list[Interval]](list)
-        for request in list(self._requests):
-            by_episode[request.episode].append((request.came, request.done))
-        for episode, came in list(self._open.values()):
-            by_episode[episode].append((came, now))
-        return {episode: union(intervals) for episode, intervals in by_episode.items()}
+        now = time.monotonic()
+        asked = [(request.episode, request.came, request.done) for request in list(self._requests)]
+        asked += [(episode, came, now) for episode, came in list(self._open.values())]
+        by_episode = grouped(asked, lambda each: each[0])
+        return {episode: union([(came, done) for _, came, done in each]) for episode, each in by_episode.items()}
 
     def now_asking(self) -> set[str]:
         """Return the IDs of the episodes that have a request with the model now."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,7 @@ from clew.stress.origins import Origins
 from clew.stress.repeat import Behaviour, behaviour_by_episode
 from clew.stress.requests import Request, Requests
 from clew.stress.serial import Crowd, Waits
+from clew.stress.verdict import grouped
 from clew.stress.watch import MOVES, LoopWatch, StuckWatch, Watched
 
 CANCEL_S = 10.0
@@ -85,15 +86,14 @@ class Wave:
         if self.stopped and ended:
             began = min(episode.started for episode in self.episodes)
             seconds = max(episode.finished for episode in ended) - began
-        by_episode = defaultdict[str, list[serial.Interval]](list)
-        for request in self.requests:
-            by_episode[request.episode].append((request.came, request.done))
+        by_episode = grouped(self.requests, lambda request: request.episode)
+        intervals = ([(each.came, each.done) for each in by_episode.get(episode.id, ())] for episode in ended)
         return Crowd(
             width=self.width,
             seconds=max(seconds, 1e-6),
             episodes=len(ended),
             mean_s=self.mean_s,
-            model_s=sum(serial.union(by_episode[episode.id]) for episode in ended) / count,
+            model_s=sum(map(serial.union, intervals)) / count,
             waits={place: waited / count for place, waited in self.waits.seconds.items()},
             busy_s=min(self.busy_s, seconds),
             at_model=self.waits.at_model,
