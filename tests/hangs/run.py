@@ -17,7 +17,6 @@ import json
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from clew.processes import free_port
 
 HERE = Path(__file__).parent
 MANIFEST: dict[str, dict[str, Any]] = json.loads((HERE / "manifest.json").read_text())
@@ -45,12 +46,6 @@ class Outcome:
     report: dict[str, Any]
     wrong: str
     seconds: float
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
 
 
 def start(name: str, output: Path) -> subprocess.Popen[bytes]:
