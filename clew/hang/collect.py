@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -245,7 +246,7 @@ def describe(pid: int) -> Process:
     stat, environment = proc.stat_of(pid), proc.environment_of(pid)
     return Process(
         pid=pid,
-        host=proc.host(),
+        host=socket.gethostname(),
         parent=stat[1] if stat else 0,
         command=proc.command_of(pid),
         cwd=proc.link_of(proc.PROC / str(pid) / "cwd"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -132,7 +133,7 @@ def processes_of_run(folder: Path) -> dict[int, Process]:
     status = folder / "status"
     if not status.is_dir():
         raise RecordError(f"Cannot look at {folder}: it holds no status/, so it is no run directory.")
-    found: dict[int, Process] = {}
+    found, host = dict[int, Process](), socket.gethostname()
     for path in sorted(status.glob("[!.]*.json")):
         try:
             value = json.loads(path.read_text())
@@ -141,8 +142,8 @@ def processes_of_run(folder: Path) -> dict[int, Process]:
             waits = tuple({**each, "for_s": value["updated"] - each["since"]} for each in value["waits"] if fresh)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise RecordError(f"Cannot read {path}: {type(error).__name__}: {error}") from error
-        if not doing.startswith("ended") and value.get("host", proc.host()) == proc.host():
-            found[pid] = Process(pid=pid, name=path.stem, doing=doing, waits=waits, host=proc.host())
+        if not doing.startswith("ended") and value.get("host", host) == host:
+            found[pid] = Process(pid=pid, name=path.stem, doing=doing, waits=waits, host=host)
     alive = [pid for pid in found if proc.stat_of(pid) is not None]
     if not alive:
         raise LaunchError(f"Cannot look at {folder}: none of its processes is alive on this machine.")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
@@ -202,8 +201,3 @@ def pipes_of(pid: int, flags: int) -> set[str]:
 def writers_of(pipes: set[str]) -> list[int]:
     """Return the processes of this machine that can write to one of these pipes."""
     return [pid for pid in all_pids() if pipes_of(pid, os.O_WRONLY) & pipes] if pipes else []
-
-
-def host() -> str:
-    """Return the name of this machine."""
-    return socket.gethostname()
