@@ -7,6 +7,7 @@ crowd waits for a processor, they are busy.
 
 from __future__ import annotations
 
+import asyncio
 import platform
 import threading
 import time
@@ -39,12 +40,17 @@ class WatchThread(threading.Thread):
 
 
 class Watcher:
-    """Runs `run` in a thread of its own while entered. `run` must return soon after `stop` is set."""
+    """Runs `run` in a thread of its own while entered. `run` must return soon after `stop` is set.
+
+    It knows the event loop in which it was entered, and the loop's thread by its Python and its native ID.
+    """
 
     def __init__(self) -> None:
         self.stop = threading.Event()
 
     async def __aenter__(self) -> Self:
+        self.loop = asyncio.get_running_loop()
+        self.loop_thread, self.loop_native = threading.get_ident(), threading.get_native_id()
         self.thread = WatchThread(target=self.run, name=type(self).__name__, daemon=True)
         self.thread.start()
         return self

@@ -121,15 +121,7 @@ class LoopWatch(Watcher):
         super().__init__()
         self._code = code
         self._blocks: list[Block] = []
-        self._since = 0.0
-
-    async def __aenter__(self) -> Self:
-        self._loop = asyncio.get_running_loop()
-        self._thread_id = threading.get_ident()
-        self._cpu_clock = time.pthread_getcpuclockid(self._thread_id)
-        self._native_id = threading.get_native_id()
         self._since = time.monotonic()
-        return await super().__aenter__()
 
     def take(self) -> Watched:
         """Return what was seen since the last call, and start anew."""
@@ -140,13 +132,13 @@ class LoopWatch(Watcher):
 
     def run(self) -> None:
         while not self.stop.is_set():
-            if waits_for_events(self._thread_id):
+            if waits_for_events(self.loop_thread):
                 self.stop.wait(BEAT_S)
                 continue
             answered = threading.Event()
-            sent, ran = time.monotonic(), sum(scheduled(self._native_id))
+            sent, ran = time.monotonic(), sum(scheduled(self.loop_native))
             try:
-                self._loop.call_soon_threadsafe(answered.set)
+                self.loop.call_soon_threadsafe(answered.set)
             except RuntimeError:  # the loop is closed
                 return
             if not answered.wait(2 * BEAT_S):
@@ -166,10 +158,10 @@ class LoopWatch(Watcher):
         waits = 2 * BEAT_S
         """Seconds that passed before the first look."""
         while True:
-            task = asyncio.current_task(self._loop)
-            stack = stack_of_thread(self._thread_id)
+            task = asyncio.current_task(self.loop)
+            stack = stack_of_thread(self.loop_thread)
             now, (cpu, by_others) = time.monotonic(), self._computed_s()
-            wanted = sum(scheduled(self._native_id))
+            wanted = sum(scheduled(self.loop_native))
             place = self._code.place(stack)
             if place is not None and not self._asyncios(stack):
                 if not holds or holds[-1].task is not task:
@@ -177,7 +169,7 @@ class LoopWatch(Watcher):
                 hold = holds[-1]
                 hold.places[place] += 1
                 # Check the stack again: while this thread was without the interpreter, the loop may have gone on.
-                if sleeps_in_a_call(self._native_id, stack) and stack_of_thread(self._thread_id)[:1] == stack[:1]:
+                if sleeps_in_a_call(self.loop_native, stack) and stack_of_thread(self.loop_thread)[:1] == stack[:1]:
                     hold.slept_s += max(0.0, now - sent - (wanted - ran))
                 else:
                     hold.waited_s += max(0.0, min(now - seen, 2 * BEAT_S) + waits - (by_others - others))
@@ -194,7 +186,7 @@ class LoopWatch(Watcher):
 
     def _computed_s(self) -> tuple[float, float]:
         """Return the processor seconds of the loop's thread, and of all others."""
-        own = time.clock_gettime(self._cpu_clock)
+        own = time.clock_gettime(time.pthread_getcpuclockid(self.loop_thread))
         return own, time.process_time() - own
 
     def _asyncios(self, stack: Sequence[Line]) -> bool:
@@ -255,8 +247,6 @@ class StuckWatch(Watcher):
         self._stuck_s = stuck_s
 
     async def __aenter__(self) -> Self:
-        self._loop = asyncio.get_running_loop()
-        self._thread_id, self._native_id = threading.get_ident(), threading.get_native_id()
         self._handler = signal.signal(SIGNAL, self._interrupt)
         return await super().__aenter__()
 
@@ -271,30 +261,30 @@ class StuckWatch(Watcher):
 
     def run(self) -> None:
         while not self.stop.wait(INTERRUPT_S):
-            if waits_for_events(self._thread_id):
+            if waits_for_events(self.loop_thread):
                 continue
             answered = threading.Event()
-            self._loop.call_soon_threadsafe(answered.set)
+            self.loop.call_soon_threadsafe(answered.set)
             patience = self._stuck_s if self.verdict is None else INTERRUPT_S
             wanted = self._wanted_s()
             while not answered.wait(patience) and not self.stop.is_set():
                 before, wanted = wanted, self._wanted_s()
-                place = self._code.users_place(stack_of_thread(self._thread_id))
+                place = self._code.users_place(stack_of_thread(self.loop_thread))
                 if wanted - before > MOVES * patience or place is None:
                     continue
                 if self.verdict is None:
                     self.verdict = self._judged()
-                    self._loop.call_soon_threadsafe(self.happened.set)
+                    self.loop.call_soon_threadsafe(self.happened.set)
                 patience = INTERRUPT_S
-                signal.pthread_kill(self._thread_id, SIGNAL)
+                signal.pthread_kill(self.loop_thread, SIGNAL)
 
     def _wanted_s(self) -> float:
         """Return the seconds that the loop's thread has computed or, if the kernel tells, waited for a processor."""
-        computed = time.clock_gettime(time.pthread_getcpuclockid(self._thread_id))
-        return max(computed, sum(scheduled(self._native_id)))
+        computed = time.clock_gettime(time.pthread_getcpuclockid(self.loop_thread))
+        return max(computed, sum(scheduled(self.loop_native)))
 
     def _judged(self) -> Verdict:
-        stack = stack_of_thread(self._thread_id)
+        stack = stack_of_thread(self.loop_thread)
         lines = [line_in_words(line) for line in stack if self._code.place([line]) is not None]
         waiting = Counter(places_of(self._running, self._code))
         here = str(self._code.place(stack) or "")
