@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any
@@ -587,8 +587,8 @@ def _messages_of(call: ast.Call, place: Place) -> list[ast.Call]:
     around = source.enclosing_function(place.text, place.user.line)
     outer = [frame for frame in place.frames[place.frames.index(place.user) + 1 :] if frame.of_user]
     lines = [each for f in outer[:1] for each in source.calls_at(place.sources.get(f.file, ""), f.line)]
-    nodes: list[Iterable[ast.AST]] = [ast.walk(call), ast.walk(around) if around is not None else [], lines]
-    made = ([n for n in each if isinstance(n, ast.Call) and source.dotted(n.func).endswith("P2POp")] for each in nodes)
+    every = (source.calls_in(call), source.calls_in(around), lines)
+    made = ([each for each in calls if source.dotted(each.func).endswith("P2POp")] for calls in every)
     return next((found for found in made if found), [])
 
 
@@ -609,8 +609,7 @@ def _calls_that_made(name: str, waiting: ast.Call, text: str) -> list[ast.Call]:
         if _begins_work(one) and isinstance(direct, ast.Call):  # dist.all_reduce(..., async_op=True).wait()
             made.append(direct)
         for value in source.assignments(text, one):
-            calls = [each for each in ast.walk(value) if isinstance(each, ast.Call)]
-            made += [each for each in calls if _begins_work(source.dotted(each.func))]
+            made += [each for each in source.calls_in(value) if _begins_work(source.dotted(each.func))]
             if isinstance(value, (ast.Name, ast.Attribute, ast.Subscript)):
                 chain.append(source.dotted(value).removesuffix("[]"))
             chain += [source.dotted(each) for each in ast.walk(value) if isinstance(each, ast.Name)][:6]

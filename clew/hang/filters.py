@@ -24,6 +24,7 @@ from clew.hang.progress import (
 )
 from clew.hang.source import (
     Loop,
+    calls_in,
     calls_of,
     clocks,
     counted,
@@ -355,9 +356,9 @@ def _guarded_puts(loop: ast.While) -> Iterator[tuple[ast.expr, ast.Call, set[str
         if isinstance(node.body[-1], (ast.Break, ast.Return)):
             continue  # what it puts on its way out marks the end
         skips = isinstance(node.body[-1], ast.Continue)
-        for each in (n for part in (loop.body[place + 1 :] if skips else node.body) for n in ast.walk(part)):
-            if isinstance(each, ast.Call) and dotted(each.func).endswith(".put"):
-                yield node.test, each, built
+        for call in calls_in(*(loop.body[place + 1 :] if skips else node.body)):
+            if dotted(call.func).endswith(".put"):
+                yield node.test, call, built
 
 
 def _frame_and_name(counter: str) -> tuple[str, str]:

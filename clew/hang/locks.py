@@ -90,7 +90,7 @@ def releasers(waiting: Actor, job: Sequence[Actor], sources: Mapping[str, str]) 
 
 def _only_released(function: source.Function, lock: str) -> int:
     """Return the last line at which a function releases a lock that it never acquires; 0 if there is none."""
-    calls = sorted((n for n in ast.walk(function) if isinstance(n, ast.Call)), key=lambda call: call.lineno)
+    calls = sorted(source.calls_in(function), key=lambda call: call.lineno)
     named = ((*source.dotted(n.func).rpartition("."), n.lineno) for n in calls)
     lines = {how: line for name, _, how, line in named if source.same_name(name, lock)}
     return 0 if "acquire" in lines else lines.get("release", 0)
@@ -128,8 +128,7 @@ def _locked_at(text: str, line: int) -> list[tuple[str, int]]:
     entered = [(each, line >= max(each.lineno + 1, each.body[0].lineno)) for each in blocks]
     items = [(i, each) for each, inside in entered for i in each.items[: len(each.items) if inside else -1]]
     taken = [(ast.unparse(item.context_expr), each.lineno) for item, each in items]
-    around = source.enclosing_function(text, line)
-    calls = [each for each in (ast.walk(around) if around else ()) if isinstance(each, ast.Call)]
+    calls = source.calls_in(source.enclosing_function(text, line))
     named = [(*source.dotted(each.func).rpartition(".")[::2], each.lineno) for each in calls if each.lineno < line]
     for lock, method, at in named:
         released = any(lock == other and how == "release" and at < later for other, how, later in named)

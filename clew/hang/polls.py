@@ -117,14 +117,14 @@ def asks_as_told(sink: Sink) -> Verdict | None:
     helper, loop = source.enclosing_function(text, sink.act.line), source.loop_at(text, sink.act.line)
     if sink.act.kind != "sleep" or sink.act.task or helper is None or loop is None:
         return None
-    given, nodes = {each.arg for each in helper.args.args}, list(ast.walk(loop))
+    given = {each.arg for each in helper.args.args}
     used = given & source.names_in(loop)
     if len(frames) < 2 or frames[0].line != sink.act.line or not used:
         return None
     there = [a for a in sink.job if a.activity.site == sink.act.site and len(a.process.user_frames) > 1]
     callers = {a.pid: (a.process.user_frames[1].file, a.process.user_frames[1].line) for a in there}
     others = [a for a in there if callers[a.pid] != callers[sink.one.pid] and not (a.moving or a.dead)]
-    if not others and not given & {source.dotted(each.func) for each in nodes if isinstance(each, ast.Call)}:
+    if not others and not given & {source.dotted(call.func) for call in source.calls_in(loop)}:
         return None
     asking = [*sink.culprits, *(a for a in others if a not in sink.culprits)]
     test = loop.test if isinstance(loop, ast.While) and not isinstance(loop.test, ast.Constant) else None

@@ -163,8 +163,7 @@ def deadlines(text: str, line: int) -> set[str]:
     loop = source.loop_at(text, line)
     if not isinstance(loop, ast.While) or source.polls(loop, text):
         return set()
-    calls = [call for call in ast.walk(loop.test) if isinstance(call, ast.Call)]
-    if not any(source.CLOCK.search(source.dotted(call.func)) for call in calls):
+    if not any(source.CLOCK.search(source.dotted(call.func)) for call in source.calls_in(loop.test)):
         return set()
     return source.names_in(loop.test)
 

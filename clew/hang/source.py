@@ -134,6 +134,11 @@ def names_in(*nodes: ast.AST | None) -> set[str]:
     return {each.id for node in nodes if node is not None for each in ast.walk(node) if isinstance(each, ast.Name)}
 
 
+def calls_in(*nodes: ast.AST | None) -> list[ast.Call]:
+    """Return the calls that occur in some nodes; None counts as an empty node."""
+    return [each for node in nodes if node is not None for each in ast.walk(node) if isinstance(each, ast.Call)]
+
+
 def calls_at(text: str, line: int) -> list[ast.Call]:
     """Return the calls that begin at or cover a line, those that begin there first, short before long."""
     path = enclosing(text, line)
@@ -147,8 +152,7 @@ def calls_at(text: str, line: int) -> list[ast.Call]:
         roots = [node]
         if hasattr(node, "body"):
             roots = [each for each in ast.iter_child_nodes(node) if not isinstance(each, (ast.stmt, ast.ExceptHandler))]
-        inner = (each for root in roots for each in ast.walk(root))
-        calls += [each for each in inner if isinstance(each, ast.Call) and _covers(each, line)]
+        calls += [each for each in calls_in(*roots) if _covers(each, line)]
     return sorted(calls, key=lambda call: (call.lineno != line, (call.end_lineno or 0) - call.lineno))
 
 
@@ -219,8 +223,7 @@ def branch_of_rank(text: str, line: int) -> str:
         block = block_of(outer, inner)
         for guard in (each for each in block[: block.index(inner)] if isinstance(each, ast.If)) if block else ():
             # The others may make the same call before they leave.
-            calls = any(isinstance(each, ast.Call) for line in guard.body for each in ast.walk(line))
-            if leaves_one(text, guard) and _of_one(text, guard.test) and not calls:
+            if leaves_one(text, guard) and _of_one(text, guard.test) and not calls_in(*guard.body):
                 return "alone"
         if not isinstance(outer, ast.If):
             continue
@@ -319,7 +322,7 @@ def counted(loop: ast.AST) -> set[str]:
 
 def filled(loop: ast.AST) -> set[str]:
     """Return the names and attributes of the collections to which a loop adds items, such as `rows` in rows[n] = 1."""
-    functions = (node.func for node in ast.walk(loop) if isinstance(node, ast.Call))
+    functions = (call.func for call in calls_in(loop))
     grown = [each.value for each in functions if isinstance(each, ast.Attribute) and each.attr in GROWS]
     targets = [each for node in ast.walk(loop) if isinstance(node, ast.Assign) for each in node.targets]
     grown += [each.value for each in targets if isinstance(each, ast.Subscript)]
@@ -362,7 +365,7 @@ def clocks(text: str, line: int) -> set[str]:
     function, found = enclosing_function(text, line), set[str]()
     for node in ast.walk(function) if function else ():
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            calls = {dotted(each.func) for each in ast.walk(node.value) if isinstance(each, ast.Call)} - NUMBERS
+            calls = {dotted(call.func) for call in calls_in(node.value)} - NUMBERS
             used = names_in(node.value)
             if (calls or used & found) and all(map(CLOCK.search, calls)):
                 found.add(node.targets[0].id)
@@ -435,7 +438,7 @@ def _without_nested(around: ast.AST) -> Iterator[ast.AST]:
 @lru_cache(maxsize=4096)
 def calls_of(loop: ast.AST) -> tuple[str, ...]:
     """Return the names of the calls in a loop. One that waits without a limit gets (), so that POLLS does not match."""
-    calls = [(dotted(node.func), node) for node in ast.walk(loop) if isinstance(node, ast.Call)]
+    calls = [(dotted(call.func), call) for call in calls_in(loop)]
     return tuple(
         "get"  # a TCPStore's counter is read so
         if name.endswith(".add") and [ast.unparse(each) for each in call.args[1:]] == ["0"]
@@ -504,7 +507,7 @@ def heartbeat(text: str, line: int) -> bool:
     loop = loop_at(text, line)
     if not isinstance(loop, ast.While):
         return False
-    until = next((dotted(node.func) for node in ast.walk(loop.test) if isinstance(node, ast.Call)), "")
+    until = next((dotted(call.func) for call in calls_in(loop.test)), "")
     if not isinstance(loop.test, ast.Constant):
         waits = all(name.removesuffix("()").endswith((".wait", ".is_set", "sleep")) for name in calls_of(loop))
         if waits or not until.endswith((".wait", ".is_set")):  # one that reports nothing waits for the event
@@ -557,8 +560,7 @@ def unflushed(text: str, line: int, written: re.Pattern[str]) -> int:
     first = outermost_loop(text, line) or enclosing_function(text, line)
     for around in (first, tree) if tree and not UNBUFFERED.search(text) else ():
         called = [function_named(text, name.rpartition(".")[2]) for name in (calls_of(around) if around else ())]
-        nodes = [node for each in (around, *called) if each for node in ast.walk(each)]
-        calls = [node for node in nodes if isinstance(node, ast.Call)]
+        calls = calls_in(around, *called)
         writes = [n.lineno for n in calls if written.search(dotted(n.func)) and keyword(n, "file") is None]
         flushes = [getattr(keyword(each, "flush"), "value", None) is True for each in calls]
         if any(flushes) or any(FLUSHES.search(dotted(each.func)) for each in calls):
