@@ -183,7 +183,9 @@ def _mains(job: list[Actor], ranks: list[Actor]) -> list[Actor]:
     """Return the processes whose progress is that of the job: the ranks, or the main process, or what it supervises."""
     if ranks:
         return ranks
-    servers = [a for a in job if a.process.listens and a.activity.kind in ("select", "network", "http")]
+    serving = [a for a in job if a.process.listens and a.activity.kind in ("select", "network", "http")]
+    # A process that is connected to a port at which it listens itself has left it to a child, which serves there.
+    servers = [a for a in serving if not {*a.process.listens} & {*a.process.peers}]
     workers = [a for a in job if a not in servers and a.role == "other" and not a.dead] or job
     pids = {a.pid for a in workers}
     roots = [a for a in workers if a.process.parent not in pids]

@@ -74,8 +74,10 @@ def moved_counters(process: Process, sources: Mapping[str, str]) -> dict[str, tu
         return {}
     every = [counters_in(look, process, sources) for look in looks]
     first, last = _with_unread(looks[0], every[0], every[1]), _with_unread(looks[-1], every[-1], every[-2])
+    # Tasks that answer requests come and go: one may have begun, counted and ended between the first and the last look.
+    tasks = {name for each in every for name in each if name.startswith("main") and name[4].isdigit()}
     found: dict[str, tuple[int, int]] = {}
-    for name in sorted(first.keys() & last.keys()):
+    for name in sorted((first.keys() & last.keys()) | tasks):
         values = [each[name] for each in every if name in each]
         in_while = name.partition(":")[0].endswith("~")
         # In a `while`, two looks can differ by chance: its numbers must only grow, and take three values if it is busy.

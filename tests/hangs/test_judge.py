@@ -920,6 +920,39 @@ def test_a_trainer_whose_metrics_nobody_asks_for_is_no_idle_server(loop: str, pa
     assert judge(Snapshot(processes=(one,), seconds=3, sources={"train.py": text})).pattern == pattern
 
 
+def answering(*tokens: int) -> list[tuple[Thread, ...]]:
+    """Return the threads of an engine in each look: a task that has made so many tokens, or no task for 0."""
+    every = []
+    for number, made in enumerate(tokens):
+        frames = (within("sleep", "asyncio/tasks.py"), at(4, "answer", k=str(made)))
+        task = Thread(name="task Task-9", os_id=0, task=True, at=64 + number // 3, frames=frames)
+        every.append((main_in(*LOOP), *([task] if made else [])))
+    return every
+
+
+@pytest.mark.parametrize(
+    ("tokens", "pattern"),
+    [((0, 0, 0, 1, 4, 7, 1, 4, 0), "healthy"), ((0, 0, 0, 2, 2, 2, 3, 3, 3), "rollout blocked")],
+)
+def test_an_engine_moves_if_a_task_that_comes_and_goes_counts(tokens: tuple[int, ...], pattern: str) -> None:
+    text = "async def answer(n):\n    made = []\n    for k in range(n):\n        await asyncio.sleep(0.2)\n"
+    assert watched(text, *map(list, answering(*tokens)), kernel="ep_poll").pattern == pattern
+
+
+def test_a_trainer_that_listens_at_the_port_of_its_engine_is_not_a_server() -> None:
+    text = "async def train(self):\n    for step in range(9):\n        await ask(session)\n"
+    http = within("ClientResponse.start", "aiohttp/client_reqrep.py")
+    looks = []
+    for n in range(6):
+        task = Thread(name="task Task-1", os_id=0, task=True, at=64, frames=(http, at(3, "train", step=str(n // 2))))
+        looks.append(Look(at=0.5 * n, state="S", switches=7 + n, threads=(main_in(*LOOP), task)))
+    both = {"listens": (9090,), "waits_in": "ep_poll", "command": ("python",)}
+    trainer = Process(pid=100, parent=1, looks=tuple(looks), peers=(9090,), **both)
+    engine = below(101, within("sleep", "time.py"), at(9, "answer"), peers=(51001,), **both)
+    verdict = judge(Snapshot(processes=(trainer, engine), seconds=3.0, sources={"train.py": text}))
+    assert verdict.pattern == "healthy"
+
+
 def test_a_running_main_thread_does_not_make_the_other_threads_compute() -> None:
     place = (Frame(function="work", file="train.py", line=10),)
     main, other = (Thread(name=f"{n}", os_id=n, frames=place) for n in (100, 101))
