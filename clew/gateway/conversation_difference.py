@@ -56,6 +56,15 @@ def first_difference(recorded: Sequence[Message], sent: Sequence[Message]) -> Di
     return None
 
 
+def stands_for(message: Message, reply: Message) -> bool:
+    """Return whether a message that the client sent stands for the model's reply.
+
+    It does if it has the same words and the same tool calls, whose arguments are compared as JSON. A client may leave
+    the reasoning out: the rendered text shows whether the template would have kept it.
+    """
+    return _differing(_spoken(reply, message), message) is None
+
+
 def _spoken(reply: Message, after: Message) -> Message:
     """Return the reply as a client may send it back: with other white space around it, and without its reasoning."""
     spoken = dict(reply)

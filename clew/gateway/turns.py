@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, TemplateError, meta
 
 from clew.errors import ImageError
-from clew.gateway.conversation_difference import Difference, excerpt, first_difference, key_of
+from clew.gateway.conversation_difference import Difference, excerpt, first_difference, key_of, stands_for
 from clew.gateway.dialect import Message, ModelRequest, Refusal, Reply, message_of
 from clew.gateway.images import image_names
 from clew.gateway.output_parser import THINK_CLOSES, opens_thought
@@ -180,7 +180,7 @@ class Turns:
             if turn.request.text is not None or place >= len(request.messages):
                 continue
             message = request.messages[place]
-            stands = stands_for(message, turn.reply)
+            stands = stands_for(message, turn.conversation[-1])
             tail_ids = self._tail_ids(request, rendered, turn) if stands or goes_on_in(message, turn.reply) else None
             if tail_ids is not None:
                 input_ids = turn.all_ids + tail_ids
@@ -280,7 +280,7 @@ class Turns:
         last_id = turn.all_ids[-1]
         if rendered.startswith(turn.rendered + turn.raw):
             return self._encode_after(last_id, rendered[len(turn.rendered) + len(turn.raw) :])
-        if not stands_for(request.messages[len(turn.request.messages)], turn.reply):
+        if not stands_for(request.messages[len(turn.request.messages)], turn.conversation[-1]):
             return None
         # The template writes the output differently: trimmed, or with other spaces in the JSON of a tool's arguments.
         tail = self._after_words(request, len(turn.request.messages))
@@ -385,29 +385,6 @@ def _in_parts(message: Message) -> Message:
     if not isinstance(said := message.get("content"), str):
         return message
     return {**message, "content": [{"type": "text", "text": said}]}
-
-
-def stands_for(message: Message, reply: Reply) -> bool:
-    """Return whether a message that the client sent stands for the model's reply.
-
-    It does if it has the same words and the same tool calls, whose arguments are compared as JSON. A client may leave
-    the reasoning out: the rendered text shows whether the template would have kept it.
-    """
-    if message.get("role") != "assistant":
-        return False
-    said = message.get("content") or ""
-    if not isinstance(said, str) or said.strip() != reply.content.strip():
-        return False
-    reasoning = message.get("reasoning_content")
-    if reasoning and reasoning.strip() != reply.reasoning.strip():
-        return False
-    calls = [call["function"] for call in message.get("tool_calls") or ()]
-    if len(calls) != len(reply.tool_calls):
-        return False
-    return all(
-        call["name"] == wrote.name and call["arguments"] == json.loads(wrote.arguments)
-        for call, wrote in zip(calls, reply.tool_calls, strict=True)
-    )
 
 
 def goes_on_in(message: Message, reply: Reply) -> bool:
