@@ -14,7 +14,7 @@ import hashlib
 import itertools
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -32,7 +32,7 @@ from clew.gateway.agent_session import AgentSession, Submission
 from clew.gateway.dialect import Dialect, ModelRequest, Refusal, encoded, message_of
 from clew.gateway.fields import Fields, read
 from clew.gateway.tool_choice import refuse_choice
-from clew.http_server import LARGE_BODY
+from clew.http_server import ASGI, LARGE_BODY, Message, Receive, Send
 
 log = logging.getLogger("clew.gateway")
 
@@ -44,9 +44,6 @@ Text inside a string that looks like a key counts, too.
 
 MAX_DATA = 2**20
 """Maximum size of the body of /rl/start_session, which holds a session's data, in bytes."""
-
-Scope = MutableMapping[str, Any]
-ASGI = Callable[[Scope, Any, Any], Awaitable[None]]
 
 ENDPOINTS = ("/chat/completions", "/completions", "/responses", "/messages", "/models")
 
@@ -123,16 +120,11 @@ def application(sessions: Sessions) -> FastAPI:
         async def route(http: HTTPRequest) -> Response:
             try:
                 return await handle(sessions, dialect, http)
-            except Refusal as refusal:
-                return json_response(dialect.refuse(refusal), refusal.status)
             except ClientDisconnect:
                 return GONE
-            except ClewError as error:  # such as a full disk
-                log.error("a request to %s failed: %s", path, error)
-                return json_response(dialect.refuse(Refusal(500, str(error))), 500)
             except Exception as error:
-                log.exception("a bug in the gateway, at %s", path)
-                return json_response(dialect.refuse(Refusal(500, f"{type(error).__name__}: {error}")), 500)
+                refusal = _refusal_for(error, f"at {path}")
+                return json_response(dialect.refuse(refusal), refusal.status)
 
         # A body's definitions stay within its schema, because several bodies have models of the same name.
         place = f"#/paths/{path.replace('/', '~1')}/post/requestBody/content/application~1json/schema/$defs"
@@ -177,6 +169,17 @@ def application(sessions: Sessions) -> FastAPI:
         return json_response(dialect_of(http.url.path).refuse(what), error.status_code)
 
     return app
+
+
+def _refusal_for(error: Exception, where: str) -> Refusal:
+    """Return what a client is told about an error. Log it, unless it is a Refusal itself."""
+    if isinstance(error, Refusal):
+        return error
+    if isinstance(error, ClewError):  # such as a full disk
+        log.error("a request %s failed: %s", where, error)
+        return Refusal(500, str(error))
+    log.exception("a bug in the gateway, %s", where)
+    return Refusal(500, f"{type(error).__name__}: {error}")
 
 
 STATUSES: dict[int | str, Any] = {
@@ -294,14 +297,8 @@ async def _stream(dialect: Dialect, request: ModelRequest, submission: Submissio
             yield event
             # When the reply is complete and a later event has been sent, the reply counts as delivered.
             submission.delivered, place = submission.delivered or answered, place + 1
-    except Refusal as refusal:
-        yield dialect.refuse_in_stream(refusal, place)
-    except ClewError as error:
-        log.error("a request failed: %s", error)
-        yield dialect.refuse_in_stream(Refusal(500, str(error)), place)
     except Exception as error:
-        log.exception("a bug in the gateway, in a stream")
-        yield dialect.refuse_in_stream(Refusal(500, f"{type(error).__name__}: {error}"), place)
+        yield dialect.refuse_in_stream(_refusal_for(error, "in a stream"), place)
     finally:
         submission.left = True
         if upcoming is not None:
@@ -379,7 +376,7 @@ class AnyBase:
     def __init__(self, app: ASGI) -> None:
         self._app = app
 
-    async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         path = scope.get("path", "")
         if path.startswith("/v1/v1/"):
             scope = {**scope, "path": path[3:]}

@@ -9,10 +9,10 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from clew.gateway.agent_session import AgentSession, Limits
-from clew.gateway.app import ASGI, AnyBase, application
+from clew.gateway.app import AnyBase, application
 from clew.gateway.episode_engine import EpisodeEngine
 from clew.gateway.episode_keys import EpisodeSessions
-from clew.http_server import Access, GuardedServer, new_event_loop
+from clew.http_server import ASGI, Access, GuardedServer, new_event_loop
 
 T = TypeVar("T")
 
