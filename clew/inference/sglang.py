@@ -113,7 +113,6 @@ class SGLangEngine(Backend):
         """
         super().__init__(address, token)
         self._model = model
-        """True if Clew itself could load the model's image processor, which also works if the model is a hub name."""
         self._receives = False
         """True if the trainer broadcasts its weights."""
         self._checks_weights = False
