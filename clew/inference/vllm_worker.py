@@ -12,8 +12,7 @@ adapters.
 
 from __future__ import annotations
 
-import ctypes
-import signal
+import os
 import sys
 from bisect import bisect_right
 from collections import Counter
@@ -29,13 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from clew.inference.weight_group import joined, receive_buckets
 from clew.models.tensor_digest import Layout, digest_scattered, digest_tensor
+from clew.processes import die_with_parent
 from clew.record.weight_broadcast import Broadcast
-
-
-def die_with_server() -> None:
-    """Have the kernel kill this worker when vLLM's server dies; otherwise it would live on (prctl(2))."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 def compute_from_weights() -> None:
@@ -50,7 +44,7 @@ def compute_from_weights() -> None:
 
 
 if "vllm" in sys.modules:  # a worker imports this file before it builds its model
-    die_with_server()
+    die_with_parent(os.getppid())  # otherwise it would live on when vLLM's server dies
     compute_from_weights()
 
 
