@@ -58,8 +58,9 @@ class LocalEngine:
         self.threaded = threaded
         self.gather_s = gather_s
         self._waits = waits
-        self._update_ended: asyncio.Event | None = None
-        """Event that new requests wait for while there is an update; None: nothing to wait for."""
+        self._gate = asyncio.Event()
+        """Cleared while new requests wait for an update to end."""
+        self._gate.set()
         self.failure: str | None = None
         """Reason why this process serves nothing any more, such as a failed step: every call raises EngineError."""
         self._futures: dict[GenerateRequest, asyncio.Future[Completion]] = {}
@@ -82,8 +83,8 @@ class LocalEngine:
     async def generate(self, request: GenerateRequest) -> Completion:
         self._refuse_when_broken()
         self.core.check(request)  # on this thread: a refusal is raised at once
-        while self._update_ended is not None:
-            await self._update_ended.wait()
+        while not self._gate.is_set():  # a loop, as it may have been closed again before this task runs
+            await self._gate.wait()
         loop = asyncio.get_running_loop()
         if (listener := request.on_token) is not None:
             # The loop calls the listener, so that an error in it does not count as a failed step of the engine.
@@ -123,16 +124,13 @@ class LocalEngine:
             self.core.load_weights(ref, clock, weights)
 
         with waiting(f"weights of version {ref.version}", unblocks="the inference engine"):
-            if self._waits and self._update_ended is None:
-                self._update_ended = asyncio.Event()
             try:
                 if self._waits:
+                    self._gate.clear()
                     await self._drain()
                 await self._call_engine(load)
             finally:
-                if self._update_ended is not None:
-                    self._update_ended.set()
-                    self._update_ended = None
+                self._gate.set()
         self._has_missed = False
         self._resume()
         return clock.seconds
