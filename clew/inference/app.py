@@ -18,7 +18,7 @@ import orjson
 from pydantic import TypeAdapter, ValidationError
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from clew.errors import EngineError
@@ -308,10 +308,6 @@ def weight_ref(body: dict[str, Any], next_version: int) -> WeightRef:
     )
 
 
-def _json(content: Any, status: int = 200) -> Response:
-    return Response(orjson.dumps(content), status, media_type="application/json")
-
-
 async def _read(request: Request) -> dict[str, Any]:
     """Return the body of a request, {} if it has none. Raises EngineError if it is not a JSON object."""
     body = await request.body()
@@ -357,7 +353,7 @@ class _Administration:
 
     async def refused(self, request: Request, error: Exception) -> Response:
         away = isinstance(error, EngineUnreachable) or self._engine.failure is not None
-        return _json({"error": {"message": str(error)}}, 503 if away else 400)
+        return JSONResponse({"error": {"message": str(error)}}, 503 if away else 400)
 
     async def health(self, request: Request) -> Response:
         if self._application.ready.is_set() and not self._engine.core.broken:
@@ -367,7 +363,7 @@ class _Administration:
     async def model_info(self, request: Request) -> Response:
         self._application.refuse_while_starting()
         core = self._engine.core
-        return _json(
+        return JSONResponse(
             {
                 "model_path": self._application.model_path,
                 "tokenizer_path": self._application.model_path,
@@ -391,21 +387,21 @@ class _Administration:
         if type(lease) not in (int, float) or not 0 < lease <= MAX_LEASE_S:  # a bool is an int
             raise EngineError(f"lease_s is {lease!r}, expected seconds, above 0 and at most {MAX_LEASE_S:g}.")
         await self._engine.pause(lease)
-        return _json({"message": f"Generation paused; it resumes by itself after {lease:g} s.", "status": "ok"})
+        return JSONResponse({"message": f"Generation paused; it resumes by itself after {lease:g} s.", "status": "ok"})
 
     async def continue_generation(self, request: Request) -> Response:
         await self._engine.resume()
-        return _json({"message": "Generation continued.", "status": "ok"})
+        return JSONResponse({"message": "Generation continued.", "status": "ok"})
 
     async def release_memory_occupation(self, request: Request) -> Response:
         _check_tags(await _read(request))
         await self._engine.release_memory(PAUSE_LEASE_S)
-        return _json({"message": "The cache's memory is free; requests wait.", "status": "ok"})
+        return JSONResponse({"message": "The cache's memory is free; requests wait.", "status": "ok"})
 
     async def resume_memory_occupation(self, request: Request) -> Response:
         _check_tags(await _read(request))
         await self._engine.resume_memory()
-        return _json({"message": "The cache's memory may be taken again.", "status": "ok"})
+        return JSONResponse({"message": "The cache's memory may be taken again.", "status": "ok"})
 
     async def abort_request(self, request: Request) -> Response:
         body = await _read(request)
@@ -448,9 +444,9 @@ class _Administration:
         except EngineError as error:
             if self._engine.failure is not None:
                 raise
-            return _json({"success": False, "message": str(error), "num_paused_requests": 0}, 400)
+            return JSONResponse({"success": False, "message": str(error), "num_paused_requests": 0}, 400)
         serves = {"weight_version": str(self._engine.core.version), "clew": seconds}
-        return _json({"success": True, "message": message, "num_paused_requests": 0, **serves})
+        return JSONResponse({"success": True, "message": message, "num_paused_requests": 0, **serves})
 
     async def flush_cache(self, request: Request) -> Response:
         """Do nothing: the embedded engine keeps nothing to flush, and vLLM and SGLang are flushed at each load."""
