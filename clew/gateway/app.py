@@ -86,7 +86,7 @@ class Sessions(Protocol):
         """
         ...
 
-    async def end(self, key: str) -> None:
+    def end(self, key: str) -> None:
         """End a session because its client asked for it."""
         ...
 
@@ -331,7 +331,7 @@ async def _set_reward(sessions: Sessions, dialect: Dialect, http: HTTPRequest) -
 async def _end_session(sessions: Sessions, dialect: Dialect, http: HTTPRequest) -> Response:
     read(EndSession, _object(await _read(http) or b"{}"))
     session = sessions.own(key_of(http))
-    await sessions.end(key_of(http))
+    sessions.end(key_of(http))
     return json_response({"session_id": session.id, "interactions": len(session.engine.interactions)})
 
 

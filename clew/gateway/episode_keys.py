@@ -65,6 +65,6 @@ class EpisodeSessions(EpisodeKeys[AgentSession]):
         message = "Cannot start a session: in training, each episode already has one. Use the agent's API key."
         raise Refusal(400, message)
 
-    async def end(self, key: str) -> None:
+    def end(self, key: str) -> None:
         """See `Sessions.end`: requests are refused from now on. Everything so far counts when the episode ends."""
         self.find(key).end("it was closed")

@@ -97,9 +97,12 @@ class StandaloneGateway:
         self._open(new)
         return self._sessions[new], new
 
-    async def end(self, key: str) -> None:
+    def end(self, key: str) -> None:
         """End a session. If any key will do, a later request with the same key opens another session."""
-        self._end(key)
+        session = self._sessions[key]
+        session.end("it was closed")
+        self._file(session)
+        del self._sessions[key]  # when it is on disk: a client whose call failed may call again
 
     async def run(self) -> None:
         """End unused sessions while the server runs, and all sessions when it stops."""
@@ -140,17 +143,11 @@ class StandaloneGateway:
     def _bytes(self) -> int:
         return sum(session.received_bytes for session in self._sessions.values())
 
-    def _end(self, key: str) -> None:
-        session = self._sessions[key]
-        session.end("it was closed")
-        self._file(session)
-        del self._sessions[key]  # when it is on disk: a client whose call failed may call again
-
     def _end_unasked(self, key: str) -> None:
         """End a session although no client has asked for it. If it cannot be recorded, the other sessions go on."""
         session = self._sessions[key]
         try:
-            self._end(key)
+            self.end(key)
         except Exception as error:
             log.error("session %s is lost: it cannot be recorded: %s: %s", session.id, type(error).__name__, error)
             self._sessions.pop(key, None)
