@@ -75,16 +75,12 @@ def train_as_configured(config: Config, arguments: Sequence[str], *, live: bool)
     in_this_process = config.debug.replay_rollout_data or config.launch.mode == "inline"
     live = live and not in_this_process
     with Progress(run, config.training.steps, live=live, warnings=not in_this_process) as progress:
-        if config.debug.replay_rollout_data:
-            from clew.loop.trainer_process import learn_from_record
+        if in_this_process:
+            from clew.loop.trainer_process import learn_from_record, learn_inline
 
+            learn = learn_from_record if config.debug.replay_rollout_data else learn_inline
             with drawing_curve(run):
-                learn_from_record(config, progress.refresh)
-        elif config.launch.mode == "inline":
-            from clew.loop.trainer_process import learn_inline
-
-            with drawing_curve(run):
-                learn_inline(config, progress.refresh)
+                learn(config, progress.refresh)
         else:
             from clew.launch.supervisor import supervise
 
