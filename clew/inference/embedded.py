@@ -174,7 +174,6 @@ class EmbeddedEngine(Core):
 
         ids, images = [list(prompt) for prompt, _ in prompts], admitted[0].images
         filled, logits, position_offset = self._prefill(ids, images)
-        self.prefilled_tokens += sum(map(len, ids))
         self.cache.join(filled, sources, [request.input_ids for request in admitted], longest, position_offset)
         first_row = len(self._rows)
         for request in admitted:

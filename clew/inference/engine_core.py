@@ -50,7 +50,6 @@ class Core(ServedModel):
         self.pending_weights: Received | None = None
         """Weights that the trainer has broadcast and that are not loaded yet."""
         self.waiting: deque[GenerateRequest] = deque()
-        self.prefilled_tokens = 0
 
     # Implemented by the two engines ----------------------------------------------------------------------------------
 

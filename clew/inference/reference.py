@@ -39,7 +39,6 @@ class ReferenceEngine(Core):
             request = self._request = self.waiting.popleft()
             self._output, self._logprobs = [], []
             self._masks = [] if request.sampling_mask and request.params.truncates(self.vocab) else None
-            self.prefilled_tokens += len(request.input_ids)
         params, ids = request.params, request.input_ids + self._output
         stop_ids = params.stop_ids(self.default_stop_ids)
         rows = RowParams.stack([params], self.vocab, self.device)
