@@ -149,8 +149,12 @@ class HTTPEngine:
         """Advice about the server's logprobs for the user who attaches it; "" if they are right at any temperature."""
         return ""
 
-    def wrong_logprobs(self, params: SamplingParams) -> str:
-        """Return why the logprobs of a request with these parameters are not what training needs; "" if they are."""
+    def wrong_logprobs(self, params: SamplingParams, masked: bool = False) -> str:
+        """Return why the logprobs of a request with these parameters are not what training needs; "" if they are.
+
+        Args:
+            masked: True if the answer says for each token from which tokens it was drawn.
+        """
         return ""
 
     def name_of(self, address: str) -> str:

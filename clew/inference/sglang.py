@@ -386,13 +386,7 @@ class SGLangEngine(Backend):
         return replace(new, logprobs=logprobs, sampling_mask=[mask or [] for mask in masks])
 
     def wrong_logprobs(self, params: SamplingParams, masked: bool = False) -> str:
-        """Return why the logprobs of a request with these parameters are not what training needs; "" if they are.
-
-        Args:
-            masked: True if the answer says for each token from which tokens it was drawn. Its logprobs are then those
-                of the draw itself, whatever the server does with the others.
-        """
-        if masked:
+        if masked:  # logprobs are then those of the draw itself, whatever the server does with the others
             return ""
         reports = f"SGLang at {self.address} reports logprobs"
         if params.min_new_tokens > 0:

@@ -429,11 +429,6 @@ class VLLMEngine(Backend):
         return f"reports logprobs {why}: only at temperature 1 can its tokens be trained on. {RESTART}"
 
     def wrong_logprobs(self, params: SamplingParams, masked: bool = False) -> str:
-        """Return why the logprobs of a request with these parameters are not what training needs; "" if they are.
-
-        Args:
-            masked: True if the answer says which tokens top_p, top_k and min_p had left.
-        """
         reports = f"vLLM at {self.address} reports logprobs"
         if 0 < params.temperature < COLDEST:
             return (
