@@ -16,6 +16,10 @@ from clew.models.vision import Vision
 from clew.record.weight_broadcast import Broadcast
 from clew.record.weights import WeightRef
 
+UNCHANGED = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+"""Sampling parameters that change the distribution, and that Clew never uses. vLLM would take those that a request
+leaves out from the model's generation_config.json, and SGLang from its --preferred-sampling-params."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:

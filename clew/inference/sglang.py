@@ -23,7 +23,7 @@ import orjson
 from clew.config import Config
 from clew.devices import gpus
 from clew.errors import ConfigError, EngineError, ImageError, RecordError, first_line
-from clew.inference.backend import HAS_REPLICAS, Backend, Launch, check_model, config_field, options
+from clew.inference.backend import HAS_REPLICAS, UNCHANGED, Backend, Launch, check_model, config_field, options
 from clew.inference.protocol import Completion, EngineUnreachable, FaultyAnswer, GenerateRequest, SamplingParams
 from clew.inference.sglang_checksums import (
     Tensors,
@@ -80,10 +80,6 @@ completion that an update interrupts is continued as a longer prompt."""
 
 OPTIONS_S = 120.0
 """Seconds within which SGLang must list its options."""
-
-UNCHANGED = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-"""Sampling parameters that change the distribution, and that Clew never uses. SGLang would take those that a request
-leaves out from its --preferred-sampling-params."""
 
 MASKS = "output_token_sampling_mask"
 """Field of an answer with the IDs that each token was drawn from."""

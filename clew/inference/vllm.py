@@ -31,7 +31,7 @@ import clew
 from clew.config import Config
 from clew.devices import gpus
 from clew.errors import ConfigError, EngineError, ImageError, RecordError
-from clew.inference.backend import HAS_REPLICAS, Backend, Launch, check_model, options
+from clew.inference.backend import HAS_REPLICAS, UNCHANGED, Backend, Launch, check_model, options
 from clew.inference.client import experts_of
 from clew.inference.protocol import (
     FINISH_REASONS,
@@ -66,10 +66,6 @@ EXTENSION = "clew.inference.vllm_worker.Extension"
 """Class whose methods are added to those of vLLM's workers."""
 
 RESTART = "Start vLLM with --logprobs-mode processed_logprobs"
-
-UNCHANGED = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-"""Sampling parameters that change the distribution, and that Clew never uses. vLLM would take those that a request
-leaves out from the model's generation_config.json."""
 
 OWN = (
     *("model", "host", "port", "dtype", "served-model-name", "tokenizer", "max-num-seqs", "kv-cache-memory-bytes"),
