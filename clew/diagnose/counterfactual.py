@@ -1,6 +1,6 @@
 """`clew replay RUN --step 137 key=value`: train on recorded batches again, with other settings.
 
-The new run starts at the first of these steps (debug.first_step).
+The new run starts at the first of the chosen steps (debug.first_step).
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ def counterfactual(run: RunDirectory, steps: range, overrides: list[str], *, fro
     more about the batch.
 
     Args:
-        from_bundle: True if `run` is an unpacked bundle. A stranger wrote its configuration, so the new run is
-            placed below the default `root`. If False, it is placed beside `run`, or in a folder there.
+        from_bundle: True if `run` is an unpacked bundle. A stranger may have written its configuration, so the new run
+            is placed below the default `root`. If False, it is placed beside `run` or, if `run` was copied or renamed,
+            in a folder beside it that has the experiment's name.
 
     Raises:
         ClewError: The steps cannot be trained, or the new run directory is already in use.
@@ -78,7 +79,7 @@ def counterfactual(run: RunDirectory, steps: range, overrides: list[str], *, fro
         weights = {each.steps.read(last)["digests"].get("weights") for each in (run, new)}
         if len(weights) == 1:
             print(f"no metric differs: {' '.join(overrides)} has no effect on these steps on the same data.")
-        else:  # a step's metrics are taken before its update, so the next step's show it first
+        else:  # metrics are taken before the update, so those of the next step show it first
             print(f"all metrics are identical, but the weights after step {last} differ. Replay the next step, too.")
         return
     EscapingConsole(wide=200).print(table_of_changes("step", changed, rows, title="recorded → here"))
@@ -129,7 +130,8 @@ def _left_unfinished(config: Config, run: RunDirectory, last: int) -> bool:
     if "trainer" in new.facts():
         return False
     then, first = configuration.load(new.config_path), config.debug.first_step
-    # The new run's config.yaml names the run's own first checkpoint as the model and, with one, the critic.
+    # The new run's config.yaml names the new run's first checkpoint as the model and, if there is a critic, the critic
+    # in that checkpoint.
     model = then.model.model_copy(update={"path": config.model.path})
     algorithm = then.algorithm.model_copy(update={"critic": config.algorithm.critic})
     debug = then.debug.model_copy(update={"path": config.debug.path})  # a bundle is unpacked elsewhere each time

@@ -83,7 +83,7 @@ class Options:
             )
         if not self.verify and (self.stages is not None or self.reward or self.overrides):
             raise ConfigError(
-                f"--no-verify trains again without comparing, and {self.modes[0]} does not. Leave one out."
+                f"--no-verify trains again without comparing, and {self.modes[0]} does not allow that. Leave one out."
             )
         if self.ranks > 1 and self.modes:
             raise ConfigError(

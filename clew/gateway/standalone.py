@@ -1,7 +1,7 @@
 """The gateway of `clew serve`, without a run.
 
 The first request with a new API key opens a session. A session ends when its client ends it, when it has been unused
-for too long, or when others need its room. It is then recorded if the user asked for that.
+for too long, to make room for another one, or when the server stops. It is then recorded if the user asked for that.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ UNUSED_S = 60.0
 class StandaloneGateway:
     """The gateway's application, which `clew.inference.serve.serve` runs on a port of its own, and its open sessions.
 
-    There is one session for each key. The first request with a key that `http_server.Guard` lets in opens it, even with
-    an empty key. /rl/start_session, which needs the run's token, hands out further keys. The methods that requests use
-    (`find`, `own`, `start`, `end`) are described in `clew.gateway.app.Sessions`.
+    There is one session for each key. The first request with a key opens it, if `http_server.Guard` lets the request
+    in; an empty key counts as a key. /rl/start_session, which needs the token in `TOKEN_VARIABLE`, hands out further
+    keys. The methods that requests use (`find`, `own`, `start`, `end`) are described in `clew.gateway.app.Sessions`.
     """
 
     def __init__(self, resources: Resources, models: Sequence[str], *, key: str, record: Path | None) -> None:
@@ -102,7 +102,7 @@ class StandaloneGateway:
         session = self._sessions[key]
         session.end("it was closed")
         self._file(session)
-        del self._sessions[key]  # when it is on disk: a client whose call failed may call again
+        del self._sessions[key]  # only once it is on disk: a client whose call failed may call again
 
     async def run(self) -> None:
         """End unused sessions while the server runs, and all sessions when it stops."""
@@ -134,8 +134,8 @@ class StandaloneGateway:
                     429,
                     f"Cannot take another request: {len(self._sessions)} sessions are open (limit {MAX_SESSIONS}), "
                     f"with {self._bytes() >> 20} MiB of requests (limit {MAX_BYTES >> 20}). End sessions that you no "
-                    f"longer need (POST /rl/end_session with the session's key). Sessions of others are ended after "
-                    f"{UNUSED_S:g} s without use.",
+                    f"longer need (POST /rl/end_session with the session's key). To make room, sessions are ended that "
+                    f"have been unused for {UNUSED_S:g} s.",
                     code="rate_limit_exceeded",
                 )
             self._end_unasked(oldest)

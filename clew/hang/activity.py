@@ -141,7 +141,7 @@ class Activity:
     """True in a `while` that pauses in each round, see `source.periodic`."""
 
     woken: bool = False
-    """True for a task whose event loop has only to run it, see `observed.Thread.woken`."""
+    """True for a task that its event loop could resume at once, see `observed.Thread.woken`."""
 
     @property
     def of_user(self) -> bool:
@@ -210,13 +210,16 @@ class Place:
         return self.sources.get(self.user.file, "")
 
     def members_of(self, group: str) -> tuple[int, ...] | None:
-        """Return the ranks of the group with this name; None if no source file says them."""
+        """Return the ranks of the group with this name; None if no source file says which they are."""
         every = (new_group_members(text, group, self.names) for text in self.sources.values())
         return next((members for members in every if members is not None), None)
 
 
 def _cleanup(frames: Sequence[Frame], sources: Mapping[str, str]) -> str:
-    """Return the cleanup that a stack is in, see `source.in_cleanup`; "" for everyday names that a loop calls."""
+    """Return the cleanup that a stack is in, see `source.in_cleanup`; "" if it is in none.
+
+    A function with an everyday name (`source.EVERYDAY_NAMES`) does not count if a loop calls it.
+    """
     for place, frame in enumerate(frames):
         if frame.name == "_exit_wrapper" and frame.locals.get("exc_type") != "None":  # a callback of an ExitStack
             return "__exit__"
@@ -287,7 +290,7 @@ COROUTINES: Patterns = (
     (r"asyncio/queues\.py$", "put|join", "queue_full"),
     (r"aiohttp/connector\.py$|httpcore/_async/connection_pool\.py$",
      "_wait_for_available_connection|wait_for_connection", "connections"),
-    (r"/(aiohttp|httpx\w*|httpcore\w*|grpc|websockets)/", "", "http"),  # their clients wait for an asyncio event
+    (r"/(aiohttp|httpx\w*|httpcore\w*|grpc|websockets)/", "", "http"),  # before asyncio's locks, in which they wait
     (r"asyncio/(locks|mixins)\.py$", "", "condition"),
     (r"asyncio/subprocess\.py$|asyncio/base_subprocess\.py$", "", "process"),
     (r"asyncio/threads\.py$", "", "future"),
@@ -311,7 +314,8 @@ def _coroutine(base: Activity, thread: Thread, user: Frame, text: str) -> Activi
     if thread.waiter in ("Task", "_GatheringFuture") and not starts_program:  # communicate() gathers tasks of its own
         return replace(base, kind="tasks")
     found = _first_match(COROUTINES, base, inside, text) or replace(base, kind="future")
-    # A stream of asyncio is a socket's or, in these attributes, a program's. It may be an argument of the function.
+    # asyncio reads sockets and programs through the same streams. A program's is an attribute such as proc.stdout: in
+    # this line, or in a call that passes it to this function.
     if found.kind == "http" and (re.search(STREAM, base.text) or re.search(rf"\b{user.name}\(.*{STREAM}", text)):
         return replace(found, kind="process")
     return found
@@ -361,7 +365,7 @@ def _distributed(base: Activity, place: Place) -> Activity | None:
 def _called(base: Activity, frame: Frame, place: Place) -> Activity:
     """Return the collective or message that a function of torch.distributed stands for."""
     group, members = group_in_memory(frame, place.process) or group_of(frame, place)
-    # An object's tensor has the size of its pickle, and uneven splits differ: their shapes tell nothing.
+    # Ranks may rightly call these with different shapes: a pickled object has any size, and splits may be uneven.
     alike = "_object" not in frame.name and not frame.name.startswith("all_to_all")
     found = replace(base, op=frame.name, group=group, members=members, shape=shape_in(frame) if alike else ())
     if frame.name not in POINT_TO_POINT:
@@ -395,7 +399,7 @@ def group_in_memory(frame: Frame, process: Process) -> tuple[str, tuple[int, ...
 
 
 def group_of(frame: Frame, place: Place) -> tuple[str, tuple[int, ...] | None]:
-    """Return the name of the group that a collective was called with, and its ranks if the source says them."""
+    """Return the name of the group that a collective was called with, and its ranks if the source says which."""
     callers = [each for each in place.frames[place.frames.index(frame) + 1 :] if each.of_user]
     if not callers:
         return "world", None
@@ -426,7 +430,7 @@ def group_of(frame: Frame, place: Place) -> tuple[str, tuple[int, ...] | None]:
 
 
 def new_group_members(text: str, name: str, names: dict[str, Any]) -> tuple[int, ...] | None:
-    """Return the ranks of `name = new_group(RANKS)`; None if the source and `names` do not say them for this rank."""
+    """Return the ranks of `name = new_group(RANKS)`; None if they do not follow from the source and `names`."""
     integers = {**expressions.constants(text), **names}
     for value in source.assignments(text, name):
         if isinstance(value, ast.Call) and source.dotted(value.func).rpartition(".")[2] == "new_group":
@@ -445,7 +449,7 @@ def new_group_members(text: str, name: str, names: dict[str, Any]) -> tuple[int,
 
 
 def _first_match(patterns: Patterns, base: Activity, inside: Sequence[Frame], text: str) -> Activity | None:
-    """Return the wait that the first of the patterns that matches one of these frames stands for, or None."""
+    """Return the wait of the first pattern that matches any of these frames; None if no pattern does."""
     for file, function, kind in patterns:
         for frame in inside:
             if re.search(file, frame.file) and (not function or re.fullmatch(function, frame.name)):
@@ -470,12 +474,13 @@ def entered_at(text: str, line: int) -> str:
     """Return the last object that a `with` at this line enters, as text; "" if no `with` begins there."""
     around = [n for n in source.enclosing(text, line) if isinstance(n, (ast.With, ast.AsyncWith)) and n.lineno == line]
     objects = [item.context_expr for each in around[-1:] for item in each.items]
-    named = [each for each in objects if not isinstance(each, ast.Call)] or objects  # open(path) is no lock
+    # In `with open(path) as file, lock:`, a thread waits for the lock, not for the call.
+    named = [each for each in objects if not isinstance(each, ast.Call)] or objects
     return ast.unparse(named[-1]) if named else ""
 
 
 def _native(base: Activity, place: Place) -> Activity:
-    """Return what a thread does that no library frame explains: it computes, or is in a native call."""
+    """Return what a thread does if no library frame explains it: it computes, or is in a native call."""
     process, thread = place.process, place.thread
     calls = source.calls_at(place.text, place.user.line)
     names = [source.dotted(call.func) for call in calls]
@@ -507,7 +512,7 @@ def _native(base: Activity, place: Place) -> Activity:
 
 
 def _without_frame(base: Activity, name: str, call: ast.Call, place: Place) -> Activity | None:
-    """Return the wait that a call is by its name, if it has no Python frame of its own; None for other calls."""
+    """Return the wait that a call's name stands for, if such calls have no Python frame of their own; else None."""
     owner, _, method = name.rpartition(".")
     sleeps, text = not place.thread.active, place.text
     match method:
@@ -583,7 +588,10 @@ def _peer(node: ast.expr | None, place: Place) -> int | None:
 
 
 def _messages_of(call: ast.Call, place: Place) -> list[ast.Call]:
-    """Return the P2POp(...) calls of a batch_isend_irecv, from the call, else its function, else the caller's line."""
+    """Return the P2POp(...) calls of a batch_isend_irecv.
+
+    They are looked for in the call itself, then in the function that waits, then in the line that called it.
+    """
     around = source.enclosing_function(place.text, place.user.line)
     outer = [frame for frame in place.frames[place.frames.index(place.user) + 1 :] if frame.of_user]
     lines = [each for f in outer[:1] for each in source.calls_at(place.sources.get(f.file, ""), f.line)]
@@ -623,7 +631,8 @@ def _begins_work(name: str) -> bool:
 def activities(process: Process, sources: Mapping[str, str], world: int | None) -> list[Activity]:
     """Return what the threads of a process are doing, the one that matters first.
 
-    That is the main thread, unless it only waits and another thread is in an operation of torch.distributed.
+    That is the main thread, unless it only waits and another thread is in an operation of torch.distributed
+    other than that of a store.
     """
     threads = sorted(process.threads, key=lambda thread: thread.os_id != process.pid)
     every = [activity_of(process, thread, sources, world) for thread in threads]

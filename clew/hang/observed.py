@@ -178,8 +178,8 @@ class Process:
     pipes: tuple[str, ...] = ()
     awaits: tuple[tuple[int, str, str], ...] = ()
     """Pipes and sockets that threads read or write at the moment: the thread, its end, and the other end. An end is
-    `r pipe:[1]`, `w pipe:[1]`, `socket:[2]`, or `l socket:[3]` for whoever listens, if nobody has accepted the
-    connection yet; "" if the peer of a socket is not known."""
+    `r pipe:[1]`, `w pipe:[1]` or `socket:[2]`. The other end of a socket is `l socket:[3]`, the listening socket, until
+    somebody accepts the connection, and "" if it is not known."""
     ends: tuple[str, ...] = ()
     """Ends that it has open and for which a thread of some process waits."""
     awaited_child: int = 0
@@ -213,7 +213,7 @@ class Process:
     """Collectives on record in torch's flight recorder, oldest first; empty if it cannot be read."""
     launched: tuple[Launched, ...] = ()
     answers: dict[str, str] = field(default_factory=dict)
-    """Answers of a local HTTP server: is_paused, health, and metrics (moving or still)."""
+    """Answers of the process to HTTP requests, if it is a server: health, is_paused, metrics (moving or still)."""
 
     @property
     def last(self) -> Look:
@@ -247,7 +247,7 @@ class Process:
 
     @property
     def user_frames(self) -> tuple[Frame, ...]:
-        """Return those of the user's own code."""
+        """Return the main thread's frames that are of the user's own code."""
         return self.main.user_frames if self.main else ()
 
     @property

@@ -78,7 +78,7 @@ class Report:
         return len(self.seen.processes) + sum(len(process.alike) for process in self.seen.processes)
 
     def source(self) -> list[tuple[str, list[tuple[int, str, bool]]]]:
-        """Return each call site at fault with the lines around it: number, text, and whether it is that line."""
+        """Return each call site at fault with its line and those around it: number, text, True for the line itself."""
         # The callers of an operation are sites, too, but have no activity: only the names of their files are known.
         files = {PurePath(file).name: file for file in self.seen.sources}
         files |= {actor.activity.site: actor.activity.file for actor in self.actors}

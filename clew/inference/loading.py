@@ -22,10 +22,10 @@ Received = tuple[int, Mapping[str, torch.Tensor]]
 
 
 def weights_of(model: Any, ref: WeightRef, received: Received | None = None) -> Callable[[], Iterator[Named]]:
-    """Return a function that yields the tensors of `ref`, after a check that they fit `model`. Changes nothing.
+    """Check that the tensors of `ref` fit `model`, and return a function that yields them. `model` is not changed.
 
-    They fit when they hold each of the model's tensors once, under the name that it has in memory, in its shape, and
-    nothing else. Of tied tensors, one name is enough. A truncated file does not open.
+    They fit if they have the names and shapes of the model's tensors in memory. Of tied tensors, one name is enough.
+    The check also finds truncated files, because they do not open.
 
     Args:
         model: The model.
@@ -83,7 +83,7 @@ def _check_received(ref: WeightRef, received: Received | None) -> Mapping[str, t
 
 @torch.no_grad()
 def copy_weights(model: Any, path: str, weights: Iterator[Named]) -> None:
-    """Copy weights into `model`, casting to its dtype. Raises EngineError when one of the files in `path` breaks."""
+    """Copy weights into `model`, casting to its dtype. Raises EngineError if a file in `path` cannot be read."""
     own = model.state_dict()
     with _reading(path):
         for name, tensor in weights:

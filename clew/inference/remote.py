@@ -7,8 +7,9 @@
 `clew serve` looks the same from outside, whichever engine generates: the same `/generate`, leases, tokens and refusals.
 `vllm.py` and `sglang.py` have what is special about each engine.
 
-An update closes a gate for new requests, aborts those in flight, and opens the gate when the new weights are loaded and
-checked. So no request spans two versions, and every token's version is known without asking the engine.
+An update closes a gate for new requests, aborts those in flight (or lets them end, inference.on_update=wait), and opens
+the gate when the new weights are loaded and checked. So no request spans two versions, and every token's version is
+known without asking the engine.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ from clew.waits import Reporter, waiting
 
 log = logging.getLogger("clew.inference")
 
-DRAWS = 1000  # of the token that stands for images, after which a completion fails
+DRAWS = 1000
+"""Number of times that the model may draw the token that stands for images before the completion fails."""
 
 POLL_S = 0.2
 """Seconds between two checks of a server that is starting."""
@@ -63,7 +65,7 @@ UPDATE_S = 600.0
 weights or answering the probe. After that it is given up, even if it still answers: its workers may be frozen."""
 
 SLOWER = 20.0
-"""Factor by which a part of an update may take longer than it ever took before, if that is more than `frozen_s`."""
+"""Multiple of its longest time so far that a part of an update may take. It may always take `frozen_s`."""
 
 UNCHECKED_S = 60.0
 """Seconds after a broadcast within which the trainer must ask for its weights to be checked."""
@@ -81,7 +83,7 @@ NO_TORCHVISION = (
 
 
 class RemoteCore(ServedModel):
-    """The part of a `RemoteEngine` that knows its model; `clew.inference.engine_core.Core` is its counterpart."""
+    """The part of a `RemoteEngine` that knows its model, as `clew.inference.engine_core.Core` does of other engines."""
 
     def __init__(self, config: Config) -> None:
         """Read the model's configuration, its tokenizer and its image input.
@@ -156,16 +158,16 @@ class RemoteEngine:
         """Version that the trainer has broadcast and that is not checked yet; None if there is none."""
         self._watch: asyncio.Task[None] | None = None
         self._question: tuple[asyncio.Task[bool], bool] | None = None
-        """The question whether the server lives, while it is not answered, and whether an update ran when it began."""
+        """Task that asks whether the server lives, until it is answered, and True if it was asked during an update."""
         self._loaded: str | None = None
         """Label of the weights that the server was given last; None: it has those that it started with."""
         self._identity, self._was_away = "", False
         self._asking: asyncio.Task[bool] | None = None
-        """The question of which process answers, which all requests share, see `_refuse_another`."""
+        """Task that asks which process answers. All requests share it, see `_refuse_another`."""
         self._has_paused = False
         """True from when an update pauses the server until it has resumed it."""
         self._longest_s: dict[str, float] = {}
-        """Most seconds that each part of an update has taken, by its words, see `_limited`."""
+        """Longest time of each part of an update, in seconds, by the words for it (`doing` of `_limited`)."""
 
     # protocol.Engine -------------------------------------------------------------------------------------------------
 
@@ -181,7 +183,8 @@ class RemoteEngine:
         self._refuse_when_broken()
         self.core.active.add(request)
         version, label = self.core.version, self._loaded  # no update begins before this request has ended
-        # The server is told where completions end: without an end token, the pad token is one to Clew, and none to it.
+        # The server is told where completions end: for a model without an end token, Clew takes the pad token, and the
+        # server would not stop there.
         ends = request.params.stop_ids(self.core.default_stop_ids)
         asked = replace(request, params=replace(request.params, stop_token_ids=ends), on_token=self._tells(request))
         try:
@@ -230,9 +233,10 @@ class RemoteEngine:
         raise EngineError(f"The model drew token {image}, which stands for images, {DRAWS} times in one completion.")
 
     def _stop_across(self, request: GenerateRequest, output_ids: list[int]) -> tuple[int, str | None]:
-        """Return the number of tokens up to a stop string that began before an update, and that string; or None.
+        """Return the number of tokens up to the end of a stop string that began before an update, and that string.
 
-        The server was given what it had generated then as part of the prompt, and looks for stop strings after that.
+        Without such a string, return (0, None). The server got the tokens from before the update as part of the prompt,
+        and looks for stop strings only in what follows.
         """
         for count in range(1, min(len(output_ids), _reach(request)) + 1):
             if (matched := matched_stop(request, output_ids[:count], self.core.tokenizer)) is not None:
@@ -240,7 +244,7 @@ class RemoteEngine:
         return 0, None
 
     def _tells(self, request: GenerateRequest) -> OnToken | None:
-        """Return what is called with each token: it tells none that follows a stop string, see `_stop_across`."""
+        """Return the function that takes each token. It passes on no token after a stop string, see `_stop_across`."""
         tell, told, over = request.on_token, list[int](), False
         if tell is None or not _reach(request):
             return tell
@@ -255,7 +259,7 @@ class RemoteEngine:
         return tell_some
 
     def _refuse_other_label(self, completion: Completion, label: str | None) -> None:
-        """Set `failure` if the server says that other weights made the tokens than those that it was given.
+        """Set `failure` if the server says that the tokens were made by other weights than it was given.
 
         Raises:
             EngineUnreachable: It says so.
@@ -270,7 +274,7 @@ class RemoteEngine:
             raise EngineUnreachable("", self.failure)
 
     async def _refuse_another(self) -> None:
-        """Set `failure` if, since the server was away, another process answers at its address.
+        """Set `failure` if the server was away and, since then, another process answers at its address.
 
         An answer through vLLM's /v1/completions does not name the weights, so nothing else would show a quick restart.
 
@@ -290,7 +294,7 @@ class RemoteEngine:
         self._was_away = False
 
     async def _is_same(self) -> bool:
-        """Return whether the process that was attached to still answers, as far as it can be told.
+        """Return whether the process that Clew attached to still answers; True if the server cannot be identified.
 
         Raises:
             EngineUnreachable: Nothing answers.
@@ -410,7 +414,7 @@ class RemoteEngine:
                     yield clock
             except BaseException as error:
                 self.core.broken = f"loading version {version} failed: {described(error)}"
-                # A server that was given up (its connections are closed) or that does not answer has refused nothing.
+                # A server that was given up, or that does not answer, has not refused the weights: it is unreachable.
                 dying = self.failure is not None or (isinstance(error, EngineError) and not await self._answers())
                 self._open()
                 if dying and isinstance(error, Exception):
@@ -422,7 +426,7 @@ class RemoteEngine:
         """Give the server up if the block, a part of an update, takes much longer than it ever did before.
 
         Args:
-            doing: Words for the block, with a place for the version.
+            doing: Words for the block, with %d in place of the version.
             alone: False if the server waits for others in it, so that it may take `UPDATE_S` each time.
 
         Raises:
@@ -547,7 +551,7 @@ class RemoteEngine:
             while silence := await self._silence(refuse=self.attached):
                 if ended := self.process.ended():
                     raise EngineError(f"{kind} did not start: it {ended}")
-                if silence != NO_ANSWER:  # a port that is closed may be opened yet
+                if silence != NO_ANSWER:  # a closed port is no silence: the server may still open it
                     spoke = loop.time()
                 elif loop.time() - spoke > UPDATE_S and await self._takes_connections():
                     raise self._silent("say that it is ready", UPDATE_S)
@@ -675,7 +679,7 @@ class RemoteEngine:
         return True
 
     async def _lives(self) -> bool | None:
-        """Return whether the server answers: its engine or, during an update, at least its HTTP side. None: not yet.
+        """Return whether the engine answers (in an update, at least its HTTP server); None while it has not answered.
 
         An engine answers between two steps, so the question stays for the next call. If it were soon asked anew, an
         engine with long steps would seldom answer, and SGLang would answer the old questions first.

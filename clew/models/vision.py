@@ -106,8 +106,8 @@ class Vision:
     def collapsed_ids(self, ids: list[int], images: Sequence[bytes]) -> list[int]:
         """Return tokens with one placeholder for each image, for engines that expand images themselves.
 
-        Some processors write text around an image: Gemma 3's begins and ends with two newlines. In a prompt, these may
-        share a token with the newlines beside them, so there they are removed as text.
+        Some processors write text around an image, as Gemma 3's writes two newlines before and after it. In a prompt,
+        such newlines may share a token with others beside them, so they are removed as text, not as tokens.
 
         Raises:
             ImageError: The tokens that stand for an image do not occur in one piece.
@@ -144,7 +144,7 @@ class Vision:
         return kept
 
     def _without(self, removed: list[int], ids: list[int], *, at_end: bool) -> list[int] | None:
-        """Return tokens without the text of others at their end or beginning; None if it is not there."""
+        """Return `ids` without the text of the tokens `removed` at their end or beginning; None if it is not there."""
         tokenizer = self._processor.tokenizer
         count = len(removed)
         if not count or (ids[-count:] if at_end else ids[:count]) == removed:

@@ -2,7 +2,7 @@
 
 A step is written in this order, so that a crash at any point has one meaning:
 
-1. ``step-N.parquet``          the chosen batch; without its JSON it is trained on again as it is
+1. ``step-N.parquet``          the chosen batch; as long as 3 is missing, the same batch is trained on again
 2. ``step-N/rank-R.parquet``   the stages that each rank computed
 3. ``step-N.json``             commits the step: now its groups are consumed
 4. a line in ``index.jsonl``   follows from 3; `Steps.repair` adds what a crash left out
@@ -37,7 +37,7 @@ class Stages:
     """Values that were computed for a step's sequences."""
 
     digests: dict[str, RowDigest]
-    """Digests of each sequence that training read, by its ID."""
+    """Digests of each sequence as training read it, by its ID."""
     arrays: dict[str, dict[str, np.ndarray]]
     """Values by stage and sequence ID: float32, aligned with the tokens, 0 where a token is not trained on."""
 
@@ -121,8 +121,9 @@ class Steps:
         there = next((later for later in range(step + 1, count) if self.has_data(later)), None)
         nearest = "no later step has its own" if there is None else f"the next that has its own is step {there}"
         return (
-            f"the sequences of step {step} are gone: {self.data_path(step)} is missing. record.keep_steps keeps those "
-            f"of the newest steps, or it was removed; {nearest}. Restore it from a copy of the run directory."
+            f"the sequences of step {step} are gone: {self.data_path(step)} is missing. Either "
+            f"record.keep_steps no longer keeps it, or somebody removed it; {nearest}. Restore it from a copy of the "
+            f"run directory."
         )
 
     def write_stages(

@@ -311,7 +311,7 @@ def _array(what: str, value: Any, dtype: type) -> np.ndarray:
         given = np.asarray(value)
         with np.errstate(invalid="ignore"):  # NaN as a whole number
             array = given.astype(dtype)
-        fits = given.dtype.kind not in "SUOc" and (  # not None among numbers, which would become NaN
+        fits = given.dtype.kind not in "SUOc" and (  # O: such as None among numbers, which would become NaN
             dtype is np.float32 or bool((array == given).all())
         )
     except (OverflowError, TypeError, ValueError):

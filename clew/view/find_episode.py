@@ -1,4 +1,4 @@
-"""Finds a group or episode in a run directory by its ID. It reads the index, and the one file that is needed."""
+"""Finds a group or episode in a run directory by its ID. It reads the index, and only those files that may hold it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ID = re.compile(r"((?:v(\d+)\.)?[^/*?\[]+?)(?:(\.e\d+)(\.[is]\d+)?)?")
 
 @dataclass(frozen=True)
 class Name:
-    """The parts of an ID: g000123, g000123.e2, g000123.e2.s0, g000123.e2.i0; in an evaluation with v000020 before it.
+    """The parts of an ID, such as g000123, g000123.e2, g000123.e2.s0, g000123.e2.i0; in an evaluation v000020.g000123.
 
     Another trainer's groups may have other names.
     """
@@ -132,7 +132,7 @@ def read_batch(run: RunDirectory, step: int) -> list[Sequence]:
 def settings_of(run: RunDirectory) -> dict[str, Any]:
     """Return config.yaml by dotted names, without nulls; empty if there is none. Raises RecordError if it is not YAML.
 
-    It is not checked: the run may be of another Clew, or of another trainer.
+    It is not checked: the run may be of another version of Clew, or of another trainer.
     """
     values = read_yaml(run.config_path) if run.config_path.exists() else {}
     return {name: value for name, value in flat(values).items() if value is not None}
