@@ -21,7 +21,8 @@ from clew.diagnose.first_difference import METRICS, SAMPLING_NOISE, Comparison, 
 from clew.diagnose.stages import chain_holds, suggestions
 from clew.errors import ConfigError, RecordError
 from clew.loop import differences
-from clew.loop.differences import EXACT, Difference
+from clew.loop.differences import Difference
+from clew.loop.tolerance import EXACT
 from clew.printing import few, print
 from clew.reading import read_yaml
 from clew.record.bundle import opened

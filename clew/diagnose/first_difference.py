@@ -20,7 +20,8 @@ from clew.console import tracked
 from clew.diagnose.causes import Pair, differing
 from clew.errors import RecordError
 from clew.loop import differences
-from clew.loop.differences import EXACT, TOLERANCES, Difference, Tolerance
+from clew.loop.differences import Difference
+from clew.loop.tolerance import EXACT, TOLERANCES, Tolerance
 from clew.printing import around, common_length
 from clew.reading import RESTORE, flat
 from clew.record.batch_digest import digest_rows, from_hex, to_hex

@@ -16,7 +16,8 @@ from clew.config import Algorithm
 from clew.console import tracked
 from clew.diagnose.stages import WITHOUT_MODEL, chain_holds, check_stages, suggestions
 from clew.errors import ConfigError, Interrupted, RecordError
-from clew.loop.differences import TOLERANCES, Difference, DifferenceFound
+from clew.loop.differences import Difference, DifferenceFound
+from clew.loop.tolerance import TOLERANCES
 from clew.printing import print
 from clew.record.bundle import opened
 from clew.record.run import RunDirectory

@@ -14,8 +14,9 @@ from typing import Any
 from clew.config import Algorithm
 from clew.errors import ConfigError, RecordError
 from clew.loop import differences
-from clew.loop.differences import EXACT, TOLERANCES, Difference, DifferenceFound
+from clew.loop.differences import Difference, DifferenceFound
 from clew.loop.recompute import COMPUTED, suspect_user_code
+from clew.loop.tolerance import EXACT, TOLERANCES
 from clew.printing import few, print
 from clew.reading import flat
 from clew.record import chain

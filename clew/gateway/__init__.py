@@ -1,1 +1,1 @@
-"""The gateway between agents and inference engines: OpenAI's and Anthropic's interfaces in, exact tokens out."""
+"""The gateway: OpenAI's and Anthropic's interfaces in, exact tokens out. Read `app.py` first, then `turns.py`."""

@@ -1,1 +1,1 @@
-"""Finds out why a distributed job has stopped: who waits for whom, and which rank or process is at fault."""
+"""Finds out why a distributed job has stopped, and which rank or process is at fault. Read `judge.py` first."""

@@ -16,11 +16,11 @@ from clew.hang.between_ranks import cycle, with_callers
 from clew.hang.collective_calls import record_lines
 from clew.hang.ended import done, ended_inside, explains
 from clew.hang.expressions import constants
-from clew.hang.filters import refuses
 from clew.hang.local_cause import device, local_cause
 from clew.hang.locks import locked_by
 from clew.hang.observed import Snapshot
 from clew.hang.progress import cpu_share, pace, recent, woken_once
+from clew.hang.rejecting_loops import refuses
 from clew.hang.roles import WAITS_INSIDE, actors_of, world_of
 from clew.hang.same_call import initialisation, missing_ranks, same_everywhere, two_threads
 from clew.hang.verdict import SOUND, Actor, Sink, Verdict, names, sentences, verdict_about

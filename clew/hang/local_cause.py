@@ -16,7 +16,6 @@ from clew.hang.collective_calls import behind, different_counts, first_different
 from clew.hang.ended import dead, done, joined_too_early, lost_task, outlived, pipe_kept_open
 from clew.hang.equal_stacks import by_value
 from clew.hang.expressions import Unknown, evaluate
-from clew.hang.filters import never_filled, never_holds, rejecting, rounds_without_put, starved, takes_in_vain
 from clew.hang.locks import left_locked, lock_holders, locked_by, locked_crosswise, locked_outside
 from clew.hang.observed import Look
 from clew.hang.polls import asks_again, asks_as_told, both_poll, polling, retrying, threads_poll
@@ -30,6 +29,7 @@ from clew.hang.progress import (
     pace,
     places,
 )
+from clew.hang.rejecting_loops import never_filled, never_holds, rejecting, rounds_without_put, starved, takes_in_vain
 from clew.hang.roles import WAITS_INSIDE
 from clew.hang.verdict import LOCAL, MESSAGES, Actor, Sink, Verdict, names, sentences, subject, words_of
 from clew.hang.waits_for import THROUGH_PIPES, TO_OTHERS, ports_named, surely_awaits

@@ -1,1 +1,1 @@
-"""Inference engines behind one protocol: embedded, or over HTTP."""
+"""Inference engines behind one protocol: embedded, or over HTTP. Read `protocol.py` first."""

@@ -1,1 +1,1 @@
-"""Starting and supervising processes, and the checks before."""
+"""Starting and supervising processes, and the checks before. Read `supervisor.py` first."""

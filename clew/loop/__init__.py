@@ -1,1 +1,1 @@
-"""The training loop, and the sources of its batches."""
+"""The training loop, and the sources of its batches. Read `loop.py` first."""

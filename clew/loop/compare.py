@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from clew.loop import differences
-from clew.loop.differences import EXACT, TOLERANCES, Difference, Tolerance
+from clew.loop.differences import Difference
 from clew.loop.recompute import COMPUTED, suspect_user_code
 from clew.loop.step_summary import environment, facts_of
+from clew.loop.tolerance import EXACT, TOLERANCES, Tolerance
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
 from clew.record.steps import Stages

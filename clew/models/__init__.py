@@ -1,0 +1,1 @@
+"""Models, tokenizers and processors: loaded and checked. Read `loading.py` first."""

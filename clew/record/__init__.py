@@ -1,4 +1,4 @@
-"""The record: sequences, inbox, steps, the run directory. Imports no torch."""
+"""The record: sequences, inbox, steps, the run directory. Imports no torch. Read `run.py` first."""
 
 from __future__ import annotations
 

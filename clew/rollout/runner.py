@@ -37,7 +37,7 @@ from clew.rollout.admission import may_start
 from clew.rollout.episode import Episode, run_concurrently, run_episode
 from clew.rollout.evaluation import group_id as eval_group_id
 from clew.rollout.evaluation import summarize
-from clew.rollout.failures import FailureWatch
+from clew.rollout.failure_limit import FailureWatch
 from clew.rollout.filters import EqualRewards
 from clew.rollout.reward_pool import RewardPool
 from clew.rollout.setup import load_reward, load_workflow, refuse_impossible

@@ -1,1 +1,1 @@
-"""`clew agent stress`: loads an agent as training will, before training, and reports the problems that this causes."""
+"""`clew agent stress`: loads an agent as training will, and reports the problems. Read `run.py` first."""

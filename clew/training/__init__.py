@@ -1,1 +1,1 @@
-"""Training: advantages, losses, the engine that makes the steps, sharding, checkpoints and export."""
+"""Training: a step and its engine, the policy, sharding, checkpoints and export. Read `engine.py` first."""

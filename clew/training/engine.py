@@ -35,12 +35,18 @@ from clew.record.media import Media
 from clew.record.rows import Sequence
 from clew.seeds import derive_seed
 from clew.training.advantages import advantages_function, truncated
+from clew.training.batch_metrics import (
+    correlation_metrics,
+    gap_metrics,
+    lag_metrics,
+    rejection_metrics,
+    rollout_metrics,
+)
 from clew.training.batching import Plan, loss_weights, padding_share, plan_step
 from clew.training.critic import Critic, value_metrics
 from clew.training.custom import needs_critic
 from clew.training.gradient_checks import RECENT_NORMS, hint_of, loss_problem, norm_problem, not_finite
 from clew.training.loss_function import loss_function
-from clew.training.metrics import correlation_metrics, gap_metrics, lag_metrics, rejection_metrics, rollout_metrics
 from clew.training.optimizer import GradientError, Optimizer
 from clew.training.policy import Policy, check_tokens
 from clew.training.preferences import deal_pairs, pair_losses, sft_loss

@@ -19,7 +19,7 @@ from clew.record.origin import IMPORTED
 from clew.record.run import RunDirectory
 from clew.record.steps import parse_steps
 from clew.record.writer import Writer
-from clew.training.metrics import rollout_metrics
+from clew.training.batch_metrics import rollout_metrics
 from clew.training.padded import load_padded, load_stages, save_padded
 from clew.training.saving import written_aside
 

@@ -1,1 +1,1 @@
-"""Displays a run to people: its progress, its status, and what its record holds."""
+"""Displays a run to people: its progress, its status, and what its record holds. Read `show.py` first."""

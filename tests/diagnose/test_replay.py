@@ -48,7 +48,7 @@ from clew.record.bundle import opened, write_bundle
 from clew.record.run import RunDirectory
 from clew.rollout.episode import run_episode
 from clew.rollout.setup import load_reward, load_workflow
-from clew.training import checkpoint, metrics
+from clew.training import batch_metrics, checkpoint
 from clew.training.custom import digest_of_file
 from clew.training.engine import TrainEngine
 from clew.training.sharded_digest import digest_tensors
@@ -452,7 +452,7 @@ def test_a_record_of_older_formulas_is_compared_within_rounding_where_it_differs
     )
     with monkeypatch.context() as before:
         before.setitem(ESTIMATORS, "k3", older)
-        before.setattr(metrics, "divergences", older_metric)
+        before.setattr(batch_metrics, "divergences", older_metric)
         learn_inline(config, lambda step, summary: None)
     run = RunDirectory(config.run_path)
     assert not again(run), "what a record of today would be called"

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from clew.errors import EngineError
 from clew.inference.client import HTTPEngine
 from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, OnToken, SamplingParams
-from clew.inference.resubmit import generate_through_aborts
+from clew.inference.retries import generate_through_aborts
 from clew.loop.server_control import ServerControl
 from clew.models.tensor_digest import hex_digests
 from clew.record.run import RunDirectory

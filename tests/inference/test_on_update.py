@@ -18,7 +18,7 @@ from clew.inference.client import HTTPEngine
 from clew.inference.embedded import build_engine
 from clew.inference.local import LocalEngine
 from clew.inference.protocol import Completion, GenerateRequest, SamplingParams
-from clew.inference.resubmit import generate_through_aborts
+from clew.inference.retries import generate_through_aborts
 from clew.inference.serve import serve
 from clew.loop.server_control import ServerControl
 from clew.models.loading import load_model, load_tokenizer

@@ -37,7 +37,7 @@ from clew.inference.detect_server import FoundEngine
 from clew.inference.local import load_engine
 from clew.inference.protocol import Completion, EngineUnreachable, FaultyAnswer, GenerateRequest, SamplingParams
 from clew.inference.remote import RemoteCore, RemoteEngine, start_remote
-from clew.inference.resubmit import generate_through_aborts
+from clew.inference.retries import generate_through_aborts
 from clew.inference.server_process import ServerProcess
 from clew.inference.sglang import NEEDED, SESSION, SGLangEngine
 from clew.inference.vllm import VLLMEngine

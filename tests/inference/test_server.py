@@ -31,7 +31,7 @@ from clew.inference.embedded import build_engine
 from clew.inference.generate_api import parse_call
 from clew.inference.local import LocalEngine
 from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, RequestTooLong, SamplingParams
-from clew.inference.resubmit import generate_through_aborts
+from clew.inference.retries import generate_through_aborts
 from clew.inference.serve import serve
 from clew.loop.server_control import ServerControl
 from clew.models.loading import load_model, load_tokenizer

@@ -19,7 +19,7 @@ from clew.inference.client import HTTPEngine
 from clew.inference.embedded import build_engine
 from clew.inference.local import LocalEngine
 from clew.inference.protocol import EngineUnreachable, GenerateRequest, RequestTooLong, SamplingParams
-from clew.inference.resubmit import generate_through_aborts
+from clew.inference.retries import generate_through_aborts
 from clew.inference.vllm import VLLMEngine
 from clew.models.loading import load_model, load_tokenizer
 from tests.models import tiny_model, tiny_tokenizer

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from clew.loop.differences import EXACT, TOLERANCES, Tolerance, in_stage
+from clew.loop.differences import in_stage
+from clew.loop.tolerance import EXACT, TOLERANCES, Tolerance
 
 
 @pytest.mark.parametrize("tolerance", [EXACT, TOLERANCES["float32"]])

@@ -12,8 +12,8 @@ from rich.console import Console
 from clew import config as configuration
 from clew.config import Config
 from clew.errors import ClewError, ConfigError, ModelError, RecordError, TrainingError
-from clew.loop.differences import TOLERANCES
 from clew.loop.stopwatch import Clock
+from clew.loop.tolerance import TOLERANCES
 from clew.record import rows
 from clew.record.run import RunDirectory
 from clew.training import checkpoint, optimizer

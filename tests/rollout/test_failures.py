@@ -8,7 +8,7 @@ import random
 import pytest
 
 from clew.errors import RolloutError
-from clew.rollout.failures import FALSE_STOPS, FailureWatch, window_of
+from clew.rollout.failure_limit import FALSE_STOPS, FailureWatch, window_of
 
 BATCH, SAMPLES = 16, 8
 

@@ -185,7 +185,7 @@ def test_one_episode_in_twenty_fails_and_the_run_goes_on(tmp_path, caplog):
         assert row.error is not None and row.error.startswith("RuntimeError: tool") and "user_code.py" in row.error
 
 
-# The numbers of groups follow from the statistical test that clew/rollout/failures.py explains.
+# The numbers of groups follow from the statistical test that clew/rollout/failure_limit.py explains.
 @pytest.mark.parametrize(
     ("every", "counts"),
     [

@@ -22,7 +22,7 @@ from aiohttp import web
 from clew.config import Config
 from clew.errors import EngineError
 from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, SamplingParams
-from clew.inference.resubmit import generate_through_aborts
+from clew.inference.retries import generate_through_aborts
 from clew.inference.serve import serve
 from clew.loop.server_control import ServerControl
 from clew.record.run import RunDirectory, Server

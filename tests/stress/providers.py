@@ -60,7 +60,7 @@ class Strangers:
     def start(self, key: str) -> tuple[AgentSession, str]:
         raise NotImplementedError
 
-    async def end(self, key: str) -> None:
+    def end(self, key: str) -> None:
         raise NotImplementedError
 
 

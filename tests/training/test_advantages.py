@@ -16,7 +16,7 @@ from clew.config import Algorithm
 from clew.errors import ConfigError, TrainingError
 from clew.record.rows import Sequence
 from clew.training.advantages import advantages_function, largest_penalty
-from clew.training.metrics import correlation_metrics
+from clew.training.batch_metrics import correlation_metrics
 from tests.training.sequences import make_config, make_sequence
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from clew.training.metrics import gap_metrics, lag_metrics, rejection_metrics
+from clew.training.batch_metrics import gap_metrics, lag_metrics, rejection_metrics
 
 
 def test_mismatch_and_staleness_are_apart():

@@ -1,4 +1,7 @@
-"""Metrics of one step, computed from arrays that the step has anyway. Pure NumPy."""
+"""Metrics of a batch, computed from arrays that the step has anyway. Pure NumPy.
+
+Metrics of the loss, such as `clip_share`, come from `decoupled` in `clew.algorithms.losses`.
+"""
 
 from __future__ import annotations
 
