@@ -21,7 +21,7 @@ def said_of(pid: int, name: str) -> str:
 def status_of(pid: int) -> dict[str, str]:
     """Return the fields of /proc/PID/status by name; empty if the process is gone."""
     with suppress(OSError):
-        return dict(re.findall(r"^(\w+):\s*(.*)$", said_of(pid, "status"), re.M))
+        return dict(re.findall(r"^(\w+):[ \t]*(.*)$", said_of(pid, "status"), re.M))
     return {}
 
 
