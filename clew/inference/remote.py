@@ -32,11 +32,11 @@ from clew.inference.protocol import (
     EngineUnreachable,
     FaultyAnswer,
     GenerateRequest,
-    OnToken,
     Timings,
     UpdateTimer,
 )
-from clew.inference.request_checks import PROBE_TOLERANCE, ServedModel, matched_stop, stop_window
+from clew.inference.remote_tokens import cut_at_end, drawn, tells_until_stop
+from clew.inference.request_checks import PROBE_TOLERANCE, ServedModel
 from clew.inference.server_process import AttachedServer, ServerProcess
 from clew.models.loading import load_tokenizer
 from clew.models.model_folder import config_of
@@ -47,13 +47,9 @@ from clew.record.files import write_json
 from clew.record.run import RunDirectory
 from clew.record.weight_broadcast import Broadcast
 from clew.record.weights import WeightRef
-from clew.seeds import derive_seed
 from clew.waits import Reporter, waiting
 
 log = logging.getLogger("clew.inference")
-
-DRAWS = 1000
-"""Number of times that the model may draw the token that stands for images before the completion fails."""
 
 POLL_S = 0.2
 """Seconds between two checks of a server that is starting."""
@@ -186,10 +182,12 @@ class RemoteEngine:
         # The server is told where completions end: for a model without an end token, Clew takes the pad token, and the
         # server would not stop there.
         ends = request.params.stop_ids(self.core.default_stop_ids)
-        asked = replace(request, params=replace(request.params, stop_token_ids=ends), on_token=self._tells(request))
+        asked = replace(
+            request, params=replace(request.params, stop_token_ids=ends), on_token=tells_until_stop(request, self.core)
+        )
         try:
             await self._refuse_another()
-            completion = await self._drawn(asked)
+            completion = await drawn(self._backend, asked, self.core.vision)
         except EngineUnreachable as error:  # the connections to a server that is given up are closed
             self._was_away = True
             if self.failure is None:
@@ -200,63 +198,7 @@ class RemoteEngine:
         self._refuse_other_label(completion, label)
         self.core.generated_tokens += len(completion.output_ids)
         completion = replace(completion, versions=[version] * len(completion.output_ids))
-        count, matched = self._stop_across(request, completion.output_ids)
-        if matched is not None:
-            return replace(completion.first(count), finish_reason="stop", matched=matched)
-        return self._unless_over(request, completion) if completion.finish_reason == "abort" else completion
-
-    async def _drawn(self, request: GenerateRequest) -> Completion:
-        """Return the server's completion, without the token that stands for images: another is drawn in its place.
-
-        No image would belong to it, and the trainer would fail. A ban would change the other tokens' logprobs. At
-        temperature 0 the same token would be drawn each time, so it is left there.
-        """
-        vision, params, tell = self.core.vision, request.params, request.on_token
-        if vision is None or params.temperature == 0:
-            return await self._backend.generate(request)
-        image = vision.image_id
-        ends = replace(params, stop_token_ids=(*(params.stop_token_ids or ()), image))
-        asked = replace(
-            request,
-            params=ends,
-            on_token=tell and (lambda token, logprob: None if token == image else tell(token, logprob)),
-        )
-        so_far = Completion(output_ids=[], logprobs=[], versions=[], finish_reason="abort")
-        for _ in range(DRAWS):
-            part = await self._backend.generate(asked)
-            if part.output_ids[-1:] != [image]:
-                return so_far.followed_by(part)
-            part = part.first(len(part.output_ids) - 1)
-            so_far = so_far.followed_by(part)
-            asked = asked.continued(part.output_ids)
-            asked = replace(asked, params=replace(asked.params, seed=derive_seed(asked.params.seed, "image")))
-        raise EngineError(f"The model drew token {image}, which stands for images, {DRAWS} times in one completion.")
-
-    def _stop_across(self, request: GenerateRequest, output_ids: list[int]) -> tuple[int, str | None]:
-        """Return the number of tokens up to the end of a stop string that began before an update, and that string.
-
-        Without such a string, return (0, None). The server got the tokens from before the update as part of the prompt,
-        and looks for stop strings only in what follows.
-        """
-        for count in range(1, min(len(output_ids), _reach(request)) + 1):
-            if (matched := matched_stop(request, output_ids[:count], self.core.tokenizer)) is not None:
-                return count, matched
-        return 0, None
-
-    def _tells(self, request: GenerateRequest) -> OnToken | None:
-        """Return the function that takes each token. It passes on no token after a stop string, see `_stop_across`."""
-        tell, told, over = request.on_token, list[int](), False
-        if tell is None or not _reach(request):
-            return tell
-
-        def tell_some(token: int, logprob: float) -> None:
-            nonlocal over
-            if not over:
-                tell(token, logprob)
-                told.append(token)
-                over = len(told) <= _reach(request) and matched_stop(request, told, self.core.tokenizer) is not None
-
-        return tell_some
+        return cut_at_end(request, completion, self.core)
 
     def _refuse_other_label(self, completion: Completion, label: str | None) -> None:
         """Set `failure` if the server says that the tokens were made by other weights than it was given.
@@ -315,18 +257,6 @@ class RemoteEngine:
     def attached(self) -> bool:
         """True if somebody else started the server. Clew then leaves it running."""
         return isinstance(self.process, AttachedServer)
-
-    def _unless_over(self, request: GenerateRequest, completion: Completion) -> Completion:
-        """Return an aborted completion, marked as stopped if its last token ends it, so that nobody continues it.
-
-        SGLang reports "abort" for a request that reaches its end in the very step in which it is aborted.
-        """
-        output_ids, params = completion.output_ids, request.params
-        if len(output_ids) <= params.min_new_tokens:
-            return completion
-        matched = output_ids[-1] if output_ids[-1] in params.stop_ids(self.core.default_stop_ids) else None
-        matched = matched_stop(request, output_ids, self.core.tokenizer) if matched is None else matched
-        return completion if matched is None else replace(completion, finish_reason="stop", matched=matched)
 
     async def version(self) -> int:
         self._refuse_when_broken()
@@ -542,9 +472,36 @@ class RemoteEngine:
         reporter.set(engine=kind, engine_command=[] if self._launch is None else self._launch.command)
         loop = asyncio.get_running_loop()
         began = loop.time()
-        silence, warned, resumed, spoke = "", False, False, began
+        await self._until_ready(reporter)
+        with waiting(f"{kind} at {backend.address} to generate its first tokens", unblocks=kind):
+            if self.attached:
+                await self._resumed()
+            async with self._answered_within(UPDATE_S, "show what it can do, which includes a generation"):
+                lacks = await backend.prepare()
+        for lack in lacks:
+            log.warning("%s at %s: %s", kind, backend.address, lack)
+        if self.attached:
+            self._was_away, self._identity = False, ""
+            with suppress(EngineError, TimeoutError):  # a vLLM without metrics
+                async with asyncio.timeout(self._frozen_s):
+                    self._identity = await backend.identity()
+        await self._record_options(reporter)
+        if backend.context is not None:
+            self.core.context = min(self.core.context, backend.context)
+        log.info("%s started in %.1f s at %s", kind, loop.time() - began, backend.address)
+        self._watch = loop.create_task(self._keep_watch())
+
+    async def _until_ready(self, reporter: Reporter) -> None:
+        """Wait until the server says that it is ready. One that ran already is resumed if it generates nothing.
+
+        Raises:
+            EngineError: It ended, or takes connections for `UPDATE_S` without an answer.
+        """
+        kind, address, silence = self._backend.kind, self._backend.address, ""
+        loop, resumed, warned = asyncio.get_running_loop(), False, False
+        began = spoke = loop.time()
         with waiting(
-            f"{kind} at {backend.address} to start",
+            f"{kind} at {address} to start",
             unblocks=kind,
             numbers=lambda: f"{silence}; its log: {self.process.log}",
         ):
@@ -557,36 +514,18 @@ class RemoteEngine:
                     raise self._silent("say that it is ready", UPDATE_S)
                 if self.attached and not resumed and await self._answers():
                     resumed = True
-                    log.warning("%s at %s answers but generates nothing: resuming it", kind, backend.address)
+                    log.warning("%s at %s answers but generates nothing: resuming it", kind, address)
                     await self._resumed()
                 elif self.attached and not warned:
                     warned = True
                     log.warning(
                         "nothing serves at %s yet (%s): waiting. Is this the host:port of %s, and is it running?",
-                        backend.address,
+                        address,
                         silence,
                         kind,
                     )
-                reporter.set(doing=f"waiting for {kind} at {backend.address} to start ({loop.time() - began:.0f} s)")
+                reporter.set(doing=f"waiting for {kind} at {address} to start ({loop.time() - began:.0f} s)")
                 await asyncio.sleep(POLL_S)
-        with waiting(f"{kind} at {backend.address} to generate its first tokens", unblocks=kind):
-            if self.attached:
-                await self._resumed()
-            async with self._answered_within(UPDATE_S, "show what it can do, which includes a generation"):
-                lacks = await backend.prepare()
-        for lack in lacks:
-            log.warning("%s at %s: %s", kind, backend.address, lack)
-        if self.attached:
-            self._was_away = False
-            self._identity = ""
-            with suppress(EngineError, TimeoutError):  # a vLLM without metrics
-                async with asyncio.timeout(self._frozen_s):
-                    self._identity = await backend.identity()
-        await self._record_options(reporter)
-        if backend.context is not None:
-            self.core.context = min(self.core.context, backend.context)
-        log.info("%s started in %.1f s at %s", kind, loop.time() - began, backend.address)
-        self._watch = loop.create_task(self._keep_watch())
 
     async def _record_options(self, reporter: Reporter) -> None:
         """Write the options that the server runs with, and log those that the command line or inference.args set."""
@@ -704,31 +643,34 @@ class RemoteEngine:
     async def _keep_watch(self) -> None:
         """Set `failure` when the server has ended, stands still, or has not answered for `frozen_s`."""
         loop, kind, address = asyncio.get_running_loop(), self._backend.kind, self._backend.address
-        answered, ran = loop.time(), loop.time()  # when it last answered, and last had no stopped process
         period = min(HEALTH_S, self._frozen_s / 4)
-        looked = answered
+        heard = ran = looked = loop.time()  # when it last answered, last had no stopped process, and was last looked at
         while self.failure is None:
             await asyncio.sleep(min(POLL_S, period))
             if ended := self.process.ended():
                 self.failure = f"{kind} at {address} {ended}"
             elif loop.time() - looked > period:
                 stopped = self.process.stopped()
-                if not stopped:
-                    ran = loop.time()
-                if lives := await self._lives():
-                    answered = loop.time()
-                    with suppress(EngineUnreachable):  # `failure` is set, or it went away again
-                        await self._refuse_another()
-                elif lives is False:
-                    self._was_away = True
+                ran = ran if stopped else loop.time()
+                heard = loop.time() if await self._is_heard() else heard
                 looked = loop.time()
                 if looked - ran > self._frozen_s:
                     await self._give_up(f"its {stopped} is stopped (SIGSTOP) and has been for {self._frozen_s:.0f} s")
-                elif looked - answered > self._frozen_s:
+                elif looked - heard > self._frozen_s:
                     more = f"; its {stopped} is stopped" if stopped else ""
                     await self._give_up(f"it has not answered for {self._frozen_s:.0f} s{more}")
         self._forget_question()
         await self._backend.close()  # fails the requests at an attached server, which is not ended and may never answer
+
+    async def _is_heard(self) -> bool:
+        """Return whether the server has answered. Set `failure` if another process answers after it was away."""
+        lives = await self._lives()
+        if lives:
+            with suppress(EngineUnreachable):  # `failure` is set, or it went away again
+                await self._refuse_another()
+        elif lives is False:
+            self._was_away = True
+        return bool(lives)
 
     async def _give_up(self, reason: str) -> None:
         """Set `failure`, and end the server."""
@@ -764,11 +706,6 @@ class RemoteEngine:
                     await asyncio.wait_for(self._resumed(), HEALTH_S)
         await self._backend.close()
         await asyncio.to_thread(self.process.end)
-
-
-def _reach(request: GenerateRequest) -> int:
-    """Return how many tokens after an update may belong to a stop string that began before it; 0: none."""
-    return stop_window(request.params.stop) if request.params.stop and request.params.continues else 0
 
 
 def start_remote(config: Config, run: RunDirectory, name: str = "server", attach: str = "") -> RemoteEngine:

@@ -37,6 +37,7 @@ from clew.inference.detect_server import FoundEngine
 from clew.inference.local import load_engine
 from clew.inference.protocol import Completion, EngineUnreachable, FaultyAnswer, GenerateRequest, SamplingParams
 from clew.inference.remote import RemoteCore, RemoteEngine, start_remote
+from clew.inference.remote_tokens import tells_until_stop
 from clew.inference.retries import generate_through_aborts
 from clew.inference.server_process import ServerProcess
 from clew.inference.sglang import NEEDED, SESSION, SGLangEngine
@@ -689,7 +690,8 @@ def test_a_stop_string_that_begins_before_an_update_ends_the_completion(tmp_path
         engine = RemoteEngine(named, core, VLLMEngine.client(named, address))
         told: list[int] = []
         params = SamplingParams(max_new_tokens=3, stop=("12",), continues=1)
-        tell = engine._tells(GenerateRequest([three, one], params, on_token=lambda token, _: told.append(token)))
+        asked = GenerateRequest([three, one], params, on_token=lambda token, _: told.append(token))
+        tell = tells_until_stop(asked, core)
         assert tell is not None
         for token in (two, three, one):
             tell(token, -1.0)
