@@ -72,6 +72,12 @@ def counterfactual(run: RunDirectory, steps: range, overrides: list[str], *, fro
             nothing = "interrupted before the first step: its directory was removed. Start the same command again."
             raise Interrupted(going_on_with if left else nothing) from None
         raise
+    _print_changes(run, new, steps, overrides)
+
+
+def _print_changes(run: RunDirectory, new: RunDirectory, steps: range, overrides: list[str]) -> None:
+    """Print the metrics that differ between the recorded steps and the new ones, or that there are none."""
+    last = steps[-1]
     recorded = {step: run.steps.read(step)["metrics"] for step in steps if step < run.steps.count()}
     rows = [(step, recorded.get(step, {}), new.steps.read(step)["metrics"]) for step in steps]  # {}: a failed step
     changed = [name for name in COMPARED if any(differs(then.get(name), now.get(name)) for _, then, now in rows)]

@@ -480,7 +480,11 @@ def entered_at(text: str, line: int) -> str:
 
 
 def _native(base: Activity, place: Place) -> Activity:
-    """Return what a thread does if no library frame explains it: it computes, or is in a native call."""
+    """Return what a thread does if no library frame explains it: it computes, or is in a native call.
+
+    The surest sign decides: a call at its line without a frame of its own, then what the kernel says, then names in
+    its source.
+    """
     process, thread = place.process, place.thread
     calls = source.calls_at(place.text, place.user.line)
     names = [source.dotted(call.func) for call in calls]
@@ -549,16 +553,12 @@ def _blocked_call(base: Activity, names: Sequence[str], kernel: str, text: str) 
 
 def _work(base: Activity, call: ast.Call, place: Place) -> Activity | None:
     """Return the operation behind `work.wait()`: the call that made the work, by its name in the source."""
-    text, user = place.text, place.user
     name = source.dotted(call.func).removesuffix(".wait")
-    made = _calls_that_made(name, call, text)
+    made = _calls_that_made(name, call, place.text)
     if not made:
-        is_work = "Work" in user.locals.get(name, "")
+        is_work = "Work" in place.user.locals.get(name, "")
         return replace(base, kind="collective", op="wait", group="?") if is_work else None
-    before = [each for each in made if each.lineno <= user.line] or made
-    scope = source.enclosing_function(text, user.line)
-    near = [each for each in before if source.enclosing_function(text, each.lineno) is scope] or before
-    one = near[-1]
+    one = _nearest(made, place)
     op = source.dotted(one.func).rpartition(".")[2]
     passed = source.keyword(one, "group")
     group, members = "world", None
@@ -576,6 +576,14 @@ def _work(base: Activity, call: ast.Call, place: Place) -> Activity | None:
         peer = _peer(source.keyword(one, "dst" if way == "send" else "src", 1), place)
         return replace(base, kind=way, op=op, group=group, peers=() if peer is None else (peer,))
     return replace(base, kind="collective", op=op, group=group, members=members)
+
+
+def _nearest(calls: list[ast.Call], place: Place) -> ast.Call:
+    """Return the last of some calls before a thread's line, if possible within the same function."""
+    before = [each for each in calls if each.lineno <= place.user.line] or calls
+    scope = source.enclosing_function(place.text, place.user.line)
+    near = [each for each in before if source.enclosing_function(place.text, each.lineno) is scope] or before
+    return near[-1]
 
 
 def _peer(node: ast.expr | None, place: Place) -> int | None:

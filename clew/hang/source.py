@@ -419,7 +419,9 @@ def ends_wait(around: Function | Loop, text: str, wait: Wait, by_argument: bool 
         # A call can be handed on, as in call_soon(future.set_result, 1) and pool.submit(self.score).
         for called in map(dotted, (call.func, *call.args)):
             found = re.fullmatch(ENDING.get(kind, ENDING[""]), called)
-            if found and (not target or found[1] in given or same_name(found[1], target)):
+            # A future is kept in a table by whoever sets its result, and has another name there.
+            any_name = not target or (kind == "future" and called.endswith((".set_result", ".set_exception")))
+            if found and (any_name or found[1] in given or same_name(found[1], target)):
                 return True
             inner = function_named(text, called.rpartition(".")[2]) if depth else None
             if inner is not None and ends_wait(inner, text, wait, by_argument, depth - 1):

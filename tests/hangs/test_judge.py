@@ -2405,6 +2405,20 @@ def test_what_has_ended_normally_explains_only_a_wait_that_it_could_have_ended(
         assert "Beside it, " in verdict.explanation
 
 
+@pytest.mark.parametrize(("does", "pattern"), [("set_result(text)", "dead"), ("append(text)", "rollout blocked")])
+def test_a_thread_that_has_ended_explains_the_wait_for_a_future_that_it_kept_in_a_table(
+    does: str, pattern: str
+) -> None:
+    text = (
+        f"def answers(self):\n    number, text = self.conn.recv()\n    self.pending.pop(number).{does}\n"
+        f"Thread(target=self.answers, name='answers')\nanswer = self.submit(prompt).result()\n"
+    )
+    future = (within("Condition.wait", "threading.py"), within("Future.result", "concurrent/futures/_base.py"), at(5))
+    ended = Inside(ended_threads=("answers",))
+    verdict = judge(Snapshot(processes=(below(100, *future, inside=ended),), seconds=3.0, sources={"train.py": text}))
+    assert verdict.pattern == pattern and "its thread answers" in verdict.explanation
+
+
 @pytest.mark.parametrize("line, pattern", [(6, "dead"), (3, "rollout blocked")])
 def test_a_worker_that_starves_at_the_same_place_does_not_feed_the_other_one(line: int, pattern: str) -> None:
     text = (
