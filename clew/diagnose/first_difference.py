@@ -184,12 +184,12 @@ def _in_stages(runs: Pair, step: int, batch: list[Sequence], tolerance: Toleranc
             f"Cannot compare step {step}: {runs[0].steps.json_path(step)} plans with more sequences than "
             f"{runs[0].steps.data_path(step)} has, so one of the two was altered. {RESTORE.capitalize()}."
         )
-    arrays = [run.steps.read_stages(step, batch).arrays for run in runs]
+    left, right = (run.steps.read_stages(step, batch).arrays for run in runs)
     names, others = (run.facts().get("parameters", []) for run in runs)
     found = differences.in_stages(
         step,
         [row.id for row in batch],
-        stages=arrays,
+        stages=(left, right),
         tensors=(then.get("tensors", {}), _in_order(now.get("tensors", {}), others, names)),
         plan=plan,
         parameters=names,

@@ -283,10 +283,10 @@ def _train_again(run: RunDirectory, steps: range, options: Options, *, named: Pa
             # Each iteration trains a step: first those before the requested steps, then these.
             before = range(engine.version, steps[0])
             shown = ranks.leads and options.stop is None  # a debugger needs the terminal
-            if differs_before := _first_differing(islice(replayed, len(before)), before, shown=shown):
-                replayed = iter([differs_before])  # what follows would differ, too
+            differs_before = _first_differing(islice(replayed, len(before)), before, shown=shown)
             because = None
-            for done in replayed:
+            # What follows a step that differs would differ, too.
+            for done in replayed if differs_before is None else [differs_before]:
                 if options.verify and done.because != because:
                     because = done.because
                     print(f"compared {done.tolerance}{f': {because}' if because else ''}", flush=True)

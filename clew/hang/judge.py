@@ -184,8 +184,7 @@ def _mains(job: list[Actor], ranks: list[Actor]) -> list[Actor]:
     if ranks:
         return ranks
     serving = [a for a in job if a.process.listens and a.activity.kind in ("select", "network", "http")]
-    # A process that is connected to a port at which it listens itself has left it to a child, which serves there.
-    servers = [a for a in serving if not {*a.process.listens} & {*a.process.peers}]
+    servers = [a for a in serving if not _asks_its_child(a, job)]
     workers = [a for a in job if a not in servers and a.role == "other" and not a.dead] or job
     pids = {a.pid for a in workers}
     roots = [a for a in workers if a.process.parent not in pids]
@@ -194,6 +193,12 @@ def _mains(job: list[Actor], ranks: list[Actor]) -> list[Actor]:
         parents = {a.pid for a in roots}
         roots = [a for a in workers if a.process.parent in parents]
     return roots or workers
+
+
+def _asks_its_child(actor: Actor, job: list[Actor]) -> bool:
+    """Return whether a process is connected to a port at which it listens itself, and so does a child: that serves."""
+    shared = {*actor.process.listens} & {*actor.process.peers}
+    return any(a.process.parent == actor.pid and shared & {*a.process.listens} for a in job)
 
 
 def _supervises(actor: Actor, workers: list[Actor]) -> bool:

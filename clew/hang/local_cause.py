@@ -336,7 +336,7 @@ def _computing(sink: Sink) -> Verdict | None:
     if sink.act.kind != "compute":
         return None
     # Only counters of threads other than the main one count here: their names begin with the thread's number. Those
-    # marked with ~ show no progress (see `progress._counters`).
+    # marked with ~ show no progress (see `progress.counters_in`).
     threads = (name.partition(":")[0] for name in moved_counters(sink.one.process, sink.sources))
     if sink.act.thread != "MainThread" and any(each[0].isdigit() and "~" not in each for each in threads):
         how = pace(sink.one.process, sink.sources)

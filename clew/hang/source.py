@@ -419,14 +419,25 @@ def ends_wait(around: Function | Loop, text: str, wait: Wait, by_argument: bool 
         # A call can be handed on, as in call_soon(future.set_result, 1) and pool.submit(self.score).
         for called in map(dotted, (call.func, *call.args)):
             found = re.fullmatch(ENDING.get(kind, ENDING[""]), called)
-            # A future is kept in a table by whoever sets its result, and has another name there.
-            any_name = not target or (kind == "future" and called.endswith((".set_result", ".set_exception")))
+            # Whoever sets the result of a future that another one waits for may have taken it from a table.
+            any_name = not target or (kind == "future" and found and _from_table(found[1], around))
             if found and (any_name or found[1] in given or same_name(found[1], target)):
                 return True
             inner = function_named(text, called.rpartition(".")[2]) if depth else None
             if inner is not None and ends_wait(inner, text, wait, by_argument, depth - 1):
                 return True
     return False
+
+
+def _from_table(name: str, around: ast.AST) -> bool:
+    """Return whether an object is an item of a table, such as pending.pop(number), or a variable that was one."""
+    if name.endswith(("[]", ".pop()", ".get()", ".popleft()")):
+        return True
+    nodes = list(ast.walk(around))
+    if any(isinstance(node, ast.For) and name in names_in(node.target) for node in nodes):
+        return True
+    values = (node.value for node in nodes if isinstance(node, ast.Assign) and name in map(dotted, node.targets))
+    return any(dotted(value).endswith(("[]", ".pop()", ".get()", ".popleft()")) for value in values)
 
 
 def _without_nested(around: ast.AST) -> Iterator[ast.AST]:

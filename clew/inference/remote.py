@@ -495,7 +495,8 @@ class RemoteEngine:
         """Wait until the server says that it is ready. One that ran already is resumed if it generates nothing.
 
         Raises:
-            EngineError: It ended, or takes connections for `UPDATE_S` without an answer.
+            EngineError: It ended, is no such server, takes connections for `UPDATE_S` without an answer, or is up and
+                cannot be resumed.
         """
         kind, address, silence = self._backend.kind, self._backend.address, ""
         loop, resumed, warned = asyncio.get_running_loop(), False, False
@@ -644,15 +645,18 @@ class RemoteEngine:
         """Set `failure` when the server has ended, stands still, or has not answered for `frozen_s`."""
         loop, kind, address = asyncio.get_running_loop(), self._backend.kind, self._backend.address
         period = min(HEALTH_S, self._frozen_s / 4)
-        heard = ran = looked = loop.time()  # when it last answered, last had no stopped process, and was last looked at
+        heard, ran = loop.time(), loop.time()  # when it last answered, and last had no stopped process
+        looked = heard
         while self.failure is None:
             await asyncio.sleep(min(POLL_S, period))
             if ended := self.process.ended():
                 self.failure = f"{kind} at {address} {ended}"
             elif loop.time() - looked > period:
                 stopped = self.process.stopped()
-                ran = ran if stopped else loop.time()
-                heard = loop.time() if await self._is_heard() else heard
+                if not stopped:
+                    ran = loop.time()
+                if await self._ask():
+                    heard = loop.time()
                 looked = loop.time()
                 if looked - ran > self._frozen_s:
                     await self._give_up(f"its {stopped} is stopped (SIGSTOP) and has been for {self._frozen_s:.0f} s")
@@ -662,8 +666,11 @@ class RemoteEngine:
         self._forget_question()
         await self._backend.close()  # fails the requests at an attached server, which is not ended and may never answer
 
-    async def _is_heard(self) -> bool:
-        """Return whether the server has answered. Set `failure` if another process answers after it was away."""
+    async def _ask(self) -> bool:
+        """Ask whether the server lives, and return whether it has answered.
+
+        Notes that it was away, and sets `failure` if another process answers after that.
+        """
         lives = await self._lives()
         if lives:
             with suppress(EngineUnreachable):  # `failure` is set, or it went away again

@@ -46,6 +46,9 @@ LATER = ("mismatch_k3", "stale_k3")
 
 _OF_OPTIMIZER = "the learning rate does, or another setting of the optimizer"
 
+Values = Mapping[str, Mapping[str, np.ndarray]]
+"""Values of tokens, [T] float32, by stage and sequence ID."""
+
 TINY = 1e-4
 """Largest difference in logprobs, losses and the like that rounding may cause."""
 
@@ -96,8 +99,8 @@ def in_stages(
     step: int,
     ids: Sequence[str],
     *,
-    stages: Sequence[Mapping[str, Mapping[str, np.ndarray]]],
-    tensors: Sequence[Mapping[str, Any]],
+    stages: tuple[Values, Values],
+    tensors: tuple[Mapping[str, Any], Mapping[str, Any]],
     plan: Sequence[Sequence[Sequence[int]]],
     parameters: Sequence[str],
     tolerance: Tolerance,
@@ -109,7 +112,7 @@ def in_stages(
 
     Args:
         ids: IDs of the batch's sequences, in their order.
-        stages: What was recorded and what was found: [T] float32 by stage and sequence ID.
+        stages: What was recorded and what was found.
         tensors: Digests of each parameter, recorded and found: `weights`, and `gradients` of each update.
         plan: Rows of each micro-batch, by update.
         parameters: Names of the parameters, in the order of the digests.

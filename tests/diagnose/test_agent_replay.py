@@ -51,7 +51,7 @@ def replayed(run: RunDirectory, episode: str, agent: str | None = None, *, older
 def test_unchanged_code_does_and_gets_what_it_did_and_got(tmp_path: Path) -> None:
     run = recorded(tmp_path, "Turns")
     first, again = replayed(run, "g000000.e1"), replayed(run, "g000000.e1")
-    assert first.same and again.same and first.rewards == again.rewards
+    assert first.same and again.same and first.rewards == again.rewards and first.error == again.error
     assert (first.model.answered, first.model.recorded, first.rewards) == (3, 3, [1.0])
 
 

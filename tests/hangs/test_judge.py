@@ -953,6 +953,18 @@ def test_a_trainer_that_listens_at_the_port_of_its_engine_is_not_a_server() -> N
     assert verdict.pattern == "healthy"
 
 
+def test_a_server_that_asks_another_machine_at_its_own_port_stays_a_server() -> None:
+    text = "for step in range(9):\n    time.sleep(0.1)\n"
+    looks = [
+        Look(at=0.5 * n, state="S", switches=7 + n, threads=(main_in(within("sleep", "time.py"), at(2, step=str(n))),))
+        for n in range(6)
+    ]
+    trainer = Process(pid=100, parent=1, looks=tuple(looks), command=("python",))
+    router = below(101, *LOOP, listens=(8000,), peers=(8000,), waits_in="ep_poll", parent=1)
+    verdict = judge(Snapshot(processes=(trainer, router), seconds=3.0, sources={"train.py": text}))
+    assert verdict.pattern == "healthy"
+
+
 def test_a_running_main_thread_does_not_make_the_other_threads_compute() -> None:
     place = (Frame(function="work", file="train.py", line=10),)
     main, other = (Thread(name=f"{n}", os_id=n, frames=place) for n in (100, 101))
@@ -2405,15 +2417,28 @@ def test_what_has_ended_normally_explains_only_a_wait_that_it_could_have_ended(
         assert "Beside it, " in verdict.explanation
 
 
-@pytest.mark.parametrize(("does", "pattern"), [("set_result(text)", "dead"), ("append(text)", "rollout blocked")])
-def test_a_thread_that_has_ended_explains_the_wait_for_a_future_that_it_kept_in_a_table(
+@pytest.mark.parametrize(
+    ("does", "pattern"),
+    [
+        ("self.pending.pop(number).set_result(text)", "dead"),
+        ("self.pending.pop(number).append(text)", "rollout blocked"),
+        ("future = self.pending[number]\n    future.set_exception(text)", "dead"),
+        ("self.ready.set_result(text)", "rollout blocked"),
+    ],
+)
+def test_a_thread_that_has_ended_explains_the_wait_for_a_future_that_it_took_from_a_table(
     does: str, pattern: str
 ) -> None:
     text = (
-        f"def answers(self):\n    number, text = self.conn.recv()\n    self.pending.pop(number).{does}\n"
+        f"def answers(self):\n    number, text = self.conn.recv()\n    {does}\n"
         f"Thread(target=self.answers, name='answers')\nanswer = self.submit(prompt).result()\n"
     )
-    future = (within("Condition.wait", "threading.py"), within("Future.result", "concurrent/futures/_base.py"), at(5))
+    line = text.count("\n")
+    future = (
+        within("Condition.wait", "threading.py"),
+        within("Future.result", "concurrent/futures/_base.py"),
+        at(line),
+    )
     ended = Inside(ended_threads=("answers",))
     verdict = judge(Snapshot(processes=(below(100, *future, inside=ended),), seconds=3.0, sources={"train.py": text}))
     assert verdict.pattern == pattern and "its thread answers" in verdict.explanation
