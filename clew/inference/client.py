@@ -606,17 +606,9 @@ def completion_of(answer: dict[str, Any], server: str, *, labelled: bool = False
         finish_reason=ended["type"],
         matched=ended.get("matched"),
         sampling_mask=more.get("sampling_mask"),
-        sampled_by=_sampled_by(more.get("sampled_by") or []) or spans_of(spans, server),
+        sampled_by=spans_of(more.get("sampled_by") or spans, server),
         routed_experts=experts_of(more.get("routed_experts")),
     )
-
-
-def _sampled_by(reported: list[dict[str, Any]]) -> list[Span]:
-    """Return the spans in which a `clew serve` names the servers behind it."""
-    return [
-        Span(start=int(each["start"]), end=int(each["end"]), server=str(each["server"]), version=each["version"])
-        for each in reported
-    ]
 
 
 def final_versions(event: dict[str, Any]) -> list[int]:

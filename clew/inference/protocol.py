@@ -230,12 +230,13 @@ class Completion:
 
 
 def spans_of(reported: Iterable[Mapping[str, Any]], server: str) -> list[Span]:
-    """Return the spans of versions that a server reports, with its name."""
-    return [
-        Span(start=each["start"], end=each["end"], server=server, version=each["version"])
-        for each in reported
-        if each["end"] > each["start"]
-    ]
+    """Return the spans of versions that a server reports, with its name unless they name the server behind it."""
+    spans: list[Span] = []
+    for each in reported:
+        start, end = int(each["start"]), int(each["end"])
+        if end > start:
+            spans.append(Span(start=start, end=end, server=str(each.get("server", server)), version=each["version"]))
+    return spans
 
 
 def shift_spans(spans: Iterable[Span], offset: int) -> list[Span]:
