@@ -29,11 +29,8 @@ async def drawn(backend: Backend, request: GenerateRequest, vision: Vision | Non
         return await backend.generate(request)
     image = vision.image_id
     ends = replace(params, stop_token_ids=(*(params.stop_token_ids or ()), image))
-    asked = replace(
-        request,
-        params=ends,
-        on_token=tell and (lambda token, logprob: None if token == image else tell(token, logprob)),
-    )
+    tells = tell and (lambda token, logprob: None if token == image else tell(token, logprob))
+    asked = replace(request, params=ends, on_token=tells)
     so_far = Completion(output_ids=[], logprobs=[], versions=[], finish_reason="abort")
     for _ in range(DRAWS):
         part = await backend.generate(asked)
@@ -79,9 +76,8 @@ def cut_at_end(request: GenerateRequest, completion: Completion, core: ServedMod
             return replace(completion.first(count), finish_reason="stop", matched=matched)
     if completion.finish_reason != "abort" or len(output_ids) <= params.min_new_tokens:
         return completion
-    last = output_ids[-1]
-    ends = last in params.stop_ids(core.default_stop_ids)
-    matched = last if ends else matched_stop(request, output_ids, core.tokenizer)
+    ends = output_ids[-1] in params.stop_ids(core.default_stop_ids)
+    matched = output_ids[-1] if ends else matched_stop(request, output_ids, core.tokenizer)
     return completion if matched is None else replace(completion, finish_reason="stop", matched=matched)
 
 
