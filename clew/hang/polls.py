@@ -17,6 +17,10 @@ FILE_CALLS = re.compile(
 )
 
 
+WRITES = re.compile(r"(^|\.)(open|write_text|write_bytes|touch|mkdir|rename|replace|save\w*|dump)$")
+"""Names of calls that make a file."""
+
+
 def asks_again(one: Activity, sources: Mapping[str, str]) -> bool:
     """Return whether a thread sleeps in a loop."""
     return one.kind == "sleep" and source.loop_at(sources.get(one.file, ""), one.line) is not None
@@ -146,4 +150,25 @@ def polling(sink: Sink) -> Verdict | None:
     if sink.act.kind != "sleep" or loop is None or not any(map(FILE_CALLS.search, source.calls_of(loop))):
         return None
     why = f"{sink.one.process.label} polls for a file that does not appear, at {sink.act.place}."
+    if sink.blocked_ranks and _writes_itself(sink, loop):
+        why += " The program writes such files itself: the ranks that should do it may be those that wait."
+        return sink.blame("missing rank", sink.culprits, why + sink.who_waits, cause="file", structural=True)
     return sink.blame("external wait", sink.culprits, why + sink.who_waits, cause="file")
+
+
+def _writes_itself(sink: Sink, loop: source.Loop) -> bool:
+    """Return whether the sources write a file that has a part of its name in common with one that a loop asks for."""
+    asked = _names_of_files(loop, sink.sources[sink.act.file])
+    return any(
+        WRITES.search(source.dotted(call.func)) and asked & _names_of_files(call, text)
+        for text in sink.sources.values()
+        for call in source.calls_in(source.parse(text))
+    )
+
+
+def _names_of_files(node: source.Loop | ast.Call, text: str) -> set[str]:
+    """Return the strings in a loop or call, and in what its function assigns to its names, except file types."""
+    around = source.enclosing_function(text, node.lineno)
+    names, nodes = source.names_in(node), list(ast.walk(around)) if around else []
+    assigned = [each.value for each in nodes if isinstance(each, ast.Assign) and names & source.names_in(*each.targets)]
+    return {part for each in (node, *assigned) for part in source.texts_in(each) if re.match(r"[^.\s].{2}", part)}

@@ -953,6 +953,25 @@ def test_a_trainer_that_listens_at_the_port_of_its_engine_is_not_a_server() -> N
     assert verdict.pattern == "healthy"
 
 
+@pytest.mark.parametrize(
+    ("writes", "pattern"),
+    [
+        ("mine = out / f'result-{rank}.json'\n    mine.write_text(text)", "missing rank"),
+        ("mine = out / f'part-{rank}.json'\n    mine.write_text(text)", "external wait"),
+        ("mine = out / f'result-{rank}.json'\n    mine.unlink()", "external wait"),
+    ],
+)
+def test_a_rank_that_polls_for_files_which_the_waiting_ranks_would_write_is_missing(writes: str, pattern: str) -> None:
+    text = (
+        f"def export(out, rank):\n    {writes}\n"
+        "    wanted = [out / f'result-{each}.json' for each in range(world)]\n"
+        "    while not all(each.exists() for each in wanted):\n        time.sleep(0.5)\n"
+    )
+    sleeps = below(101, within("sleep", "time.py"), at(6, "export"), waits_in="hrtimer_nanosleep", rank=1, world=2)
+    verdict = judge(Snapshot(processes=(rank(0, 9, "all_reduce"), sleeps), seconds=3.0, sources={"train.py": text}))
+    assert (verdict.pattern, verdict.ranks, verdict.sites) == (pattern, (1,), ("train.py:6",))
+
+
 def test_a_server_that_asks_another_machine_at_its_own_port_stays_a_server() -> None:
     text = "for step in range(9):\n    time.sleep(0.1)\n"
     looks = [
