@@ -7,9 +7,10 @@ from pathlib import Path
 
 from clew.config import Config
 from clew.dotted import only_trusted
-from clew.errors import RecordError
+from clew.errors import ConfigError, RecordError
 from clew.loop.loop import save_checkpoint
-from clew.loop.replay import engine_at, replay
+from clew.loop.replay import configuration_at, engine_at, replay
+from clew.printing import counted
 from clew.record.files import explain_disk_errors, write_bytes
 from clew.record.origin import why_foreign
 from clew.record.run import RunDirectory
@@ -27,6 +28,7 @@ def begin(config: Config, ranks: Ranks) -> Config:
     and their first critic.
 
     Raises:
+        ConfigError: The new run has other updates per step, and a schedule that counts them.
         RecordError: There is no run directory, or no checkpoint at or before that step; or the steps from there cannot
             be repeated; or the new run already has steps of its own.
     """
@@ -40,6 +42,13 @@ def begin(config: Config, ranks: Ranks) -> Config:
             f"directory with checkpoints. Name the run directory, or leave debug.first_step out."
         )
     source = RunDirectory(path, make=False)
+    before = configuration_at(source, first).algorithm.minibatches
+    if config.training.schedule != "constant" and config.algorithm.minibatches != before and not source.supervised:
+        raise ConfigError(
+            f"algorithm.minibatches={config.algorithm.minibatches}: each step before step {first} has "
+            f"{counted(before, 'update')}, and training.schedule={config.training.schedule} counts the updates of the "
+            f"whole run. Leave it at {before}, or choose training.schedule=constant."
+        )
     ours = (config.algorithm.loss, config.algorithm.advantages)  # the user named these
     with only_trusted(why_foreign(source), [name.rpartition(".")[0] for name in ours]):
         engine = engine_at(source, first, ranks=ranks)
