@@ -115,14 +115,24 @@ def _unless_asleep(verdict: Verdict, job: list[Actor], snapshot: Snapshot) -> Ve
 
 
 def _sleeps_s(actor: Actor, sources: Mapping[str, str]) -> float:
-    """Return the seconds of the one sleep that a process is in; infinity if it is in none, or nobody knows how long."""
+    """Return the seconds of the one sleep that a process is in; infinity if it is in none, or nobody knows how long.
+
+    A wait with a timeout for an event that is set at the end, such as stop.wait(20), is a sleep, too.
+    """
     one = actor.activity
     frames = [f for each in actor.process.threads if each.name == one.thread for f in each.user_frames]
     locked = {each.site for each in actor.threads if each.kind == "lock" and each.of_user}  # at two: each has another's
     again = any(source.may_ask_again(sources.get(f.file, ""), f.line) for f in frames[1:])
-    if one.kind != "sleep" or len(locked) > 1 or not frames or again:
+    if len(locked) > 1 or not frames or again:
         return math.inf
     text = sources.get(one.file, "")
+    loop = source.loop_at(text, one.line)
+    if one.kind == "condition" and UNTIL_END.search(one.target) and not (loop and source.polls(loop, text)):
+        inside = [f for each in actor.process.threads if each.name == one.thread for f in each.frames if not f.of_user]
+        limits = (f.locals.get("timeout", "") for f in inside)
+        return next((float(limit) for limit in limits if re.fullmatch(r"\d+(\.\d+)?", limit)), math.inf)
+    if one.kind != "sleep":
+        return math.inf
     values = {name: str(value) for name, value in constants(text).items()} | frames[0].locals
     seconds = source.sleeps_s(text, one.line, values)
     return math.inf if seconds is None else seconds

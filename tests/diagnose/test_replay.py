@@ -643,7 +643,9 @@ def test_a_refused_counterfactual_leaves_nothing(run: RunDirectory) -> None:
         again(run, "3", ["model.dtype=float64"])
     with pytest.raises(ConfigError, match=r"model\.path=another: the model cannot be changed, because step 3"):
         again(run, "3", ["model.path=another"])
-    with pytest.raises(ConfigError, match=r"minibatches=1: each step before step 3 has 2 updates, and .*=linear counts"):
+    with pytest.raises(
+        ConfigError, match=r"minibatches=1: each step before step 3 has 2 updates, and .*=linear counts"
+    ):
         again(run, "3", ["algorithm.minibatches=1", "training.schedule=linear"])
     with pytest.raises(TrainingError, match=r"planted_losses\.raising raised ValueError .*odd"):
         again(run, "3", ["algorithm.loss=planted_losses.raising", "trial=retried"])

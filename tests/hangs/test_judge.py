@@ -954,6 +954,24 @@ def test_a_trainer_that_listens_at_the_port_of_its_engine_is_not_a_server() -> N
 
 
 @pytest.mark.parametrize(
+    ("loop", "timeout", "pattern"),
+    [
+        ("while not stopping.wait(every):\n        tick()", "25", "slow"),
+        ("while not stopping.wait(every):\n        tick()", "1", "rollout blocked"),
+        ("while not stopping.wait(every):\n        tick()", "None", "rollout blocked"),
+        ("while not stopping.wait(every):\n        pass", "25", "rollout blocked"),
+        ("while not version.wait(every):\n        tick()", "25", "rollout blocked"),
+    ],
+)
+def test_a_loop_that_works_between_long_waits_for_its_end_is_slow(loop: str, timeout: str, pattern: str) -> None:
+    text = f"def run(every):\n    {loop}\n"
+    waits = replace(within("Event.wait", "threading.py"), locals={"timeout": timeout})
+    scheduler = below(100, within("Condition.wait", "threading.py"), waits, at(2, "run"))
+    verdict = judge(Snapshot(processes=(scheduler,), seconds=10.0, sources={"train.py": text}))
+    assert verdict.pattern == pattern
+
+
+@pytest.mark.parametrize(
     ("writes", "pattern"),
     [
         ("mine = out / f'result-{rank}.json'\n    mine.write_text(text)", "missing rank"),
