@@ -126,7 +126,7 @@ async def _replay(
 def print_replay(replay: Replay) -> None:
     """Print how far the agent repeated its recorded behaviour, and how it ended then and now."""
     console, model = EscapingConsole(), replay.model
-    live = f", {model.live_answers} by the served model" if model.live_answers else ""
+    live = f"; the served model answered {model.live_answers} more" if model.live_answers else ""
     console.print(f"{model.answered} of {model.recorded} recorded responses were asked for again{live}")
     colours = {"+": "green", "-": "red", "@": "dim"}
     for line in model.difference:

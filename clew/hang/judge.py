@@ -120,7 +120,8 @@ def _sleeps_s(actor: Actor, sources: Mapping[str, str]) -> float:
     A wait with a timeout for an event that is set at the end, such as stop.wait(20), is a sleep, too.
     """
     one = actor.activity
-    frames = [f for each in actor.process.threads if each.name == one.thread for f in each.user_frames]
+    stack = [f for each in actor.process.threads if each.name == one.thread for f in each.frames]
+    frames = [f for f in stack if f.of_user]
     locked = {each.site for each in actor.threads if each.kind == "lock" and each.of_user}  # at two: each has another's
     again = any(source.may_ask_again(sources.get(f.file, ""), f.line) for f in frames[1:])
     if len(locked) > 1 or not frames or again:
@@ -128,8 +129,7 @@ def _sleeps_s(actor: Actor, sources: Mapping[str, str]) -> float:
     text = sources.get(one.file, "")
     loop = source.loop_at(text, one.line)
     if one.kind == "condition" and UNTIL_END.search(one.target) and not (loop and source.polls(loop, text)):
-        inside = [f for each in actor.process.threads if each.name == one.thread for f in each.frames if not f.of_user]
-        limits = (f.locals.get("timeout", "") for f in inside)
+        limits = (f.locals.get("timeout", "") for f in stack if not f.of_user)
         return next((float(limit) for limit in limits if re.fullmatch(r"\d+(\.\d+)?", limit)), math.inf)
     if one.kind != "sleep":
         return math.inf
@@ -206,7 +206,7 @@ def _mains(job: list[Actor], ranks: list[Actor]) -> list[Actor]:
 
 
 def _asks_its_child(actor: Actor, job: list[Actor]) -> bool:
-    """Return whether a process is connected to a port at which it listens itself, and so does a child: that serves."""
+    """Return whether a process is a client of its own child: both listen at a port, and it is connected there."""
     shared = {*actor.process.listens} & {*actor.process.peers}
     return any(a.process.parent == actor.pid and shared & {*a.process.listens} for a in job)
 

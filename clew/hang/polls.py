@@ -15,10 +15,8 @@ from clew.hang.verdict import Actor, Sink, Verdict, sentences
 FILE_CALLS = re.compile(
     r"(^|\.)(exists|lexists|is_file|isfile|is_dir|isdir|i?r?glob|l?stat|listdir|scandir|iterdir|getmtime|getsize)$"
 )
-
-
-WRITES = re.compile(r"(^|\.)(open|write_text|write_bytes|touch|mkdir|rename|replace|save\w*|dump)$")
-"""Names of calls that make a file."""
+WRITES = re.compile(r"(^|\.)(write_text|write_bytes|touch|rename|save\w*)$|^os\.replace$")
+"""Names of calls that make a file, besides open() with a mode that writes."""
 
 
 def asks_again(one: Activity, sources: Mapping[str, str]) -> bool:
@@ -157,17 +155,26 @@ def polling(sink: Sink) -> Verdict | None:
 
 
 def _writes_itself(sink: Sink, loop: source.Loop) -> bool:
-    """Return whether the sources write a file that has a part of its name in common with one that a loop asks for."""
-    asked = _names_of_files(loop, sink.sources[sink.act.file])
-    return any(
-        WRITES.search(source.dotted(call.func)) and asked & _names_of_files(call, text)
+    """Return whether the sources write a file whose name has all parts of one that a loop asks for."""
+    test = loop.test if isinstance(loop, ast.While) and not isinstance(loop.test, ast.Constant) else loop
+    asked = _names_of_files(test, sink.sources[sink.act.file])
+    return bool(asked) and any(
+        _writes(call) and asked <= _names_of_files(call, text)
         for text in sink.sources.values()
         for call in source.calls_in(source.parse(text))
     )
 
 
-def _names_of_files(node: source.Loop | ast.Call, text: str) -> set[str]:
-    """Return the strings in a loop or call, and in what its function assigns to its names, except file types."""
+def _writes(call: ast.Call) -> bool:
+    """Return whether a call makes a file."""
+    if (name := source.dotted(call.func)).rpartition(".")[2] == "open":
+        modes = (*call.args[:2], source.keyword(call, "mode"))
+        return any(re.fullmatch("[wax][bt+]*", text) for mode in modes if mode for text in source.texts_in(mode))
+    return WRITES.search(name) is not None
+
+
+def _names_of_files(node: source.Loop | ast.expr, text: str) -> set[str]:
+    """Return the strings in a loop or expression, and in what its function assigns to its names, except file types."""
     around = source.enclosing_function(text, node.lineno)
     names, nodes = source.names_in(node), list(ast.walk(around)) if around else []
     assigned = [each.value for each in nodes if isinstance(each, ast.Assign) and names & source.names_in(*each.targets)]

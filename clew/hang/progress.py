@@ -75,7 +75,7 @@ def moved_counters(process: Process, sources: Mapping[str, str]) -> dict[str, tu
     every = [counters_in(look, process, sources) for look in looks]
     first, last = _with_unread(looks[0], every[0], every[1]), _with_unread(looks[-1], every[-1], every[-2])
     # Tasks that answer requests come and go: one may have begun, counted and ended between the first and the last look.
-    tasks = {name for each in every for name in each if name.startswith("main") and name[4].isdigit()}
+    tasks = {name for each in every for name in each if re.match(r"main\d", name)}
     found: dict[str, tuple[int, int]] = {}
     for name in sorted((first.keys() & last.keys()) | tasks):
         values = [each[name] for each in every if name in each]

@@ -82,6 +82,7 @@ class Break:
 
 
 BREAKS_SHOWN = 5
+"""Maximum number of breaks that are printed."""
 
 
 def breaks_in_words(found: list[Break], whose: str = "") -> list[str]:

@@ -977,6 +977,8 @@ def test_a_loop_that_works_between_long_waits_for_its_end_is_slow(loop: str, tim
         ("mine = out / f'result-{rank}.json'\n    mine.write_text(text)", "missing rank"),
         ("mine = out / f'part-{rank}.json'\n    mine.write_text(text)", "external wait"),
         ("mine = out / f'result-{rank}.json'\n    mine.unlink()", "external wait"),
+        ("mine = out / f'result-{rank}.json'\n    file = open(mine, 'w')", "missing rank"),
+        ("mine = out / f'result-{rank}.json'\n    file = open(mine)", "external wait"),
     ],
 )
 def test_a_rank_that_polls_for_files_which_the_waiting_ranks_would_write_is_missing(writes: str, pattern: str) -> None:
