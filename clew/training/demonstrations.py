@@ -155,14 +155,17 @@ def _conversation(row: dict, column: str, where: str, config: Config, tokenizer:
 def _completions(
     rows: list[dict], in_use: list[int], prompts: list[list[int]], column: str, config: Config, tokenizer: Any
 ) -> list[Demonstration]:
-    """Return the prompts, each followed by its row's completion in this column."""
+    """Return the prompts, each followed by its row's completion in this column and, if that lacks it, the end token."""
     end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.pad_token_id
     completions = [_text(rows[row][column], f"{config.data.path}: row {row + 1}", column) for row in in_use]
-    answers = tokenizer(completions, add_special_tokens=False)["input_ids"]
+    answers = [
+        answer if answer[-1:] == [end] else [*answer, end]
+        for answer in tokenizer(completions, add_special_tokens=False)["input_ids"]
+    ]
     return [
         Demonstration(
-            input_ids=np.array([*prompt, *answer, end], np.int32),
-            loss_mask=np.arange(len(prompt) + len(answer) + 1) >= max(1, len(prompt)),
+            input_ids=np.array([*prompt, *answer], np.int32),
+            loss_mask=np.arange(len(prompt) + len(answer)) >= max(1, len(prompt)),
         )
         for prompt, answer in zip(prompts, answers, strict=True)
     ]

@@ -179,6 +179,7 @@ def test_tokens_of_text_and_of_chat(settings, tmp_path):
     tokenizer = load_tokenizer(str(tmp_path / "model"))
     rows = [
         {"prompt": "1+1=", "completion": "2"},
+        {"prompt": "1+1=", "completion": "2<eos>"},
         {"prompt": [{"role": "user", "content": "1+1="}], "completion": "2"},
         {"prompt": [{"role": "user", "content": "1+1="}], "completion": [{"role": "assistant", "content": "2"}]},
     ]
