@@ -24,10 +24,10 @@ import httpx2
 
 from clew import dotted
 from clew.config import Config
-from clew.errors import ConfigError, EpisodeError
+from clew.errors import ConfigError
 from clew.gateway.episode_engine import EpisodeEngine, WarningLog
 from clew.gateway.gateway_thread import GatewayThread
-from clew.rollout.reward_function import Reward, by_name, checked
+from clew.rollout.reward_function import Reward, reward_of_agent
 
 log = logging.getLogger("clew.rollout")
 
@@ -140,7 +140,8 @@ class AgentWorkflow:
             await asyncio.shield(self.gateway.close(key))
             for warning, kind in engine.warnings.items():
                 self._warnings.add(engine.episode_id, warning, kind)
-        return self._rewards(returned, engine)
+        ids = {interaction.id for interaction in engine.interactions}
+        return reward_of_agent(returned, self.name_in_errors, ids=ids, own=engine.turn_rewards)
 
     async def _await_agent(self, run: Coroutine[Any, Any, Any]) -> Any:
         """Await the agent and return its result.
@@ -178,22 +179,6 @@ class AgentWorkflow:
 
     async def close(self) -> None:
         await self._client.really_close()
-
-    def _rewards(self, returned: Any, engine: EpisodeEngine) -> Reward:
-        """Return the episode's reward, and put rewards of single interactions into the engine."""
-        own = engine.turn_rewards
-        if isinstance(returned, dict):
-            known = {interaction.id for interaction in engine.interactions}
-            for id in returned:
-                if id not in known:
-                    raise EpisodeError(
-                        f"{self.name_in_errors} returned a reward for {id!r}, which is not the id of any response in "
-                        f"this episode (ids: {', '.join(sorted(known)) or 'none'}). Use a response's `id` as the key."
-                    )
-            own.update(by_name(checked(returned, self.name_in_errors)) if returned else {})
-        if own and (returned is None or isinstance(returned, dict)):
-            return 0.0
-        return checked(returned, self.name_in_errors)
 
 
 def agent_workflow(config: Config, gateway: GatewayThread) -> AgentWorkflow:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
+from collections.abc import Collection
 from typing import Any
 
 from clew import dotted
@@ -97,6 +98,29 @@ def checked(value: Any, what: str, where: str = "") -> Reward:
             raise EpisodeError(f"{what} returned {shortened(value)}; expected at least one number, by name.{where}")
         return {name: _number(each, f"{what} returned {name}:", where) for name, each in value.items()}
     return _number(value, f"{what} returned", where)
+
+
+def reward_of_agent(returned: Any, what: str, *, ids: Collection[str], own: dict[str, float]) -> Reward:
+    """Return the reward of an agent's episode, and put the rewards that it returned for single responses into `own`.
+
+    Args:
+        returned: The value that the agent (`what`) returned: a number, a dict of numbers by response ID, or None.
+        ids: IDs of the episode's responses.
+        own: Rewards by response ID, with those that the agent has set already. They may stand for the episode's.
+
+    Raises:
+        EpisodeError: It returned anything else, or a reward for a response that is not in the episode.
+    """
+    if isinstance(returned, dict):
+        if unknown := next((id for id in returned if id not in ids), None):
+            raise EpisodeError(
+                f"{what} returned a reward for {unknown!r}, which is not the id of any response in this episode (ids: "
+                f"{', '.join(sorted(ids)) or 'none'}). Use a response's `id` as the key."
+            )
+        own.update(by_name(checked(returned, what)) if returned else {})
+    if own and (returned is None or isinstance(returned, dict)):
+        return 0.0
+    return checked(returned, what)
 
 
 def total(reward: Reward) -> float:

@@ -72,6 +72,11 @@ current_episode: contextvars.ContextVar[Episode | None] = contextvars.ContextVar
 Stepped = Callable[[Episode], None]
 
 
+def name_of(agent: Any) -> str:
+    """Return the name of the agent's `run`, for errors."""
+    return f"{type(agent).__qualname__}.run"
+
+
 async def run_episode(
     agent: Any,
     episode: Episode,
@@ -107,7 +112,9 @@ async def run_episode(
                     returned = await driven(returned, episode, stepped)
                 finally:
                     current_episode.reset(token)
-        episode.reward = checked(returned, f"{type(agent).__qualname__}.run")
+        # Nothing, and IDs of responses, are judged when the episode's requests and their rewards are known.
+        nothing = returned is None or (isinstance(returned, dict) and not returned)
+        episode.reward = None if nothing else checked(returned, name_of(agent))
     except (Exception, SystemExit, asyncio.CancelledError) as failure:
         # The user's code: whatever it raises is an episode that failed.
         if was_cancelled(failure):

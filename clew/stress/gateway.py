@@ -112,7 +112,9 @@ class EngineGateway(GatewayThread):
 
     def open_episode(self, episode_id: str) -> str:
         """Open a session for an episode that begins, and return its API key."""
-        return self.open(OfferingEngine(self._shared, episode_id))[0]
+        engine = OfferingEngine(self._shared, episode_id)
+        self.requests.rewards[episode_id] = engine.turn_rewards
+        return self.open(engine)[0]
 
 
 class ProviderGateway(ServingThread):

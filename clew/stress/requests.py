@@ -54,6 +54,8 @@ class Requests:
         """Trouble to make for requests, by episode ID and number: an error of the server, or an answer cut short."""
         self.warned: dict[str, dict[str, str]] = defaultdict(dict)
         """First warning that each episode got, by the kind of the warning and the episode's ID."""
+        self.rewards: dict[str, dict[str, float]] = {}
+        """Rewards that an agent set through the gateway, by episode ID and response ID."""
         self.knows_tokens = False
         """True if the gateway renders the conversations itself: only then are there warnings and troubles."""
 

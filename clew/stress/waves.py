@@ -9,9 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from clew.errors import EpisodeError
 from clew.printing import counted
+from clew.rollout.reward_function import reward_of_agent
 from clew.stress import serial
-from clew.stress.agent_steps import Episode, OpenEpisode, Stepped, run_episode, task_factory
+from clew.stress.agent_steps import Episode, OpenEpisode, Stepped, name_of, run_episode, task_factory
 from clew.stress.busy import BusyWatch
 from clew.stress.frames import Code
 from clew.stress.origins import Origins
@@ -182,6 +184,15 @@ class WaveRunner:
                     if waited_s is None
                     else f"it ended without an answer from the model: it gave up its request after {waited_s:.1f} s"
                 )
+            elif episode.error is None:
+                ids = {each.id for each in requests if each.episode == episode.id and not each.refused}
+                unnamed = "" in ids  # a provider need not name its answers
+                own = dict(self.requests.rewards.get(episode.id, {}))
+                try:
+                    if not (unnamed and isinstance(episode.reward, dict)):
+                        reward_of_agent(episode.reward, name_of(self._agent), ids=ids, own=own)
+                except EpisodeError as error:
+                    episode.error = str(error)
         wave = Wave(
             name=name,
             width=at_once,

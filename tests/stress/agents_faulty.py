@@ -529,6 +529,13 @@ class AsksForWhole:
                 return float(len(reply.choices[0].message.content or ""))
 
 
+class NamesNoResponse(Agent):
+    """Names the parts of its reward where the ids of responses belong."""
+
+    async def run(self, data: dict, **given: Any) -> Any:
+        return {"length": await super().run(data, **given)}
+
+
 class LeavesFolders(Agent):
     folders: ClassVar[list[str]] = []
 

@@ -36,6 +36,18 @@ class OpenAIAgent:
         return float(len(messages[-2]["content"]))
 
 
+class SetsItsReward:
+    """Tells the gateway its reward, and returns nothing."""
+
+    async def run(self, data: dict, base_url: str, api_key: str, http_client: httpx2.AsyncClient) -> None:
+        reward = await OpenAIAgent().run(data, base_url, api_key, http_client)
+        await http_client.post(
+            f"{base_url.removesuffix('/v1')}/rl/set_reward",
+            json={"reward": reward},
+            headers={"Authorization": f"Bearer {api_key}"},
+        )
+
+
 class HttpxAgent:
     """The client that is given, and a tool that takes its time."""
 

@@ -70,9 +70,11 @@ FAULTS = {
     agents_faulty.RewardsFaults: ("rewards", "Talks.run"),
     agents_faulty.AsksForWhole: ("rewards", "AsksForWhole.run"),
     agents_faulty.LeavesFolders: ("growth", "LeavesFolders.run"),
+    agents_faulty.NamesNoResponse: ("fails", ""),
 }
 SOUND = [
     agents_sound.OpenAIAgent,
+    agents_sound.SetsItsReward,
     agents_sound.HttpxAgent,
     agents_sound.AiohttpAgent,
     agents_sound.GatherAgent,
