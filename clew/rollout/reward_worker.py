@@ -29,12 +29,16 @@ def main(parent_pid: int, fd: int) -> None:
         pipe.send(("failed", str(error)))
         return
     pipe.send(("ready", None))
+    own_pid = os.getpid()
     while True:
         try:
             completion, data = pipe.recv()
         except EOFError:
             return
-        pipe.send(_answer(function, completion, data))
+        answer = _answer(function, completion, data)
+        if os.getpid() != own_pid:  # the function forked, and this child, which should have ended in it, came back
+            os._exit(1)
+        pipe.send(answer)
 
 
 def _answer(function: RewardFunction, completion: str, data: dict) -> tuple[str, object]:

@@ -135,6 +135,11 @@ def test_a_worker_that_dies_is_replaced(name, how):
         assert isinstance(answer, EpisodeError) and how in str(answer)
 
 
+def test_a_function_whose_child_comes_back_from_it_gives_each_row_its_own_reward():
+    [first, second] = asyncio.run(in_pool("forks", [("1", {}), ("2", {})]))
+    assert (first, second) == (1.0, 2.0)
+
+
 def test_a_replaced_worker_that_imports_an_edited_file_is_announced(tmp_path, monkeypatch, caplog):
     file = tmp_path / "edited_rewards.py"
     monkeypatch.syspath_prepend(tmp_path)

@@ -68,6 +68,13 @@ def leaves_a_child(completion, data):
     os._exit(3)
 
 
+def forks(completion, data):
+    """Run what may fail in a child, which does not end there when it fails."""
+    if os.fork() == 0:
+        raise RuntimeError("in the child")
+    return float(completion)
+
+
 def leaves(completion, data):
     raise SystemExit(3)
 
