@@ -18,8 +18,14 @@ from clew.record.rows import Sequence
 
 def rollout_metrics(sequences: SequenceABC[Sequence]) -> dict[str, float]:
     """Return metrics of a batch: rewards of episodes, the share of groups in which all rewards are equal, lengths
-    (trained tokens per episode) and the share of episodes that were cut off."""
-    episodes = {sequence.episode_id: sequence for sequence in sequences}
+    (trained tokens per episode) and the share of episodes that were cut off.
+
+    The reward of an episode is the return of its first sequence, which later turns' rewards are part of.
+    """
+    episodes: dict[str, Sequence] = {}
+    for sequence in sequences:
+        episodes.setdefault(sequence.episode_id, sequence)
+    last = {sequence.episode_id: sequence for sequence in sequences}
     lengths = dict.fromkeys(episodes, 0)
     for sequence in sequences:
         lengths[sequence.episode_id] += int(sequence.loss_mask.sum())
@@ -42,7 +48,7 @@ def rollout_metrics(sequences: SequenceABC[Sequence]) -> dict[str, float]:
         "sequences": float(len(sequences)),
         "response_length": float(np.mean(list(lengths.values()))),
         "response_length_max": float(max(lengths.values())),
-        "truncated_share": float(np.mean([episode.finish_reason == "length" for episode in episodes.values()])),
+        "truncated_share": float(np.mean([sequence.finish_reason == "length" for sequence in last.values()])),
     }
 
 

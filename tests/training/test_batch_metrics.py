@@ -1,9 +1,12 @@
 """Metrics of a step, on numbers worked out by hand."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from clew.training.batch_metrics import gap_metrics, lag_metrics, rejection_metrics
+from clew.training.batch_metrics import gap_metrics, lag_metrics, rejection_metrics, rollout_metrics
+from tests.training.sequences import make_sequence
 
 
 def test_mismatch_and_staleness_are_apart():
@@ -34,3 +37,9 @@ def test_what_was_rejected_is_counted_by_token_and_by_sequence():
         "rejected_sequences_share": 4 / 5,
         "veto_share": 2 / 5,
     }
+
+
+def test_the_reward_of_an_episode_is_what_its_first_sequence_returned():
+    first, last = make_sequence("g0.e0.s0", reward=1.0), make_sequence("g0.e0.s1", reward=0.0)
+    found = rollout_metrics([first, replace(last, finish_reason="length")])
+    assert (found["reward"], found["reward/match"], found["truncated_share"]) == (1.0, 1.0, 1.0)
