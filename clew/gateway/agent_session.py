@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
@@ -152,11 +152,19 @@ class AgentSession:
         """End the session: refuse further requests, and drop replies that no client saw and no request continues."""
         self.ended = self.ended or why
         for submission in self._submissions:
+            lost: Collection[str] = ()
             if not submission.replies.done():
                 submission.replies.cancel()
-                self._drop(submission.ids)  # drops those of its n replies that are already complete
+                lost = submission.ids  # drops those of its n replies that are already complete
             elif submission.abandoned:
-                self._drop(set(submission.ids) - self.turns.followed())
+                lost = set(submission.ids) - self.turns.followed()
+            self._drop(lost)
+            if lost and submission.left:
+                self.engine.warn(
+                    f"the agent did not read the reply {min(lost)} to its end, and no request continues it: it is not "
+                    f"trained on",
+                    kind="a reply that was left",
+                )
 
     # One request -----------------------------------------------------------------------------------------------------
 

@@ -45,12 +45,17 @@ def constrain(request: ModelRequest, engine: EpisodeEngine, turns: Turns) -> tup
             f"a tool call for the model. Leave out {param}."
         )
         raise Refusal(400, message, param=param)
-    if not request.parallel_tool_calls:  # stop after the first call
+    if stops_after_call(request):
         stops = request.sampling.get("stop", engine.resources.sampling.stop)
         request = replace(request, sampling={**request.sampling, "stop": (*stops, CALL_CLOSES)})
     if request.tool_choice == "required":
         return request, f'{CALL_OPENS}\n{{"name": "'
     return request, f'{CALL_OPENS}\n{{"name": {json.dumps(request.tool_choice)}, "arguments": ' if forced else ""
+
+
+def stops_after_call(request: ModelRequest) -> bool:
+    """Return whether the gateway ends the output after the first tool call, at CALL_CLOSES."""
+    return bool(request.shown_tools) and not request.parallel_tool_calls
 
 
 def _with_known_variables(request: ModelRequest, engine: EpisodeEngine, turns: Turns) -> ModelRequest:

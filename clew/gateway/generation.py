@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from clew.errors import EngineError, EpisodeError
+from clew.gateway.constraints import stops_after_call
 from clew.gateway.dialect import ModelRequest, Refusal, Reply, Token, ToolCall, message_of
 from clew.gateway.episode_engine import EpisodeEngine, plain_text
 from clew.gateway.images import image_names
@@ -124,13 +125,13 @@ class Generation:
             transcript=Transcript(self.engine.tokenizer, prompt.begin, logprobs=request.logprobs is not None),
             reader=None if at_the_end else Reader(before, request.shown_tools),
             begin=prompt.begin,
-            stops=[stop for stop in stops if stop != CALL_CLOSES],  # CALL_CLOSES belongs to the call that it ends
+            stops=[stop for stop in stops if not self._closes_call(stop)],
         )
 
     def _reply(self, interaction: Interaction) -> Reply:
         """Return the reply, whose content, reasoning and tool calls are read from the output."""
         text, stop_string = self.prompt.begin + interaction.text, None
-        if isinstance(interaction.matched, str) and interaction.matched != CALL_CLOSES:
+        if isinstance(interaction.matched, str) and not self._closes_call(interaction.matched):
             stop_string = interaction.matched
             text = self._before_stop(text, stop_string, interaction.output_ids)
         parsed = self._parsed(text, interaction.output_ids)
@@ -152,6 +153,10 @@ class Generation:
         )
         interaction.details["reply"] = message_of(reply)
         return reply
+
+    def _closes_call(self, stop: str) -> bool:
+        """Return whether this stop string is the gateway's own, which belongs to the call that it ends."""
+        return stop == CALL_CLOSES and stops_after_call(self.request)
 
     def _before_stop(self, text: str, stop: str, output_ids: list[int]) -> str:
         """Return the text before the stop string that the last generated token completed."""

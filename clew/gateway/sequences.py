@@ -126,7 +126,8 @@ def with_returns(
     """
     total = math.fsum(rewards.values())
     chains = assemble(engine.interactions, individual=engine.resources.individual)
-    returns = turn_returns(chains, total, engine.turn_rewards, engine.resources.turn_discount)
+    whole = assemble(engine.interactions)  # what follows a turn does not depend on how many rows it is in
+    returns = turn_returns(whole, total, engine.turn_rewards, engine.resources.turn_discount)
 
     def named(value: float) -> dict[str, float]:
         if math.isnan(value):

@@ -164,7 +164,7 @@ class Turns:
         """
         if request.text is not None:
             self._refuse_what_never_fits(request.text, "prompt")
-            return Prompt(input_ids=self._encode(request.text, special=True), rendered=request.text)
+            return self._prompt_of_text(request.text)
         if request.images and self._vision is None:
             message = "Cannot read the images: this model takes text only. Send no images."
             raise Refusal(400, message, param="messages")
@@ -189,6 +189,20 @@ class Turns:
             if stands and rewritten is None and request.messages[:place] == turn.request.messages:
                 rewritten = turn
         return Prompt(input_ids=self._encode(rendered), rendered=rendered, follows=rewritten, begin=begin)
+
+    def _prompt_of_text(self, text: str) -> Prompt:
+        """Return the prompt of a plain text, which may go on after an earlier text and its completion."""
+        earlier = [turn for turn in reversed(self._turns) if turn.request.text is not None]
+        follows = max(
+            (turn for turn in earlier if text.startswith(turn.rendered + (turn.reply.content or turn.raw))),
+            key=lambda turn: len(turn.rendered + turn.reply.content),
+            default=None,
+        )
+        if follows is not None and text.startswith(whole := follows.rendered + follows.raw):
+            tail_ids = self._encode_after(follows.all_ids[-1], text[len(whole) :])
+            return Prompt(input_ids=follows.all_ids + tail_ids, rendered=text, follows=follows)
+        # A client does not send the end token back. The tokens of an output that has one are not continued.
+        return Prompt(input_ids=self._encode(text, special=True), rendered=text, follows=follows)
 
     def branch(self, turn: Turn) -> Branch | None:
         """Return how a turn differs from the conversation that it should have continued; None if it is no branch."""

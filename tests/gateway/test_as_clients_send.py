@@ -197,6 +197,34 @@ def test_a_client_that_writes_on_where_a_stop_string_ended_the_model(told: Told)
     assert told.prompt().count("</code>\nCalling tools:\n[{'id'") == 2
 
 
+def test_a_text_that_goes_on_after_its_completion(told: Told) -> None:
+    """Search agents without a chat template stop at </search>, put it back, and append what was found."""
+    told.says = ["<search>1+2</search>", "<search>3+4</search>", "7<|im_end|>", "Thanks.<|im_end|>"]
+    prompt = "1+2+4?\n"
+    for found in ("3", "7"):
+        answer = told.post("/completions", {"prompt": prompt, "max_tokens": 100, "stop": ["</search>"]})
+        assert answer["choices"][0]["text"].endswith(("<search>1+2", "<search>3+4"))
+        prompt += answer["choices"][0]["text"] + f"</search><found>{found}</found>\n"
+    prompt += told.post("/completions", {"prompt": prompt})["choices"][0]["text"]
+    assert told.sequences() == [[0, 1, 2]]
+    told.post("/completions", {"prompt": f"{prompt}\n"})  # without the end token, which the client never saw
+    assert told.sequences() == [[0, 1, 2], [3]] and told.session.warnings == []
+    follows = [each.details.get("follows") for each in told.session.engine.interactions]
+    assert follows == [None, *(each.id for each in told.session.engine.interactions[:3])]
+
+
+def test_a_client_that_stops_at_the_end_of_a_call_by_itself(told: Told) -> None:
+    """</tool_call> is a stop string like any other if there are no tools."""
+    told.says = ['<tool_call>\n{"name": "add"}\n</tool_call>'] * 2
+    messages: list[Body] = [QUESTION]
+    for _ in range(2):
+        answer = told.post("/chat/completions", {"messages": messages, "stop": ["</tool_call>"]})
+        said = answer["choices"][0]["message"]["content"]
+        assert said == '<tool_call>\n{"name": "add"}\n'
+        messages += [{"role": "assistant", "content": f"{said}</tool_call>"}, {"role": "user", "content": "3"}]
+    assert told.sequences() == [[0, 1]] and told.session.warnings == []
+
+
 def test_a_client_that_writes_the_models_words_anew(told: Told) -> None:
     """crewai keeps a message's calls, but drops its text."""
     told.says = [f"I add:\n{CALLS}<|im_end|>", "3<|im_end|>"]
