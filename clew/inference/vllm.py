@@ -84,7 +84,7 @@ ADAPTER_HINT = (
     "server began with. With inference.args.enable-lora=false, they are added to the weights before they are sent."
 )
 
-LOAD_ADAPTER = "/v1/load_lora_adapter"
+LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM takes for --max-lora-rank."""
@@ -306,8 +306,11 @@ class VLLMEngine(Backend):
     async def load(self, ref: WeightRef) -> None:
         self._sent = self._digests_of(ref)
         if ref.holds_adapters():
-            adapter = {"lora_name": ADAPTER, "lora_path": ref.path, "load_inplace": True}
-            await self._post(LOAD_ADAPTER, adapter)
+            # Not with load_inplace: vLLM would keep it, and read the adapter from disk again in every step.
+            models = await self._request("GET", "/v1/models", None)
+            if ADAPTER in [model["id"] for model in models["data"]]:
+                await self._post(UNLOAD_ADAPTER, {"lora_name": ADAPTER})
+            await self._post(LOAD_ADAPTER, {"lora_name": ADAPTER, "lora_path": ref.path})
             self.model = ADAPTER  # from now on requests name it; until then they named the model without it
         elif not ref.was_broadcast():
             await self._post("/collective_rpc", {"method": "clew_load", "args": [ref.path]})

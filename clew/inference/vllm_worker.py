@@ -199,18 +199,19 @@ class Extension:
         for name, layer in manager.modules.items():  # q_proj, k_proj and v_proj share a layer, with an adapter each
             for number, part in enumerate(manager.packed_modules.get(name, [name])):
                 places[part] = layer, number
-        slots = [slot for slot, adapter in enumerate(manager.lora_index_to_id) if adapter is not None]
+        newest = max((id, slot) for slot, id in enumerate([*manager.lora_index_to_id, -1]) if id is not None)
+        """Number and slot of the adapter that was loaded last. An attached server may hold others, too."""
         result: dict[str, list[Any]] = {}
         for tensors in read_folder(folder):
             for name, written in tensors.items():
                 part, is_a = parse(name, mapper and mapper.get_rename_mapper())
                 result[name] = ["0", 0, written.numel(), []]
-                if part not in places or len(slots) != 1 or not self.holds_base:
+                if part not in places or newest[0] < 0 or not self.holds_base:
                     continue
                 layer, number = places[part]
                 stacked = layer.lora_a_stacked if is_a else layer.lora_b_stacked
                 rows, columns = written.shape
-                held = stacked[number][slots[0], 0, :rows, :columns].contiguous()  # the rest: room for a larger rank
+                held = stacked[number][newest[1], 0, :rows, :columns].contiguous()  # the rest: room for a larger rank
                 cast = [str(held.dtype)] if held.dtype != written.dtype else []
                 result[name] = [f"{digest_tensor(held, name=name):016x}", held.numel(), written.numel(), cast]
         return result

@@ -145,6 +145,7 @@ def test_what_is_served_is_the_sum_although_only_adapters_travel(served: Served)
         await load(engine, first)
         await engine.generate(greedy)  # its keys and values must not be used under the second
         await load(engine, second)
+        shutil.rmtree(second.path)  # what is loaded is loaded: no step reads it again
         completion = await engine.generate(greedy)
         ids = PROMPT + completion.output_ids
         expected = logprobs_of(served.trainer.policy.model, ids, 1.0)[len(PROMPT) - 1 :]
