@@ -13,7 +13,7 @@ import math
 import secrets
 import subprocess
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -157,7 +157,8 @@ class SGLangEngine(Backend):
         on_cpu = config.model.device == "cpu" or not gpus()
         known = known_options(python) if inference.args else set()
         arguments = server_arguments(own, CPU_OPTIONS if on_cpu else {}, inference.options, known)
-        environment = {"SGLANG_USE_CPU_ENGINE": "1"} if on_cpu else {}
+        # SGLang's cache of what the vision tower makes of images outlives updates: other weights make other things.
+        environment = {"SGLANG_VLM_CACHE_SIZE_MB": "0"} | ({"SGLANG_USE_CPU_ENGINE": "1"} if on_cpu else {})
         if Path(config.model.path).is_dir():
             environment["HF_HUB_OFFLINE"] = "1"  # SGLang asks the hub for the folder, too, as if it were a hub name
         return Launch(command=[python, "-m", "sglang.launch_server", *arguments], environment=environment)
@@ -243,7 +244,7 @@ class SGLangEngine(Backend):
 
     def _lacks(self, model_path: str, uses_seeds: bool) -> list[str]:
         lacks = []
-        if self._has_experts():
+        if _has_experts(self._tensors):
             lacks.append(
                 "its model is a mixture of experts, whose weights Clew cannot update in SGLang: it serves the weights "
                 "that it began with, and a run cannot train through it. inference.backend=vllm or embedded can"
@@ -278,9 +279,6 @@ class SGLangEngine(Backend):
         if has_vision and not self.takes_images:
             lacks.append("it takes no images, although its model does: set inference.args.enable-multimodal to true")
         return lacks
-
-    def _has_experts(self) -> bool:
-        return any(".experts." in name for name in self._tensors)
 
     async def _reports_before_temperature(self) -> bool:
         """Return whether the logprobs of the likeliest tokens are the same at two temperatures."""
@@ -404,7 +402,7 @@ class SGLangEngine(Backend):
         await self._post("/pause_generation", {"mode": "abort"})
 
     async def receive(self, sent: Broadcast) -> None:
-        self._refuse_experts(sent.version)
+        self._refuse_experts(sent.version, sent.names)
         if others := differences(self._needed_shapes(sent.names), sent.shape_by_name()):
             raise EngineError(
                 f"Cannot load version {sent.version} into SGLang at {self.address}: the tensors sent are not those of "
@@ -444,11 +442,9 @@ class SGLangEngine(Backend):
             raise EngineError(f"SGLang at {self.address} failed at {path}: {answer.get('message')}")
 
     async def check(self, ref: WeightRef) -> None:
-        self._refuse_experts(ref.version)
-        await self._tensors_of(ref)
+        self._refuse_experts(ref.version, await self._tensors_of(ref))
 
     async def load(self, ref: WeightRef) -> None:
-        self._refuse_experts(ref.version)
         if ref.was_broadcast():
             try:
                 self._expected = read_broadcast(ref)["checksums"]
@@ -458,6 +454,7 @@ class SGLangEngine(Backend):
             await self._post("/flush_cache", {})
             return
         new = await self._tensors_of(ref)
+        self._refuse_experts(ref.version, new)
         body = {"model_path": ref.path, "load_format": "auto", "weight_version": str(ref.version), "flush_cache": True}
         try:
             answer = await self._post("/update_weights_from_disk", body)
@@ -490,8 +487,8 @@ class SGLangEngine(Backend):
         left = self._tensors.keys() - used - set(sent) if self._held else set()
         return {name: each.shape for name, each in self._tensors.items() if name not in left}
 
-    def _refuse_experts(self, version: int) -> None:
-        if self._has_experts():
+    def _refuse_experts(self, version: int, names: Iterable[str]) -> None:
+        if _has_experts(names):
             raise EngineError(
                 f"Cannot load version {version} into SGLang at {self.address}: its model is a mixture of experts, "
                 f"whose tensors SGLang joins in a way that Clew cannot check. It was not sent. Train it with "
@@ -578,6 +575,10 @@ class SGLangEngine(Backend):
             return float(answer["meta_info"]["input_token_logprobs"][-1][0])
 
         return await self._post("/generate", body, take)
+
+
+def _has_experts(names: Iterable[str]) -> bool:
+    return any(".experts." in name for name in names)
 
 
 def _digests_of(ref: WeightRef) -> dict[str, str]:
