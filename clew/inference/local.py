@@ -66,6 +66,8 @@ class LocalEngine:
         self._futures: dict[GenerateRequest, asyncio.Future[Completion]] = {}
         self._has_missed = False
         """True from when the trainer begins to broadcast weights until weights are loaded."""
+        self._digest: str | None = None
+        """Digest of the weights that were loaded last; None: it has those that it started with."""
         self.released = False
         """True from `release_memory` until `resume_memory`, or until its lease or a pause ends. Requests wait."""
         self._pause_lease: asyncio.TimerHandle | None = None
@@ -104,7 +106,7 @@ class LocalEngine:
 
     def holds(self, ref: WeightRef) -> bool:
         """Return whether it serves these weights, and has missed no newer ones that the trainer broadcast."""
-        return self.core.version == ref.version and not self._has_missed
+        return self.core.version == ref.version and self._digest in (None, ref.digest) and not self._has_missed
 
     async def load_weights(self, ref: WeightRef) -> Timings:
         """Abort all requests, load the weights in place, score the probe, and resume. Return the parts' seconds.
@@ -131,7 +133,7 @@ class LocalEngine:
                 await self._call_engine(load)
             finally:
                 self._gate.set()
-        self._has_missed = False
+        self._has_missed, self._digest = False, ref.digest
         self._resume()
         return clock.seconds
 

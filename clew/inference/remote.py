@@ -155,8 +155,8 @@ class RemoteEngine:
         self._watch: asyncio.Task[None] | None = None
         self._question: tuple[asyncio.Task[bool], bool] | None = None
         """Task that asks whether the server lives, until it is answered, and True if it was asked during an update."""
-        self._loaded: str | None = None
-        """Label of the weights that the server was given last; None: it has those that it started with."""
+        self._loaded: WeightRef | None = None
+        """Weights that the server was given last; None: it has those that it started with."""
         self._identity, self._was_away = "", False
         self._asking: asyncio.Task[bool] | None = None
         """Task that asks which process answers. All requests share it, see `_refuse_another`."""
@@ -178,7 +178,8 @@ class RemoteEngine:
             self.core.waiting.discard(request)
         self._refuse_when_broken()
         self.core.active.add(request)
-        version, label = self.core.version, self._loaded  # no update begins before this request has ended
+        version = self.core.version  # no update begins before this request has ended
+        label = None if self._loaded is None else str(self._loaded.version)
         # The server is told where completions end: for a model without an end token, Clew takes the pad token, and the
         # server would not stop there.
         ends = request.params.stop_ids(self.core.default_stop_ids)
@@ -251,7 +252,9 @@ class RemoteEngine:
 
     def holds(self, ref: WeightRef) -> bool:
         """Return whether the server has these weights; False if nobody knows: before a load, or after a failed one."""
-        return self.core.version == ref.version and self._loaded is not None and self.core.broken is None
+        if self._loaded is None or self.core.broken is not None or self.unchecked_version is not None:
+            return False
+        return (self._loaded.version, self._loaded.digest) == (ref.version, ref.digest)
 
     @property
     def attached(self) -> bool:
@@ -307,7 +310,7 @@ class RemoteEngine:
                     self._has_paused = False
                     await self._check_probe(ref)
             self.core.version, self.core.broken, self.unchecked_version = ref.version, None, None
-            self._loaded = str(ref.version)
+            self._loaded = ref
             self._open()
         return clock.seconds
 
@@ -506,7 +509,7 @@ class RemoteEngine:
             unblocks=kind,
             numbers=lambda: f"{silence}; its log: {self.process.log}",
         ):
-            while silence := await self._silence(refuse=self.attached):
+            while silence := await self._silence(refuse=self.attached and self._watch is None):  # at the first start
                 if ended := self.process.ended():
                     raise EngineError(f"{kind} did not start: it {ended}")
                 if silence != NO_ANSWER:  # a closed port is no silence: the server may still open it

@@ -206,7 +206,14 @@ async def _keep_listed(
             restarts -= 1
             application.ready.clear()
             run.register_server(replace(entry, ready=False))
-            await engine.restart(reporter)
+            try:
+                await engine.restart(reporter)
+            except EngineError as error:
+                if restarts == 0:
+                    raise
+                engine.failure = str(error)  # it may have died of what ended the one before
+                await asyncio.sleep(LOOK_S)
+                continue
         if not any(server.ready and (server.name, server.pid) == (entry.name, entry.pid) for server in run.servers()):
             application.ready.clear()
             async with application.updating:  # listed during a hung update, it would delay the trainer each time

@@ -16,6 +16,7 @@ from clew.record.run import RunDirectory
 from clew.record.weights import WeightRef, outside_folder
 from clew.training.engine import TrainEngine
 from clew.training.published_weights import write_weights
+from clew.training.saving import remove_folder
 
 
 class Inference(Protocol):
@@ -67,10 +68,10 @@ class Publisher:
             self._folder = outside_folder(self._outside, run.path)
 
     def __call__(self, engine: TrainEngine) -> None:
+        self._leads = engine.ranks.leads
         ref = self._load(engine) if self._sender is None else self._broadcast(engine, self._sender)
         if ref is None:
             return
-        self._leads = True
         self._run.inbox.publish(ref.version)
         for folder in self._folder.iterdir():
             if folder.name != Path(ref.path).name:
@@ -123,5 +124,7 @@ class Publisher:
 
     def close(self) -> None:
         """Remove weights outside the run directory; the checkpoint has them."""
-        if self._outside is not None and self._leads:
+        if self._outside is not None and self._leads and self._folder.exists():
+            for folder in self._folder.iterdir():
+                remove_folder(folder)  # a resumed run must not take what is left of it for the weights
             shutil.rmtree(self._folder, ignore_errors=True)

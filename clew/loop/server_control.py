@@ -153,8 +153,8 @@ class ServerControl:
 
         async def ask(server: Server) -> None:
             try:
-                what = "receive the weights"
-                if await self._ask_one(server, what, lambda engine: engine.receive_weights(sent[server])):
+                what = "receive the weights"  # which takes as long as the slowest link does
+                if await self._ask_one(server, what, lambda engine: engine.receive_weights(sent[server]), limit_s=None):
                     outcome.received.append(server)
                     return
             except EngineError as error:
@@ -238,7 +238,7 @@ class ServerControl:
         it serves it registers as ready and then looks for the newest weights, which are announced by now.
         """
         servers = self.ready() if servers is None else servers
-        asked = (self._ask_one(server, what, ask) for server in servers)
+        asked = (self._ask_one(server, what, ask, limit_s=self._limit_s) for server in servers)
         outcomes = await asyncio.gather(*asked, return_exceptions=True)
         refused = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         goes_on = len(refused) < len(servers) or self.serves_without(servers)
@@ -248,8 +248,11 @@ class ServerControl:
             elif isinstance(outcome, BaseException):
                 raise outcome
 
-    async def _ask_one(self, server: Server, what: str, ask: Ask) -> bool:
+    async def _ask_one(self, server: Server, what: str, ask: Ask, *, limit_s: float | None) -> bool:
         """Ask a server, and return whether it did what was asked. One that died or froze is taken out.
+
+        Args:
+            limit_s: Maximum seconds; None: as long as the server says that it lives.
 
         Raises:
             EngineError: It refused.
@@ -258,7 +261,7 @@ class ServerControl:
         asking = asyncio.ensure_future(ask(engine))
         freezing = asyncio.ensure_future(engine.frozen(self._frozen_s))
         try:
-            await asyncio.wait({asking, freezing}, timeout=self._limit_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({asking, freezing}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
             if asking.done():
                 asking.result()
                 return True

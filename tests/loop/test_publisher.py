@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from clew.errors import EngineError
 from clew.loop.publisher import Publisher
 from clew.loop.stopwatch import Clock
 from clew.record.run import RunDirectory
@@ -47,6 +48,23 @@ def test_weights_are_written_again_if_their_folder_has_changed(
 
     assert publish(before).is_relative_to(run.path) is (before is None)
     assert publish(after).is_relative_to(run.path) is (after is None)
+
+
+def test_weights_in_memory_that_no_server_takes_are_removed(tmp_path: Path) -> None:
+    tiny_tokenizer(tmp_path / "model")
+    tiny_model(tmp_path / "model", tie=True)
+
+    class Refuses(Inference):
+        def load(self, ref: WeightRef) -> dict[str, float]:
+            assert list((tmp_path / "memory").rglob("*.safetensors"))
+            raise EngineError("no such layer")
+
+    config = make_config(tmp_path / "model", inference={"weights": str(tmp_path / "memory")})
+    engine: Any = Refuses()
+    publishing = closing(Publisher(config, RunDirectory(tmp_path / "run"), engine, Clock()))
+    with publishing as publisher, pytest.raises(EngineError, match="no such layer"):
+        publisher(TrainEngine(config))
+    assert not list((tmp_path / "memory").iterdir())
 
 
 def test_servers_that_were_started_in_another_folder_are_told_the_whole_path(
