@@ -19,7 +19,8 @@ def dead(sink: Sink) -> Verdict | None:
         return _ended_itself(sink)
     kinds = (*TO_OTHERS, "sleep") if sink.one.rank is not None else (*TO_OTHERS, "sleep", "store")
     abandoned = is_shared_lock(sink.act, sink.sources) and bool(left_locked(sink))
-    if sink.one.moving or not (abandoned or sink.act.kind in kinds):
+    opens_pipe = sink.one.process.waits_in == "wait_for_partner"  # nobody has it open for the other direction
+    if sink.one.moving or not (abandoned or sink.act.kind in kinds or opens_pipe):
         return None
     found = _other_ended(sink, abandoned)
     return found if found or abandoned else _part_ended(sink) or _starves_waiter(sink) or _part_of_waiter_ended(sink)

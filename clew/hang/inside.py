@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import signal
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -15,6 +17,8 @@ DEEPEST = 40
 CYTHON_AWAITS = 64
 """Offset, in a coroutine that Cython has compiled, of what it awaits."""
 C10D = "torch.distributed.distributed_c10d"
+POOLED = re.compile(r"\w*PoolWorker-\d+|(ThreadPoolExecutor-\d+|asyncio)_\d")
+"""Names of processes and threads that a pool ends itself when nobody needs it any more."""
 
 
 def tasks_of(pid: int) -> tuple[Thread, ...]:
@@ -223,8 +227,9 @@ def ended_threads(memory: Memory) -> Iterator[str]:
     for thread in _referents(memory, module["_dangling"]):
         with suppress(Unreadable, KeyError):
             values = memory.attributes(thread)
-            if memory.show(values["_ident"]) not in ("None", *map(str, active)):
-                yield memory.text(values["_name"])
+            name = memory.text(values["_name"])
+            if memory.show(values["_ident"]) not in ("None", *map(str, active)) and not POOLED.match(name):
+                yield name
 
 
 def children(memory: Memory) -> Iterator[tuple[int, str, int]]:
@@ -234,9 +239,9 @@ def children(memory: Memory) -> Iterator[tuple[int, str, int]]:
         with suppress(Unreadable, KeyError):
             values = memory.attributes(process)
             popen = memory.attributes(values["_popen"])
-            if memory.show(popen["returncode"]) != "None":
-                name = memory.text(values["_name"])
-                yield memory.integer(popen["pid"]), name, memory.integer(popen["returncode"])
+            name, code = memory.text(values["_name"]), memory.show(popen["returncode"])
+            if code != "None" and not (POOLED.match(name) and int(code) == -signal.SIGTERM):
+                yield memory.integer(popen["pid"]), name, int(code)
 
 
 def shape_of(memory: Memory, tensor: int) -> list[int]:

@@ -229,10 +229,11 @@ def _only_serves(actor: Actor, sources: Mapping[str, str]) -> bool:
         return not others
     for_ever = main.op.endswith(("pause", "sigwait")) or (main.kind == "condition" and UNTIL_END.search(main.target))
     waits = for_ever or main.thread in serving
-    if serving and waits and all(each.kind == "queue" or _keeps_house(each, sources) for each in others):
+    idle = all(each.kind == "queue" or _keeps_house(each, sources) for each in others)
+    if serving and waits and idle:
         return True
     loop = source.loop_at(sources.get(main.file, ""), main.line)
-    serves = main.op.endswith("accept") or (bool(serving) and main.kind == "sleep")
+    serves = main.op.endswith("accept") or (bool(serving) and main.kind == "sleep" and idle)
     return (serves and source.goes_on_for_ever(loop)) or _reads_requests(main, sources)
 
 
@@ -324,12 +325,15 @@ def _progress(job: list[Actor], ranks: list[Actor], snapshot: Snapshot) -> Verdi
     if not moving or refuses(job, snapshot):
         return None
     waiting = [a for a in mains if a.activity.kind in ("collective", "recv", "send", "device")]
+    edges = all_edges(job, snapshot.sources)
+    awaited = any(a.pid in reachable(each.pid, edges) for each in waiting for a in moving)
     if waiting and len(waiting) < len(mains) and not any(a.moving for a in waiting):
+        if not awaited:  # the others wait for one another alone
+            return None
         how = _how(moving[0], snapshot, "it")
         label = ", ".join(a.process.label for a in moving)
         why = f"{label} is slow, not hung{how}; the others wait for it."
         return verdict_about("slow", moving, why, mains, cause="slow")
-    edges = {} if ranks else all_edges(job, snapshot.sources)
     if not ranks and not all(a.moving or _between_rounds(a, edges, job, snapshot.sources) for a in mains):
         return None
     how = _how(moving[0], snapshot, moving[0].process.label)

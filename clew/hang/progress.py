@@ -176,10 +176,13 @@ def polling_counters(text: str, line: int) -> set[str]:
     loop, clocks = source.loop_at(text, line), source.clocks(text, line)
     if loop is None:
         return clocks
+    clocks |= source.missed(loop)
     if source.retries(loop):
         tested = set()
     elif isinstance(loop, ast.While) and (source.polls(loop, text) or not source.calls_of(loop)):
         tested = source.names_in(loop.test)
+    elif isinstance(loop, ast.For) and source.asks_for_file(loop, text):
+        tested = set()
     else:
         return clocks
     changed = source.counted(loop)
@@ -377,7 +380,7 @@ def _threads_advance(process: Process, newest: Sequence[Activity], sources: Mapp
 
     If the main thread only joins them, everything they do counts; otherwise only what they finish.
     """
-    kind = newest[0].kind if newest else ""
+    kind = "thread" if newest and newest[0].heartbeat else newest[0].kind if newest else ""
     by_result = kind in ("pool", "future", "queue", "condition", "barrier")
     return kind == "thread" or (by_result and accepts(process, sources))
 
@@ -399,6 +402,7 @@ def _waits_in_loop(process: Process, every: Sequence[Activity], sources: Mapping
     if not every or every[-1].idle_loop or any(each.kind in ("compute", "unknown", "ray") for each in every):
         return False
     asks = has_limit(process) or in_polling_loop(process, sources) or every[-1].op in DATABASE
+    asks = asks or re.search(r"select\((.*,){3}|\.poll\([^)]", every[-1].text) is not None  # with a limit
     # These libraries wake up by themselves, and ask whether what they wait for has come.
     files = (frame.file for thread in mains_of(process) for frame in thread.frames)
     asks = asks or any("/filelock/" in file or "/grpc/_" in file for file in files)

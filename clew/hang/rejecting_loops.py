@@ -80,9 +80,13 @@ def rejecting(sink: Sink) -> Verdict | None:
     by, name = found
     why = f"{by.process.label} rejects everything: {name} grows and nothing is accepted, so no wait can end."
     verdict = sink.blame("rollout blocked", [by], why, cause="refusing", confidence="medium")
-    if by.activity.function != name.partition(".")[0] and (test := _line_of_filter(by.process, name, sink.sources)):
-        return replace(verdict, sites=(test,))  # it is in what the filter judges, such as a generation
-    return verdict
+    if by.activity.function == (function := name.partition(".")[0]):
+        return verdict
+    # It is in what the filter judges, such as a generation.
+    frames = (f for t in by.process.threads for f in t.user_frames if f.name == function)
+    loops = (f"{PurePath(frame.file).name}:{frame.line}" for frame in frames)
+    test = _line_of_filter(by.process, name, sink.sources) or next(loops, "")
+    return replace(verdict, sites=(test,)) if test else verdict
 
 
 def starved(sink: Sink) -> Verdict | None:
@@ -201,8 +205,9 @@ def _rejecting(process: Process, sources: Mapping[str, str]) -> str:
     moved = moved_counters(process, sources)
     grown = [short for short in map(_short, moved) if REJECTED.search(short.rpartition(".")[2])]
     every = [counters_in(look, process, sources) for look in process.looks]
-    changed = {name for each in every for name in each if len({one[name] for one in every if name in one}) > 1}
-    grown = [short for short in grown if not _keeps_others(process, sources, short, [*map(_short, changed)])]
+    values = {name: [one[name] for one in every if name in one] for each in every for name in each}
+    growth = {_short(name): each[-1] - each[0] for name, each in values.items() if len({*each}) > 1}
+    grown = [short for short in grown if not _keeps_others(process, sources, short, growth)]
     return grown[0] if grown else _keeps_none(process, sources, moved)
 
 
@@ -224,13 +229,16 @@ def _line_of_filter(process: Process, refused: str, sources: Mapping[str, str]) 
     return places.pop() if len(places) == 1 else ""
 
 
-def _keeps_others(process: Process, sources: Mapping[str, str], refused: str, moved: Sequence[str]) -> bool:
-    """Return whether a counter moved that the loop raises only in rounds that do not raise `refused`."""
+def _keeps_others(process: Process, sources: Mapping[str, str], refused: str, growth: Mapping[str, int]) -> bool:
+    """Return whether the loop had rounds that did not raise `refused`: it counts them, or counts more rounds."""
     function, _, name = refused.partition(".")
     for frame in (f for t in process.threads for f in t.user_frames if f.name == function):
         loop = outermost_loop(sources.get(frame.file, ""), frame.line)
         kept = _counted_otherwise(loop, name.rpartition(".")[2]) if loop is not None else set()
-        if any(each.partition(".")[2].removeprefix("self.") in kept for each in moved):
+        if any(each.partition(".")[2].removeprefix("self.") in kept for each in growth):
+            return True
+        rounds = (growth.get(f"{function}.{each}", 0) for each in (_rounds(loop, loop) if loop is not None else ()))
+        if any(each > growth.get(refused, 0) + 1 for each in rounds):
             return True
     return False
 
@@ -250,12 +258,13 @@ def _keeps_none(process: Process, sources: Mapping[str, str], moved: Mapping[str
 
 def _keeps_nothing(process: Process, sources: Mapping[str, str]) -> str:
     """Return the counter of rounds of a loop that ends only when it has kept enough, and has kept nothing; else ""."""
-    for frame in process.main_frames:
+    for frame in (*process.main_frames, *(f for t in process.threads if t.task for f in t.user_frames)):
         text = sources.get(frame.file, "")
         loop, outer = loop_at(text, frame.line), outermost_loop(text, frame.line)
         if loop is None or outer is None:
             continue
-        every = [f.locals for t in mains_of(process) for f in t.frames if f.function == frame.function]
+        stacks = (t for look in process.looks for t in look.threads if t.task or t.os_id == process.pid)
+        every = [f.locals for t in stacks for f in t.frames if f.function == frame.function]
         tested = ast.unparse(loop.test) if isinstance(loop, ast.While) else ""
         goals = _collected(loop)  # if one of them grows, the loop may end
         still = sorted(name for name in {*goals, *frame.locals} if {each.get(name) for each in every} == {"0"})

@@ -257,7 +257,8 @@ def effective(every: Sequence[Activity], sources: Mapping[str, str]) -> Activity
     main = every[0] if every else Activity(kind="unknown")
     # Connections that it has accepted have threads of their own, and so have the requests to a server of gRPC.
     accepts = main.op.endswith("accept") or "wait_for_termination(" in main.text
-    waits_inside = main.kind in WAITS_INSIDE or accepts
+    keeps_alive = main.heartbeat or main.op.endswith("pause")  # it has left all work to threads
+    waits_inside = main.kind in WAITS_INSIDE or accepts or keeps_alive
     if not waits_inside or main.cleanup == "destroy" or main.blocks_loop or main.op == "_shutdown":
         return main
     others = _that_may_decide(every, accepts, sources)

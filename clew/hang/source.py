@@ -43,9 +43,11 @@ POLLS = re.compile(
     r"done|locked|strip|split|endswith|startswith|format|round|getpid)$"
 )
 """Calls of a loop that only asks again and again."""
-QUERIES = re.compile(r"\.(execute|fetchone|fetchall)$")
+QUERIES = re.compile(r"\.(execute|fetchone|fetchall|now|strftime|ready|raise_for_status|refresh)$|stdout\.write$")
 """Calls of a loop that only asks again and again if it also waits; otherwise it may work through the rows."""
-REPORTS = re.compile(r"\.(write|writelines|write_text|dump|dumps|send|sendto|log|set|touch|execute)$")
+REPORTS = re.compile(
+    r"\.(write|writelines|write_text|dump|dumps|send|sendto|log|set|touch|execute|inc|observe|add_scalars?)$"
+)
 """Calls by which a heartbeat tells others that its process is alive."""
 EVENT = re.compile(r"\.(wait|is_set)\(|running|alive|stop|clos|shut|exit|quit|cancel")
 """Calls and names in the condition of a loop that goes on until an event is set, or until the program ends."""
@@ -56,6 +58,10 @@ GROWS = ("append", "extend", "add", "update", "appendleft")
 """Methods by which a collection grows."""
 NUMBERS = {"int", "round", "float", "max", "min", "abs"}
 """Calls that only change the form of a number."""
+COLLECTS = re.compile(r"(^|\.)Path$|^(range|enumerate|zip|set|tuple|map|filter)$")
+"""Calls that only go through what the condition of a loop asks about."""
+LIMIT = re.compile(r"Empty|Full|Time_?[Oo]ut")
+"""Exceptions that say that a wait has reached its limit."""
 UNLIMITED = re.compile(r"\.(get|wait|acquire|read)$")
 """Calls that do not poll unless they have an argument, such as a timeout."""
 ENDING = {
@@ -320,6 +326,12 @@ def counted(loop: ast.AST) -> set[str]:
     return {dotted(each).rpartition(".")[2] for each in targets if isinstance(each, (ast.Name, ast.Attribute))}
 
 
+def missed(loop: ast.AST) -> set[str]:
+    """Return the names that a loop counts when a wait has reached its limit, such as `idle` beside queue.Empty."""
+    handlers = (node for node in ast.walk(loop) if isinstance(node, ast.ExceptHandler) and node.type is not None)
+    return set().union(*(counted(each) for each in handlers if LIMIT.search(ast.unparse(each.type))))
+
+
 def filled(loop: ast.AST) -> set[str]:
     """Return the names and attributes of the collections to which a loop adds items, such as `rows` in rows[n] = 1."""
     functions = (call.func for call in calls_in(loop))
@@ -471,6 +483,9 @@ def polls(loop: ast.AST, text: str, depth: int = 2, also: re.Pattern[str] | None
         also: Matches further calls that may be in such a loop.
     """
     names = calls_of(loop)
+    if isinstance(loop, ast.While):
+        asked = {dotted(call.func) for call in calls_in(loop.test)}
+        names = [name for name in names if not (name in asked and COLLECTS.search(name))]
     if isinstance(loop, ast.For):
         names = [name for name in names if name != "range"]
         if all(name.endswith("sleep") for name in names):
@@ -512,6 +527,14 @@ def asks(loop: Loop | None) -> bool:
     leaves = any(isinstance(n, ast.If) and isinstance(n.body[-1], (ast.Return, ast.Break)) for n in nodes)
     acts = [dotted(n.value.func) for n in nodes if isinstance(n, ast.Expr) and isinstance(n.value, ast.Call)]
     return leaves and all(map(POLLS.search, acts))
+
+
+def asks_for_file(loop: Loop, text: str) -> bool:
+    """Return whether a loop only waits and asks for a file, and is left when it is there."""
+    leaves = (n for n in loop.body if isinstance(n, ast.If) and isinstance(n.body[-1], (ast.Return, ast.Break)))
+    return polls(loop, text) and any(
+        re.search(r"exists|is_?file|glob|listdir|stat\(", ast.unparse(n.test)) for n in leaves
+    )
 
 
 @lru_cache(maxsize=4096)
