@@ -1,6 +1,7 @@
 """Token capture: each generated token is trained on once, with what was recorded when it was generated."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from clew.errors import EpisodeError
 from clew.gateway.episode_engine import resources
 from clew.gateway.interactions import Interaction
-from clew.gateway.sequences import aligned, assemble
+from clew.gateway.sequences import aligned, assemble, with_returns
 from clew.inference.protocol import SamplingParams
 from clew.rollout.workflows import MultiTurnRetry, SingleTurn
 from clew.seeds import derive_seed
@@ -38,6 +39,19 @@ def test_a_turn_that_extends_the_exact_tokens_extends_the_sequence():
     assert columns["turn_ids"] == [-1, -1, 0, 0, -1, 1]
     assert columns["temperatures"] == [1, 1, 1, 1, 1, 0.5]
     assert columns["logprobs"] == pytest.approx([0, 0, -1, -1.01, 0, -2])
+
+
+@pytest.mark.parametrize(
+    "individual, rows", [(False, [([0, 1, 2], 0.25 + 0.5)]), (True, [([0], 0.75), ([1], 0.5), ([2], 1)])]
+)
+def test_a_turn_is_worth_the_turns_after_it_whether_or_not_they_are_in_its_row(individual, rows):
+    """The reward of the episode is 1, that of the first turn 0.5, and the discount 0.5."""
+    turns = [interaction(0, [1], [2]), interaction(1, [1, 2, 3], [4]), interaction(2, [1, 2, 3, 4, 5], [6])]
+    own = {"g000000.e0.i0": 0.5}
+    resources = SimpleNamespace(individual=individual, turn_discount=0.5)
+    engine = SimpleNamespace(interactions=turns, turn_rewards=own, resources=resources)
+    found = [([turn.index for turn in chain], value) for chain, value, _ in with_returns(engine, {"reward": 1.0})]
+    assert found == rows
 
 
 def test_a_turn_whose_context_was_rewritten_starts_a_sequence():
