@@ -69,7 +69,7 @@ LINES = {
     "cli": 1070,  # clew hang, on several nodes; clew sft and clew learn watch themselves; refused options and folders
     "diagnose": 2990,  # the search of clew diff; clew doctor beside broken GPUs; runs that went on with other settings
     "gateway": 4950,  # stop strings twice in a token, forced calls after <think>, texts that go on after a completion
-    "hang": 8520,  # main threads that only sleep; pools that were closed or are joined; cells; RAS, Ray; engines; locks
+    "hang": 8560,  # main threads that only sleep; pools that were closed or are joined; cells; RAS, Ray; engines; locks
     "inference": 6800,  # vLLM and SGLang in training; lost weights, of one version but other digests; second restarts
     "launch": 705,  # no_progress.py, also without clew train; several servers, and their devices
     "loop": 2800,  # weight_sender.py: servers that froze or refused are taken out; begun branches

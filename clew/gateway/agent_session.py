@@ -161,7 +161,7 @@ class AgentSession:
             self._drop(lost)
             if lost and submission.left:
                 self.engine.warn(
-                    f"the agent did not read the reply {min(lost)} to its end, and no request continues it: it is not "
+                    f"the agent left before it had the whole reply {min(lost)}, and no request continues it: it is not "
                     f"trained on",
                     kind="a reply that was left",
                 )

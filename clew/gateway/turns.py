@@ -195,7 +195,7 @@ class Turns:
         earlier = [turn for turn in reversed(self._turns) if turn.request.text is not None]
         follows = max(
             (turn for turn in earlier if text.startswith(turn.rendered + (turn.reply.content or turn.raw))),
-            key=lambda turn: len(turn.rendered + turn.reply.content),
+            key=lambda turn: (len(turn.rendered + turn.reply.content), text.startswith(turn.rendered + turn.raw)),
             default=None,
         )
         if follows is not None and text.startswith(whole := follows.rendered + follows.raw):

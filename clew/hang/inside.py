@@ -236,7 +236,7 @@ def children(memory: Memory) -> Iterator[tuple[int, str, int]]:
     """Yield pid, name and exit code of the children of `multiprocessing` that have been reaped."""
     module = memory.module("multiprocessing.process")
     for process in _referents(memory, module["_dangling"]) if "_dangling" in module else ():
-        with suppress(Unreadable, KeyError):
+        with suppress(Unreadable, KeyError, ValueError):
             values = memory.attributes(process)
             popen = memory.attributes(values["_popen"])
             name, code = memory.text(values["_name"]), memory.show(popen["returncode"])

@@ -229,11 +229,13 @@ def _only_serves(actor: Actor, sources: Mapping[str, str]) -> bool:
         return not others
     for_ever = main.op.endswith(("pause", "sigwait")) or (main.kind == "condition" and UNTIL_END.search(main.target))
     waits = for_ever or main.thread in serving
-    idle = all(each.kind == "queue" or _keeps_house(each, sources) for each in others)
-    if serving and waits and idle:
+    waiting = {each.kind for each in others if not _keeps_house(each, sources)}
+    if serving and waits and waiting <= {"queue"}:
         return True
     loop = source.loop_at(sources.get(main.file, ""), main.line)
-    serves = main.op.endswith("accept") or (bool(serving) and main.kind == "sleep" and idle)
+    serves = main.op.endswith("accept") or (
+        bool(serving) and main.kind == "sleep" and waiting <= {"queue", "condition"}
+    )
     return (serves and source.goes_on_for_ever(loop)) or _reads_requests(main, sources)
 
 
@@ -326,9 +328,9 @@ def _progress(job: list[Actor], ranks: list[Actor], snapshot: Snapshot) -> Verdi
         return None
     waiting = [a for a in mains if a.activity.kind in ("collective", "recv", "send", "device")]
     edges = all_edges(job, snapshot.sources)
-    awaited = any(a.pid in reachable(each.pid, edges) for each in waiting for a in moving)
     if waiting and len(waiting) < len(mains) and not any(a.moving for a in waiting):
-        if not awaited:  # the others wait for one another alone
+        awaited = set[int]().union(*(reachable(each.pid, edges) for each in waiting))
+        if ranks and awaited.isdisjoint(a.pid for a in moving):  # the others wait for one another alone
             return None
         how = _how(moving[0], snapshot, "it")
         label = ", ".join(a.process.label for a in moving)

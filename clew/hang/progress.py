@@ -176,7 +176,7 @@ def polling_counters(text: str, line: int) -> set[str]:
     loop, clocks = source.loop_at(text, line), source.clocks(text, line)
     if loop is None:
         return clocks
-    clocks |= source.missed(loop)
+    clocks = clocks | source.missed(loop)
     if source.retries(loop):
         tested = set()
     elif isinstance(loop, ast.While) and (source.polls(loop, text) or not source.calls_of(loop)):
@@ -402,7 +402,7 @@ def _waits_in_loop(process: Process, every: Sequence[Activity], sources: Mapping
     if not every or every[-1].idle_loop or any(each.kind in ("compute", "unknown", "ray") for each in every):
         return False
     asks = has_limit(process) or in_polling_loop(process, sources) or every[-1].op in DATABASE
-    asks = asks or re.search(r"select\((.*,){3}|\.poll\([^)]", every[-1].text) is not None  # with a limit
+    asks = asks or source.selects_for_a_time(sources.get(every[-1].file, ""), every[-1].line)
     # These libraries wake up by themselves, and ask whether what they wait for has come.
     files = (frame.file for thread in mains_of(process) for frame in thread.frames)
     asks = asks or any("/filelock/" in file or "/grpc/_" in file for file in files)

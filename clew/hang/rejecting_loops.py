@@ -203,11 +203,9 @@ def _number(text: str | None) -> float:
 def _rejecting(process: Process, sources: Mapping[str, str]) -> str:
     """Return the counter of what a process rejects, if it grows and no counter of what it keeps does; else ""."""
     moved = moved_counters(process, sources)
-    grown = [short for short in map(_short, moved) if REJECTED.search(short.rpartition(".")[2])]
     every = [counters_in(look, process, sources) for look in process.looks]
-    values = {name: [one[name] for one in every if name in one] for each in every for name in each}
-    growth = {_short(name): each[-1] - each[0] for name, each in values.items() if len({*each}) > 1}
-    grown = [short for short in grown if not _keeps_others(process, sources, short, growth)]
+    grown = [name for name in moved if REJECTED.search(_short(name).rpartition(".")[2])]
+    grown = [_short(name) for name in grown if not _keeps_others(process, sources, name, every)]
     return grown[0] if grown else _keeps_none(process, sources, moved)
 
 
@@ -229,17 +227,28 @@ def _line_of_filter(process: Process, refused: str, sources: Mapping[str, str]) 
     return places.pop() if len(places) == 1 else ""
 
 
-def _keeps_others(process: Process, sources: Mapping[str, str], refused: str, growth: Mapping[str, int]) -> bool:
-    """Return whether the loop had rounds that did not raise `refused`: it counts them, or counts more rounds."""
-    function, _, name = refused.partition(".")
+def _keeps_others(
+    process: Process, sources: Mapping[str, str], refused: str, every: Sequence[Mapping[str, int]]
+) -> bool:
+    """Return whether a counter of other rounds grew, or the loop had more rounds than raised `refused`.
+
+    Args:
+        refused: Name of a counter, as in `every`.
+        every: The counters of each look; see `counters_in`.
+    """
+    function, _, name = _short(refused).partition(".")
+    around = refused.partition(".")[0]
+    changed = {n for each in every for n in each if len({one[n] for one in every if n in one}) > 1}
     for frame in (f for t in process.threads for f in t.user_frames if f.name == function):
-        loop = outermost_loop(sources.get(frame.file, ""), frame.line)
-        kept = _counted_otherwise(loop, name.rpartition(".")[2]) if loop is not None else set()
-        if any(each.partition(".")[2].removeprefix("self.") in kept for each in growth):
+        if (loop := outermost_loop(sources.get(frame.file, ""), frame.line)) is None:
+            continue
+        kept = _counted_otherwise(loop, name.rpartition(".")[2])
+        if any(_short(each).partition(".")[2].removeprefix("self.") in kept for each in changed):
             return True
-        rounds = (growth.get(f"{function}.{each}", 0) for each in (_rounds(loop, loop) if loop is not None else ()))
-        if any(each > growth.get(refused, 0) + 1 for each in rounds):
-            return True
+        for rounds in (f"{around}.{each}" for each in _once_a_round(loop)):
+            both = [(one[rounds], one[refused]) for one in every if rounds in one and refused in one]
+            if both and both[-1][0] - both[0][0] > both[-1][1] - both[0][1] + 1:
+                return True
     return False
 
 
@@ -258,13 +267,16 @@ def _keeps_none(process: Process, sources: Mapping[str, str], moved: Mapping[str
 
 def _keeps_nothing(process: Process, sources: Mapping[str, str]) -> str:
     """Return the counter of rounds of a loop that ends only when it has kept enough, and has kept nothing; else ""."""
-    for frame in (*process.main_frames, *(f for t in process.threads if t.task for f in t.user_frames)):
+    for thread, frame in ((t, f) for t in process.threads for f in t.user_frames):
+        alike = [t for t in process.threads if frame.function in {f.function for f in t.user_frames}]
+        if not (thread.os_id == process.pid or thread.task) or thread.ended or len(alike) > 1:
+            continue  # of several that collect, one has no luck
         text = sources.get(frame.file, "")
         loop, outer = loop_at(text, frame.line), outermost_loop(text, frame.line)
         if loop is None or outer is None:
             continue
-        stacks = (t for look in process.looks for t in look.threads if t.task or t.os_id == process.pid)
-        every = [f.locals for t in stacks for f in t.frames if f.function == frame.function]
+        same = (t for look in process.looks for t in look.threads if (t.at, t.os_id) == (thread.at, thread.os_id))
+        every = [f.locals for t in same for f in t.frames if f.function == frame.function]
         tested = ast.unparse(loop.test) if isinstance(loop, ast.While) else ""
         goals = _collected(loop)  # if one of them grows, the loop may end
         still = sorted(name for name in {*goals, *frame.locals} if {each.get(name) for each in every} == {"0"})
@@ -414,6 +426,15 @@ def _collected(loop: Loop) -> set[str]:
         texts = map(ast.unparse, sides)
         goals.append({t for t in texts if t.removeprefix("len(").rstrip(")").rpartition(".")[2] in grown})
     return set[str]().union(*goals) if all(goals) else set()  # otherwise something else can end it
+
+
+def _once_a_round(loop: Loop) -> set[str]:
+    """Return the names that grow by one in each round of a loop."""
+    if isinstance(loop, ast.While):
+        raised = (node for node in loop.body if isinstance(node, ast.AugAssign) and ast.unparse(node.value) == "1")
+        return set().union(*map(counted, raised))
+    steps = isinstance(loop.iter, ast.Call) and len(loop.iter.args) > 2  # of range
+    return set() if steps else _rounds(loop, loop)
 
 
 def _rounds(loop: Loop, outer: Loop) -> set[str]:

@@ -261,7 +261,7 @@ def effective(every: Sequence[Activity], sources: Mapping[str, str]) -> Activity
     waits_inside = main.kind in WAITS_INSIDE or accepts or keeps_alive
     if not waits_inside or main.cleanup == "destroy" or main.blocks_loop or main.op == "_shutdown":
         return main
-    others = _that_may_decide(every, accepts, sources)
+    others = _that_may_decide(every, accepts or keeps_alive, sources)
     blocked = _by_priority(others, main)
     if not blocked:
         return main
@@ -282,7 +282,7 @@ def effective(every: Sequence[Activity], sources: Mapping[str, str]) -> Activity
 def _that_may_decide(every: Sequence[Activity], accepts: bool, sources: Mapping[str, str]) -> list[Activity]:
     """Return the threads and tasks of the user's whose waits may explain that of the main thread, which is the first.
 
-    `accepts` says that the main thread accepts connections or requests, for which other threads work.
+    `accepts` says that the main thread accepts connections or requests, for which other threads work, or only sleeps.
     """
     others = [each for each in every[1:] if each.of_user]
     if accepts:  # one that idles for ever beside it owes no client an answer

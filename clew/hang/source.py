@@ -329,7 +329,9 @@ def counted(loop: ast.AST) -> set[str]:
 def missed(loop: ast.AST) -> set[str]:
     """Return the names that a loop counts when a wait has reached its limit, such as `idle` beside queue.Empty."""
     handlers = (node for node in ast.walk(loop) if isinstance(node, ast.ExceptHandler) and node.type is not None)
-    return set().union(*(counted(each) for each in handlers if LIMIT.search(ast.unparse(each.type))))
+    late = [node for each in handlers if LIMIT.search(ast.unparse(each.type)) for node in ast.walk(each)]
+    others = (node for node in ast.walk(loop) if isinstance(node, ast.AugAssign) and node not in late)
+    return set().union(*map(counted, late)) - set().union(*map(counted, others))
 
 
 def filled(loop: ast.AST) -> set[str]:
@@ -532,9 +534,8 @@ def asks(loop: Loop | None) -> bool:
 def asks_for_file(loop: Loop, text: str) -> bool:
     """Return whether a loop only waits and asks for a file, and is left when it is there."""
     leaves = (n for n in loop.body if isinstance(n, ast.If) and isinstance(n.body[-1], (ast.Return, ast.Break)))
-    return polls(loop, text) and any(
-        re.search(r"exists|is_?file|glob|listdir|stat\(", ast.unparse(n.test)) for n in leaves
-    )
+    asks = any(re.search(r"exists|is_?file|glob|listdir|stat\(", ast.unparse(n.test)) for n in leaves)
+    return asks and any(name.endswith("sleep") for name in calls_of(loop)) and polls(loop, text)
 
 
 @lru_cache(maxsize=4096)
@@ -550,6 +551,14 @@ def heartbeat(text: str, line: int) -> bool:
             return False
     leaves = any(isinstance(node, (ast.Break, ast.Return, ast.Raise)) for node in ast.walk(loop))
     return not leaves and polls(loop, text, also=MEASURES)
+
+
+def selects_for_a_time(text: str, line: int) -> bool:
+    """Return whether a line calls select() or poll() with a limit."""
+    places = {"select": 3, "poll": 0}
+    calls = [(call, dotted(call.func).rpartition(".")[2]) for call in calls_at(text, line)]
+    limits = (keyword(call, "timeout", places[name]) for call, name in calls if name in places)
+    return any(limit is not None and ast.unparse(limit) != "None" for limit in limits)
 
 
 def may_ask_again(text: str, line: int) -> bool:

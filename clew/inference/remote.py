@@ -509,7 +509,10 @@ class RemoteEngine:
             unblocks=kind,
             numbers=lambda: f"{silence}; its log: {self.process.log}",
         ):
-            while silence := await self._silence(refuse=self.attached and self._watch is None):  # at the first start
+            # Where it ran before, a proxy may answer in its place for a while.
+            while silence := await self._silence(
+                refuse=self.attached and (self._watch is None or loop.time() - began > UPDATE_S)
+            ):
                 if ended := self.process.ended():
                     raise EngineError(f"{kind} did not start: it {ended}")
                 if silence != NO_ANSWER:  # a closed port is no silence: the server may still open it

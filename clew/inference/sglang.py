@@ -491,7 +491,7 @@ class SGLangEngine(Backend):
         if _has_experts(names):
             raise EngineError(
                 f"Cannot load version {version} into SGLang at {self.address}: its model is a mixture of experts, "
-                f"whose tensors SGLang joins in a way that Clew cannot check. It was not sent. Train it with "
+                f"whose tensors SGLang joins in a way that Clew cannot check. Nothing was loaded. Train it with "
                 f"inference.backend=vllm or embedded."
             )
 

@@ -112,10 +112,10 @@ def reward_of_agent(returned: Any, what: str, *, ids: Collection[str], own: dict
         EpisodeError: It returned anything else, or a reward for a response that is not in the episode.
     """
     if isinstance(returned, dict):
-        if unknown := next((id for id in returned if id not in ids), None):
+        if unknown := [id for id in returned if id not in ids]:
             raise EpisodeError(
-                f"{what} returned a reward for {unknown!r}, which is not the id of any response in this episode (ids: "
-                f"{', '.join(sorted(ids)) or 'none'}). Use a response's `id` as the key."
+                f"{what} returned a reward for {unknown[0]!r}, which is not the id of any response in this episode "
+                f"(ids: {', '.join(sorted(ids)) or 'none'}). Use a response's `id` as the key."
             )
         own.update(by_name(checked(returned, what)) if returned else {})
     if own and (returned is None or isinstance(returned, dict)):

@@ -112,7 +112,7 @@ async def run_episode(
                     returned = await driven(returned, episode, stepped)
                 finally:
                     current_episode.reset(token)
-        # Nothing, and IDs of responses, are judged when the episode's requests and their rewards are known.
+        # Whether nothing, or rewards by response ID, may be returned is judged later, when the requests are known.
         nothing = returned is None or (isinstance(returned, dict) and not returned)
         episode.reward = None if nothing else checked(returned, name_of(agent))
     except (Exception, SystemExit, asyncio.CancelledError) as failure:

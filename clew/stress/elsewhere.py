@@ -77,6 +77,9 @@ async def run_some_elsewhere(source: Source, runner: WaveRunner, crowd: Wave, fi
         elsewhere.why_not = await _run_child(source, episodes, runner.open_episode, timeout_s=timeout_s, hash_seed=seed)
         if elsewhere.why_not:
             break
+        for episode in episodes:
+            if episode.reward is None:
+                episode.reward = dict(runner.requests.rewards.get(episode.id, {}))
         elsewhere.tried.append((episodes, runner.requests.take()))
     return elsewhere
 

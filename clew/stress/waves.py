@@ -193,6 +193,7 @@ class WaveRunner:
                         reward_of_agent(episode.reward, name_of(self._agent), ids=ids, own=own)
                 except EpisodeError as error:
                     episode.error = str(error)
+                episode.reward = own if episode.reward is None else episode.reward
         wave = Wave(
             name=name,
             width=at_once,

@@ -13,18 +13,13 @@ from clew.algorithms import ADVANTAGES
 from clew.algorithms.kl import divergences
 from clew.algorithms.rejection import BY_VETO
 from clew.algorithms.reward_statistics import SAME
-from clew.record.rows import Sequence
+from clew.record.rows import Sequence, by_episode
 
 
 def rollout_metrics(sequences: SequenceABC[Sequence]) -> dict[str, float]:
     """Return metrics of a batch: rewards of episodes, the share of groups in which all rewards are equal, lengths
-    (trained tokens per episode) and the share of episodes that were cut off.
-
-    The reward of an episode is the return of its first sequence, which later turns' rewards are part of.
-    """
-    episodes: dict[str, Sequence] = {}
-    for sequence in sequences:
-        episodes.setdefault(sequence.episode_id, sequence)
+    (trained tokens per episode) and the share of episodes that were cut off."""
+    episodes = {id: several[0] for id, several in by_episode(sequences).items()}
     last = {sequence.episode_id: sequence for sequence in sequences}
     lengths = dict.fromkeys(episodes, 0)
     for sequence in sequences:

@@ -30,11 +30,12 @@ def show_episode(console: Console, run: RunDirectory, found: Found, name: Name, 
         each for sequence in shown for each in as_objects(sequence) if name.part in (None, sequence.id, each.get("id"))
     ]
     last = sequences[-1]
-    rewards = f" = {rewards_by_name(last.rewards)}" if last.rewards else ""
+    first = sequences[0]
+    rewards = f" = {rewards_by_name(first.rewards)}" if first.rewards else ""
     facts = [
         ("episode", str(name.episode)),
         ("group", f"{found.id}, {found.fate}"),
-        ("reward", number(last.reward, ".6g") + rewards),
+        ("reward", number(first.reward, ".6g") + rewards),
         ("finish", last.finish_reason),
         *((f"sequence {each.id}", _lengths(each)) for each in shown if len(each.input_ids)),
         ("versions", f"{versions(sequences)}, admitted at {last.admitted_version}"),

@@ -159,7 +159,7 @@ def _in_table(
             groups.setdefault(group, []).append(place)
     for group, places in groups.items():
         sequences = rows.checked(path, batch.take(places))
-        episodes = {sequence.episode_id: sequence.reward for sequence in sequences}
+        episodes = {id: several[0].reward for id, several in rows.by_episode(sequences).items()}
         attempt = Attempt(
             step=step,
             group=group,

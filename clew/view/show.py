@@ -348,7 +348,7 @@ def _show_groups(console: Console, run: RunDirectory, step: int) -> None:
         spare=("sequences", "spread", "mean", "advantages", "lag"),
     )
     for group, sequences in groups.items():
-        rewards = {sequence.episode_id: sequence.reward for sequence in sequences}
+        rewards = {id: several[0].reward for id, several in by_episode(sequences).items()}
         rows.add_row(
             group,
             str(len(sequences)),
@@ -415,9 +415,9 @@ def _show_group(console: Console, run: RunDirectory, group: Found) -> None:
             str(len(sequences)),
             str(sum(int(sequence.loss_mask.sum()) for sequence in sequences)),
             rejected_of(sequences, rejected),
-            number(last.reward, ".4g"),
+            number(sequences[0].reward, ".4g"),
             number(_mean_advantage(sequences, advantages), ".4g"),
-            one_line(rewards_by_name(last.rewards)),
+            one_line(rewards_by_name(sequences[0].rewards)),
             visible(last.finish_reason, keep=""),
             versions(sequences),
             one_line(f"error: {said}", style="red") if failed else one_line(said),

@@ -213,6 +213,15 @@ def test_a_text_that_goes_on_after_its_completion(told: Told) -> None:
     assert follows == [None, *(each.id for each in told.session.engine.interactions[:3])]
 
 
+def test_a_text_goes_on_after_the_one_of_two_completions_whose_tokens_it_keeps(told: Told) -> None:
+    told.says = ["<search>1</search>", "<search>1<|im_end|>", "2<|im_end|>"]
+    prompt = "1+1?\n"
+    told.post("/completions", {"prompt": prompt, "n": 2, "max_tokens": 100, "stop": ["</search>"]})
+    told.post("/completions", {"prompt": f"{prompt}<search>1</search>\n"})
+    texts = [[told.session.engine.interactions[turn].text for turn in turns] for turns in told.sequences()]
+    assert ["<search>1</search>", "2"] in [[text.removesuffix("<|im_end|>") for text in each] for each in texts]
+
+
 def test_a_client_that_stops_at_the_end_of_a_call_by_itself(told: Told) -> None:
     """</tool_call> is a stop string like any other if there are no tools."""
     told.says = ['<tool_call>\n{"name": "add"}\n</tool_call>'] * 2

@@ -314,7 +314,7 @@ def test_a_stream_that_nobody_reads_to_its_end_is_no_part_of_the_episode(halting
     asyncio.run(leave())
     assert halting.session.engine.interactions == []
     [warning] = halting.session.engine.warnings
-    assert "did not read the reply g000000.e0.i0 to its end" in warning
+    assert "left before it had the whole reply g000000.e0.i0" in warning
 
 
 def test_a_reply_that_the_conversation_goes_on_from_is_part_of_the_episode(halting: Halting) -> None:

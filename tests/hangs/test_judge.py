@@ -241,6 +241,17 @@ def test_a_group_waits_only_for_its_members() -> None:
     assert judged(*pair).ranks == (1,)
 
 
+def test_a_rank_that_moves_and_that_nobody_waits_for_does_not_make_the_others_slow() -> None:
+    looks = tuple(
+        replace(look, threads=tuple(replace(t, frames=(at(19, step=str(n)),)) for t in look.threads))
+        for n, look in enumerate(rank(2, 19, world=3, state="R").looks)
+    )
+    moves = replace(rank(2, 19, world=3, state="R"), looks=looks)
+    verdict = judged(rank(0, 7, "recv", world=3, src="1"), rank(1, 6, "all_reduce", world=3), moves)
+    assert verdict.exit_code == 1 and set(verdict.ranks) <= {0, 1}
+    assert judged(rank(0, 5, "all_reduce", world=3), rank(1, 5, "all_reduce", world=3), moves).pattern == "slow"
+
+
 def test_two_ranks_in_different_collectives_are_a_mismatch() -> None:
     verdict = judged(rank(0, 5, "all_reduce"), rank(1, 9, "barrier"))
     assert (verdict.pattern, verdict.ranks) == ("collective mismatch", (0, 1))

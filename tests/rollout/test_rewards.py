@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from clew.errors import ConfigError, EpisodeError
-from clew.rollout.reward_function import RewardFunction, by_name, checked, total
+from clew.rollout.reward_function import RewardFunction, by_name, checked, reward_of_agent, total
 from clew.rollout.reward_pool import RewardPool
 
 HERE = str(Path(__file__).parent)
@@ -133,6 +133,12 @@ def test_a_reward_that_never_returns_is_killed_and_replaced(name):
 def test_a_worker_that_dies_is_replaced(name, how):
     for answer in asyncio.run(in_pool(name, [("", {}), ("", {})])):
         assert isinstance(answer, EpisodeError) and how in str(answer)
+
+
+@pytest.mark.parametrize("returned", [{"": 1.0}, {"g0.e0.i0": 1.0, "correct": 1.0}])
+def test_an_agents_reward_must_name_a_response_of_its_episode(returned):
+    with pytest.raises(EpisodeError, match="is not the id of any response"):
+        reward_of_agent(returned, "mine.Agent.run", ids={"g0.e0.i0"}, own={})
 
 
 def test_a_function_whose_child_comes_back_from_it_gives_each_row_its_own_reward():

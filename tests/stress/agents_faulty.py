@@ -529,6 +529,18 @@ class AsksForWhole:
                 return float(len(reply.choices[0].message.content or ""))
 
 
+class DrawsItsReward(Agent):
+    """Sets a reward that has nothing to do with the answer."""
+
+    async def run(self, data: dict, base_url: str, api_key: str, http_client: httpx2.AsyncClient) -> Any:
+        await self.ask(data["prompt"], base_url, api_key, http_client)
+        await http_client.post(
+            f"{base_url.removesuffix('/v1')}/rl/set_reward",
+            json={"reward": random.random()},
+            headers={"Authorization": f"Bearer {api_key}"},
+        )
+
+
 class NamesNoResponse(Agent):
     """Names the parts of its reward where the ids of responses belong."""
 

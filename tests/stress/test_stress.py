@@ -71,6 +71,7 @@ FAULTS = {
     agents_faulty.AsksForWhole: ("rewards", "AsksForWhole.run"),
     agents_faulty.LeavesFolders: ("growth", "LeavesFolders.run"),
     agents_faulty.NamesNoResponse: ("fails", ""),
+    agents_faulty.DrawsItsReward: ("differs", ""),
 }
 SOUND = [
     agents_sound.OpenAIAgent,
