@@ -328,8 +328,8 @@ def counted(loop: ast.AST) -> set[str]:
 
 def missed(loop: ast.AST) -> set[str]:
     """Return the names that a loop counts when a wait has reached its limit, such as `idle` beside queue.Empty."""
-    handlers = (node for node in ast.walk(loop) if isinstance(node, ast.ExceptHandler) and node.type is not None)
-    late = [node for each in handlers if LIMIT.search(ast.unparse(each.type)) for node in ast.walk(each)]
+    handlers = ((n, n.type) for n in ast.walk(loop) if isinstance(n, ast.ExceptHandler) and n.type is not None)
+    late = [node for each, error in handlers if LIMIT.search(ast.unparse(error)) for node in ast.walk(each)]
     others = (node for node in ast.walk(loop) if isinstance(node, ast.AugAssign) and node not in late)
     return set().union(*map(counted, late)) - set().union(*map(counted, others))
 

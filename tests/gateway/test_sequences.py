@@ -2,6 +2,7 @@
 
 import asyncio
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -49,7 +50,7 @@ def test_a_turn_is_worth_the_turns_after_it_whether_or_not_they_are_in_its_row(i
     turns = [interaction(0, [1], [2]), interaction(1, [1, 2, 3], [4]), interaction(2, [1, 2, 3, 4, 5], [6])]
     own = {"g000000.e0.i0": 0.5}
     resources = SimpleNamespace(individual=individual, turn_discount=0.5)
-    engine = SimpleNamespace(interactions=turns, turn_rewards=own, resources=resources)
+    engine: Any = SimpleNamespace(interactions=turns, turn_rewards=own, resources=resources)
     found = [([turn.index for turn in chain], value) for chain, value, _ in with_returns(engine, {"reward": 1.0})]
     assert found == rows
 

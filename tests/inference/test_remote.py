@@ -574,7 +574,8 @@ def test_a_broadcast_version_may_be_asked_for_again_once_it_is_held(
     (Path(version.path) / BROADCAST_FILE).write_text("{}")
     named, _ = served_model(tmp_path)
     engine = RemoteEngine(named, RemoteCore(named), VLLMEngine("127.0.0.1:1"))
-    engine._loaded, engine.core.version, engine.core.broken = str(held), held, broken
+    engine._loaded = replace(version, version=held)
+    engine.core.version, engine.core.broken = held, broken
     if held == version.version and broken is None:
         assert asyncio.run(engine.load_weights(version)) == {}
     else:
