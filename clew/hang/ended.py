@@ -108,9 +108,12 @@ def outlived(sink: Sink) -> Verdict | None:
         f"threads that are no daemons{at}.{sink.who_waits}"
     )
     pattern = "missing rank" if sink.blocked_ranks else "dead"  # a rank that lives on and will not come
-    if kept and "atexit.register" in sink.sources.get(kept[0].file, "") and not sink.blocked_ranks:
+    at_the_end = re.search(
+        r"atexit\.register|weakref\.finalize|\bfinalize\(", sink.sources.get(kept[0].file, "") if kept else ""
+    )
+    if at_the_end and not sink.blocked_ranks:
         pattern = "cleanup deadlock"
-        why += " What is registered with atexit runs only after these have ended: it cannot be what ends them."
+        why += " What runs at exit (atexit, weakref.finalize) runs only after these have ended: it cannot end them."
     found = sink.blame(pattern, sink.culprits, why, cause="dead")
     return replace(found, sites=tuple(sorted({each.site for each in kept})) or found.sites)
 

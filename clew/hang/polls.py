@@ -37,6 +37,11 @@ def retrying(sink: Sink) -> Verdict | None:
     why = f"{label} asks again and again, and each attempt fails: it is at {site}."
     if clients[0].activity.kind == "sleep" and not clients[0].process.wakeups:
         why = f"{label} had an attempt fail, and sleeps at {site} before the next one; it has not woken up meanwhile."
+    one = clients[0].activity
+    loop = source.loop_at(sink.sources.get(one.file, ""), one.line)
+    if loop is not None and "FileExistsError" in ast.unparse(loop):
+        why += " The file that it wants to make exists: somebody has this lock, or has ended without removing the file."
+        return sink.blame("lock or I/O", clients, why, cause="lock", confidence="medium")
     why = " ".join([why, *sorted(said)])
     return sink.blame("external wait", clients, why, cause="http", confidence="medium")
 
@@ -56,13 +61,21 @@ def _failing(sink: Sink, actor: Actor) -> bool:
 def threads_poll(sink: Sink) -> Verdict | None:
     """Judge threads of one process that ask again and again, at several places: each waits for another one."""
     polling = [each for each in sink.one.threads if asks_again(each, sink.sources)]
-    polling = [each for each in polling if each is sink.act or not each.heartbeat]
+    polling = [each for each in polling if each is sink.act or not each.heartbeat or _fills(each, sink)]
     if sink.act not in polling or len({each.site for each in polling}) < 2 or sink.one.rank is not None:
         return None
     told = ", ".join(f"{each.thread} at {each.site}" for each in polling[:4])
     why = f"Threads of {sink.one.process.label} ask again and again, each for what another thread should bring: {told}."
     sites = tuple(sorted({each.site for each in polling}))
     return sink.blame("rollout blocked", [sink.one], why, cause="sleep", confidence="medium", sites=sites)
+
+
+def _fills(one: Activity, sink: Sink) -> bool:
+    """Return whether a thread's loop fills what the culprit's loop asks about, and so does more than report."""
+    fills, asks = (source.loop_at(sink.sources.get(each.file, ""), each.line) for each in (one, sink.act))
+    if fills is None or not isinstance(asks, ast.While):
+        return False
+    return any(name in ast.unparse(asks.test) for name in source.filled(fills))
 
 
 def both_poll(sink: Sink) -> Verdict | None:
