@@ -1,12 +1,12 @@
-"""kill -9 on any process at any moment, and `clew train` again: what must hold afterwards is checked and tabulated.
+"""Kill -9 any process at any moment, start `clew train` again, and check and tabulate what must hold then.
 
     make chaos                                  100 kills over several runs, about a quarter of an hour
-    python -m bench.chaos --kills 10 --seed 3   fewer, others
+    python -m bench.chaos --kills 10 --seed 3   10 others
 
 After each kill: every step that was recorded before has the same digests. After each death of the supervisor or the
-trainer: no process of the run is left. At the end of each run: every group that was ever seen finished has been
-trained on (or was rejected), none twice; and the whole run, trained again from its first checkpoint alone, has the
-same weights at every step as were recorded through all the kills.
+trainer: no process of the run is left. At the end of each run: every group that was ever seen finished was
+trained on once, was rejected, or still waits in the inbox. The whole run, trained again from its first checkpoint
+alone, has the same weights at every step as were recorded.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Tally:
 
 
 class Run:
-    """One run under fire."""
+    """A run to be killed."""
 
     def __init__(self, folder: Path, *, lag: int, late: str, steps: int, chance: random.Random) -> None:
         self.tally = Tally(lag=lag, late=late)
@@ -98,7 +98,7 @@ class Run:
             )
 
     def processes(self, supervisor: subprocess.Popen[bytes]) -> dict[psutil.Process, str]:
-        """The living processes of the run and what each is."""
+        """Return the run's live processes and their roles."""
         found: dict[psutil.Process, str] = {}
         try:
             whole = psutil.Process(supervisor.pid)
@@ -117,14 +117,14 @@ class Run:
         return found
 
     def look(self) -> None:
-        """Compare with what was seen before."""
+        """Check digests, note new groups."""
         for entry in self.run.steps.index():
             before = self.digests.setdefault(entry["step"], entry["digests"])
             self.tally.changed += before != entry["digests"]
         self.finished |= self.run.inbox.names()
 
     def until_done(self, budget: int) -> int:
-        """Kill until the run is complete or `budget` kills are spent; then let it complete. Returns the kills spent."""
+        """Kill until the run is complete or `budget` kills are spent; then let it complete. Return the kills spent."""
         spent = 0
         supervisor = self.start()
         while supervisor.poll() is None or supervisor.returncode != 0:
@@ -133,7 +133,7 @@ class Run:
             if spent >= budget:
                 code = supervisor.wait(timeout=600)
                 if code != 0:
-                    raise SystemExit(f"a run that nobody killed ended with {code}:\n" + self.log_tail())
+                    raise SystemExit(f"after all kills, the run ended with {code}:\n" + self.log_tail())
                 break
             deadline = time.monotonic() + self.chance.uniform(0.3, 9.0)
             while time.monotonic() < deadline and supervisor.poll() is None:
@@ -169,7 +169,7 @@ class Run:
         return 1
 
     def check(self) -> None:
-        """Return what does not hold of the complete run."""
+        """Fill in the tally of the complete run."""
         tally = self.tally
         tally.steps = self.run.steps.count()
         consumed = [group for entry in self.run.steps.index() for group in entry["groups"]]
@@ -179,7 +179,7 @@ class Run:
         tally.replayed = self.replay()
 
     def replay(self) -> str:
-        """Train the whole run again in a copy that has the first checkpoint alone; `clew learn` verifies each step."""
+        """Train the whole run again in a copy with only the first checkpoint. `clew learn` verifies each step."""
         copy = self.folder / "copy" / "chaos" / "0"
         shutil.copytree(self.run.path, copy)
         for checkpoint in copy.glob("checkpoints/step-*"):
@@ -197,7 +197,7 @@ class Run:
 
 
 def chaos(kills: int, seed: int, steps: int = 80) -> list[Tally]:
-    """Runs under fire, one after the other, until that number of processes has been killed."""
+    """Kill `kills` processes in one run after another, and return a tally of each run."""
     chance = random.Random(seed)
     tallies: list[Tally] = []
     while kills > 0:
@@ -210,12 +210,12 @@ def chaos(kills: int, seed: int, steps: int = 80) -> list[Tally]:
         if run.tally.sound:
             shutil.rmtree(folder)
         else:
-            print(f"kept for a look: {folder}\n{run.log_tail()}")
+            print(f"kept to inspect: {folder}\n{run.log_tail()}")
     return tallies
 
 
 def table(tallies: list[Tally]) -> Table:
-    """One row a run."""
+    """A row per run."""
     drawn = Table(title="kill -9 at random moments, then `clew train` again", title_justify="left")
     for column in (
         "lag",

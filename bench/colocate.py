@@ -1,6 +1,6 @@
-"""Memory of training and inference that take turns on one device (launch.colocate), against both at once.
+"""Peak memory of training and inference in turns on one device (launch.colocate), and of both at once.
 
-The same step (launch.mode=inline) in a process each: 64 sequences of 128 tokens, by a model whose keys and values weigh
+The same step (launch.mode=inline) in two processes: 64 sequences of 128 tokens, by a model whose keys and values weigh
 about as much as a micro-batch's activations.
 """
 
@@ -35,7 +35,7 @@ launch: {{mode: inline}}
 
 
 def prepare(folder: Path) -> None:
-    """A Qwen2 of 2 M parameters, whose tokens take 8 KiB of cache each."""
+    """Write a Qwen2 of 2 M parameters with 8 KiB of cache per token."""
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=VOCAB,
@@ -57,12 +57,12 @@ def prepare(folder: Path) -> None:
 
 
 def resident_mib() -> float:
-    """The largest resident set of this process so far."""
+    """Return the peak resident set of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def run(folder: Path, colocate: str) -> dict[str, float]:
-    """The step in this process: its peak above that of the imports, and the seconds until the memory was released."""
+    """Run the step in this process; return its peak above that of the imports, and the seconds to release memory."""
     before, timings = resident_mib(), {}
     config = load(folder / "run.yaml", [f"trial=colocate-{colocate}", f"launch.colocate={colocate}"])
     learn_inline(config, lambda step, summary: timings.update(summary["timings"]))
@@ -72,7 +72,7 @@ def run(folder: Path, colocate: str) -> dict[str, float]:
 def main() -> None:
     """Print the ratio."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--run", nargs=2, metavar=("FOLDER", "COLOCATE"), help="One of the two, as JSON.")
+    parser.add_argument("--run", nargs=2, metavar=("FOLDER", "COLOCATE"), help="Print one run as JSON.")
     one = parser.parse_args().run
     if one:
         print(json.dumps(run(Path(one[0]), one[1])))
@@ -90,7 +90,7 @@ def main() -> None:
             found[colocate] = json.loads(ended.stdout.splitlines()[-1])
     turns, both = found["true"], found["false"]
     detail = (
-        f"{both['mib']:.0f} / {turns['mib']:.0f} MiB, beside {turns['imports']:.0f} of imports; "
+        f"{both['mib']:.0f} / {turns['mib']:.0f} MiB, plus {turns['imports']:.0f} for imports; "
         f"released within {1000 * turns['release']:.0f} ms"
     )
     show("peak memory, both at once / taking turns", both["mib"] / turns["mib"], detail=detail)

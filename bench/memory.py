@@ -11,7 +11,7 @@ COMMANDS = {"train": "supervisor", "learn": "trainer", "rollout": "rollout", "se
 
 
 def role_of(command: list[str]) -> str | None:
-    """Return the role of a process with this command line; None for one that is none of a run's."""
+    """Return the role of a process with this command line; None if it is not part of a run."""
     words = [word for word in command if word != "-P"]
     if words[1:3] == ["-m", "clew"]:
         return COMMANDS.get(words[3]) if len(words) > 3 else None
@@ -23,7 +23,7 @@ class PeakMemory:
 
     def __init__(self, pid: int) -> None:
         self.mib: dict[str, float] = {}
-        """Largest resident set of each process, by its role."""
+        """Largest resident set of any process in each role."""
         self._root = psutil.Process(pid)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)

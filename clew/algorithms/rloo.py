@@ -2,7 +2,7 @@
 
     1/k sum_i ( R(y_i, x) - 1/(k - 1) sum_{j != i} R(y_j, x) ) grad log pi(y_i | x)
 
-A whole response is one action, and R is its reward less beta log(pi / pi_ref). Clew clips the ratio of each token,
+A whole response is one action, and R is its reward - beta log(pi / pi_ref). Clew clips the ratio of each token,
 which changes nothing when a step has one update.
 """
 
@@ -32,7 +32,7 @@ OPTIONS = {
 
 
 def advantages(sequences: SequenceABC[Sequence]) -> np.ndarray:
-    """Return the advantage of each sequence of a step against the others of its group: [sequences] float32."""
+    """Return each sequence's advantage over the other episodes of its group: [sequences] float32."""
     return within_groups(sequences, leave_one_out)
 
 

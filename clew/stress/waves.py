@@ -27,7 +27,7 @@ CANCEL_S = 10.0
 """Seconds that episodes may take to end when they are cancelled. After that, their code is not resumed any more."""
 
 TIMEOUT_S = 120.0
-"""Default seconds that an episode may take, not counting the model and a busy processor."""
+"""Default limit of an episode in seconds, not counting the model and a busy processor."""
 
 IN_ALL = 5
 """Maximum total time of an episode, model and busy processor included, as a multiple of `timeout_s`."""
@@ -35,15 +35,15 @@ IN_ALL = 5
 PATIENT = 5
 """Time that a wave may stand still, as a multiple of the slowest episode's time alone.
 
-A wave is stuck when, for that long and for at least `stuck_s`, no episode has ended, no request has come or is with the
-model, and nothing has computed.
+A wave is stuck when, for that long and for at least `stuck_s`, no episode has ended, the model has had no request, and
+nothing has computed.
 """
 
 AGAIN_S = 3.0
 """Seconds that replace `stuck_s` after a wave was stuck."""
 
 LOOK_S = 0.5
-"""Seconds between two looks at whether something moves."""
+"""Seconds between two checks of whether anything moves."""
 
 SAY_S = 10.0
 """Seconds between two lines of progress."""
@@ -62,7 +62,7 @@ class Wave:
     cpu_s: float
     """Seconds for which this process computed."""
     busy_s: float
-    """Seconds in which something that episodes may wait for computed or waited for a processor."""
+    """Seconds in which threads or child processes were computing or waiting for a processor."""
     waits: Waits
     watched: Watched
 
@@ -81,7 +81,7 @@ class Wave:
 
     @property
     def crowd(self) -> Crowd:
-        """Summary for `serial`. The time counts until the end of the last episode that ended by itself."""
+        """Summary for `serial`. Time after the last episode that ended by itself does not count."""
         ended = self.ended
         count = max(1, len(ended))
         seconds = self.seconds
@@ -122,7 +122,7 @@ class StoodStill(Exception):
 
 
 class WaveRunner:
-    """Runs waves of episodes of one agent. The watches that it holds are entered by the caller."""
+    """Runs waves of episodes of one agent. The caller enters its watches."""
 
     def __init__(
         self,
@@ -186,7 +186,7 @@ class WaveRunner:
                 )
             elif episode.error is None:
                 ids = {each.id for each in requests if each.episode == episode.id and not each.refused}
-                unnamed = "" in ids  # a provider need not name its answers
+                unnamed = "" in ids  # a provider may leave out the ID
                 own = dict(self.requests.rewards.get(episode.id, {}))
                 try:
                     if not (unnamed and isinstance(episode.reward, dict)):
@@ -243,7 +243,7 @@ class WaveRunner:
                 _, left = await asyncio.wait(left, timeout=CANCEL_S)
         for task in tasks:
             if task.done() and not task.cancelled():
-                task.result()  # raises what is not the agent's fault; the agent's errors are kept in its episode
+                task.result()  # raises errors that are not the agent's; the agent's are kept in its episode
 
     def _stop_endless(self, tasks: Mapping[Episode, asyncio.Task[Any]], quiet_s: float) -> None:
         """Stop episodes that ran too long, or all running episodes if nothing has moved for too long."""
@@ -260,7 +260,7 @@ class WaveRunner:
             if still:
                 why = f"nothing moved for {quiet_s:.0f} s: no episode ended, no request came, nothing computed"
             elif own > self.timeout_s:
-                why = f"it ran for {now - episode.started:.0f} s, {own:.0f} s of them without model and processor"
+                why = f"it ran for {now - episode.started:.0f} s, {own:.0f} s of them idle and without a request"
             elif now - episode.started > IN_ALL * self.timeout_s:
                 why = f"it ran for {now - episode.started:.0f} s"
             else:

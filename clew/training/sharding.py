@@ -76,13 +76,13 @@ def shard(model: Any, ranks: Ranks, device: torch.device, *, root: torch.nn.Modu
     with nullcontext(mesh) if ranks.tp == 1 else split(model, blocks, ranks, device, root=root) as mesh_of_blocks:
         for block in blocks:
             fully_shard(block, mesh=mesh_of_blocks, mp_policy=policy)
-        # Logits in chunks are projected after the forward pass, so the outermost parameters stay gathered.
+        # Without `root`, logits are projected after the forward pass: outer parameters stay gathered.
         fully_shard(outermost, mesh=mesh, mp_policy=policy, reshard_after_forward=root is not None)
         for module in outermost.modules():
             if isinstance(module, FSDPModule):
                 # Outside the blocks, all tp ranks of a group compute the same gradient, so divide the sum by tp.
                 module.set_gradient_divide_factor(float(ranks.tp) if module is outermost else 1.0)
-                module.set_force_sum_reduction_for_comms(True)  # all that gloo supports; NCCL gives the same sum
+                module.set_force_sum_reduction_for_comms(True)  # needed for gloo; NCCL gives the same sum
 
 
 def blocks_of(model: Any) -> list[torch.nn.Module]:

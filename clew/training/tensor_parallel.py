@@ -68,7 +68,7 @@ def split(
         root: Module that holds the model and is called in its place; None: the model itself.
 
     Raises:
-        ModelError: The model has no plan that can be followed, or computes something else when it is split.
+        ModelError: The model has no usable plan, or gives different results when it is split.
     """
     planned = check_plan(model, blocks, ranks.tp)
     with torch.no_grad():
@@ -82,7 +82,7 @@ def split(
 
 @cache
 def _mesh(device_type: str, dp: int, tp: int) -> DeviceMesh:
-    """Return the mesh of ranks: "fsdp" for groups, "tp" for shares of a block.
+    """Return the mesh: "fsdp" counts groups, "tp" the ranks within one.
 
     All models use this one, because each mesh opens connections.
     """
@@ -95,7 +95,7 @@ def check_plan(model: Any, blocks: list[nn.Module], tp: int) -> dict[str, str]:
     """Return the style of each module in the blocks that the model's plan names.
 
     Raises:
-        ModelError: transformers has no plan for this architecture, or the plan has unknown styles; or `tp` does not
+        ModelError: transformers has no plan for this architecture, or one with unsupported styles, or `tp` does not
             divide a number of heads or another width.
     """
     kind, refused = type(model).__name__, f"Cannot use training.tp={tp}"
@@ -177,7 +177,7 @@ def _check_split(
     difference = float((now_BTD - before_BTD).norm() / before_BTD.norm())
     if not difference <= tolerance:  # NaN too
         raise ModelError(
-            f"training.tp: {kind}, split as transformers plans it (tp_plan), does not compute what it does as a whole: "
+            f"training.tp: {kind}, split as transformers plans it (tp_plan), gives other results than the whole model: "
             f"its last block's output differs by {difference:.1%}. Use training.tp=1."
         )
     if not trained:

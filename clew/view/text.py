@@ -69,7 +69,7 @@ def moment(seconds: float | None) -> str:
 
 
 class Rows:
-    """A table whose numbers are never cut: columns that do not fit are left out, and a line below names them.
+    """Table that never cuts numbers: spare columns that do not fit are left out, and a line below names them.
 
     Columns that are empty in every row, such as the rewards of `clew sft`, are left out as well.
     """

@@ -1,4 +1,4 @@
-"""The chain of commits: what was replaced in the middle of a run is named by replay, diff, show and resume."""
+"""The chain of commits: replay, diff, show and resume name a file that was replaced in the middle of a run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def again(path: Path, steps: str | None = None, stages: str | None = None, overr
 
 
 def broken(run: RunDirectory) -> list[str]:
-    """Return what does not fit, all files of all steps included."""
+    """Read all files of all steps; return those that do not fit."""
     return [f"step {each.step}: {each.file}" for each in chain.breaks(run, range(run.steps.count()))]
 
 
@@ -41,14 +41,14 @@ def shown(path: Path, what: str | None = None) -> str:
 
 @pytest.fixture(scope="session")
 def twin(folder: Path, original: Path) -> Path:
-    """Another run with the same seed: every number of it is the same, but for times."""
+    """Another run with the same seed: all its numbers are the same, except times."""
     config = configure(folder, "trial=twin")
     learn_inline(config, lambda step, summary: None)
     return config.run_path
 
 
 def replace(run: RunDirectory, twin: Path, step: int, *, index: bool = False) -> None:
-    """Put the files of a step of another run in place of those of this run, with its line of the index where asked."""
+    """Replace the files of a step by those of another run; with `index`, also its line of the index."""
     for path in (run.steps.json_path(step), run.steps.data_path(step), run.steps.stage_path(step, 0)):
         shutil.copy(twin / path.relative_to(run.path), path)
     if index:
@@ -71,10 +71,10 @@ def test_a_run_fits_together(run: RunDirectory) -> None:
 
 
 @pytest.mark.parametrize("index", [False, True])
-def test_a_step_in_the_middle_that_was_replaced_is_named_by_each_command(
+def test_each_command_names_a_replaced_step_in_the_middle(
     run: RunDirectory, twin: Path, index: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every number of the other step is the same: only the chain can tell."""
+    """The other step has the same numbers, so only the chain can tell."""
     replace(run, twin, 2, index=index)
     said = "BROKEN CHAIN  step 2: steps/step-000002.json does not fit the commits around it ("
     assert not again(run.path)
@@ -103,9 +103,7 @@ def test_a_step_that_was_not_committed_does_not_hide_a_broken_chain(
 
 
 @pytest.mark.parametrize("step", [3, 5])
-def test_the_index_is_not_called_needless_while_it_is_the_witness_of_a_step_that_is_gone(
-    run: RunDirectory, step: int
-) -> None:
+def test_an_index_line_of_a_missing_step_is_not_reported_as_superfluous(run: RunDirectory, step: int) -> None:
     run.steps.json_path(step).unlink()
     found = [f"step {each.step}: {each.file}" for each in chain.breaks(run)]
     assert f"step {step}: steps/step-{step:06d}.json" in found
@@ -132,7 +130,7 @@ def test_files_of_another_run_with_the_same_numbers_are_named(
 
 
 @pytest.mark.parametrize("change", [{"admitted_version": 7}, {"error": "odd"}, {"admitted_at": 1.0}])
-def test_what_no_digest_of_a_sequence_covers_is_noticed(
+def test_a_change_outside_a_sequences_digest_is_noticed(
     run: RunDirectory, change: dict[str, object], capsys: pytest.CaptureFixture[str]
 ) -> None:
     batch = run.steps.read_data(1)
@@ -155,7 +153,7 @@ INDEX: dict[str, tuple[Callable[[list[str]], list[str]], str | None, bool]] = {
 
 
 @pytest.mark.parametrize("how", INDEX)
-def test_the_index_is_held_against_the_steps(run: RunDirectory, how: str) -> None:
+def test_the_index_is_compared_with_steps(run: RunDirectory, how: str) -> None:
     change, step, harmless = INDEX[how]
     lines = run.steps.index_path.read_text().splitlines()
     run.steps.index_path.write_text("".join(f"{line}\n" for line in change(lines)))
@@ -172,11 +170,11 @@ def test_the_index_is_held_against_the_steps(run: RunDirectory, how: str) -> Non
     else:
         with pytest.raises(RecordError, match="Cannot go on with"):
             check_chain(run)
-    run.steps.index_path.unlink()  # readers go by the steps themselves
+    run.steps.index_path.unlink()  # then readers use the steps' JSON
     assert chain.breaks(run) == []
 
 
-def test_a_copy_of_a_checkpoint_is_no_part_of_the_chain(run: RunDirectory) -> None:
+def test_a_copy_of_a_checkpoint_is_not_in_the_chain(run: RunDirectory) -> None:
     newest = run.checkpoints / f"step-{run.checkpointed()[-1]:06d}"
     before = run.checkpointed(), chain.link(run.steps, 0, None)
     for name in ("step-best", f"{newest.name}-copy", "step-5"):
@@ -196,7 +194,7 @@ def test_a_checkpoint_of_another_run_is_named(run: RunDirectory, twin: Path) -> 
     assert "follows another step 3 than the one on record" in str(found[0])
 
 
-def test_the_evaluation_in_a_step_is_held_against_its_own_file(folder: Path, tmp_path: Path) -> None:
+def test_the_evaluation_in_a_step_is_compared_with_its_file(folder: Path, tmp_path: Path) -> None:
     evaluated = [f"root={tmp_path}", f"eval.path={folder}/prompts.jsonl", "eval.every_steps=1", "training.steps=2"]
     config = configure(folder, *evaluated)
     learn_inline(config, lambda step, summary: None)
@@ -207,13 +205,13 @@ def test_the_evaluation_in_a_step_is_held_against_its_own_file(folder: Path, tmp
     path.write_text(json.dumps(json.loads(whole) | {"pass@1": 0.9}))
     assert broken(run) == ["step 0: evals/version-000000.json"]
     unsealed = {key: said for key, said in json.loads(whole).items() if key != "seal"}
-    path.write_bytes(chain.sealed(unsealed | {"pass@1": 0.9}))  # the step after it tells
+    path.write_bytes(chain.sealed(unsealed | {"pass@1": 0.9}))  # step 0's chain shows it
     assert broken(run) == ["step 0: evals/version-000000.json"]
     path.write_text(whole)
     said = run.steps.read(1)
     said["evaluation"]["pass@1"] = 0.9
     run.steps.json_path(1).write_text(json.dumps(said))
-    seal(run)  # also where nothing else tells, as in a record of an older format
+    seal(run)  # no digest shows it now, as in a record of an older format
     assert broken(run) == ["step 1: steps/step-000001.json"] and not again(run.path)
     run.steps.json_path(1).write_text(json.dumps(said | {"evaluation": json.loads(whole)}))
     seal(run)
@@ -237,7 +235,7 @@ def test_a_step_whose_json_was_removed_is_not_called_uncommitted(run: RunDirecto
             run.steps.index_path.unlink()
 
 
-def test_what_a_run_removes_itself_breaks_nothing(run: RunDirectory) -> None:
+def test_files_that_a_run_removes_break_nothing(run: RunDirectory) -> None:
     run.steps.prune(before=3)
     shutil.rmtree(run.checkpoints / "step-000002")
     assert broken(run) == [] and again(run.path, "5")
@@ -245,7 +243,7 @@ def test_what_a_run_removes_itself_breaks_nothing(run: RunDirectory) -> None:
 
 
 def test_bundles_and_counterfactuals_fit_together(run: RunDirectory, tmp_path: Path) -> None:
-    """A bundle has only lines of the index of the steps before it, with the digests of their JSON."""
+    """Steps before a bundle have only their index line in it, with the digest of their JSON."""
     for stages_only in (True, False):
         bundle = write_bundle(run, 3, stages_only=stages_only, to=tmp_path / f"{stages_only}.zip")
         assert again(bundle) and "BROKEN" not in shown(bundle)
@@ -256,7 +254,7 @@ def test_bundles_and_counterfactuals_fit_together(run: RunDirectory, tmp_path: P
         assert broken(new) == [] and again(new.path, "3")
 
 
-def test_a_step_before_a_bundle_that_was_replaced_is_named(run: RunDirectory, twin: Path, tmp_path: Path) -> None:
+def test_a_replaced_step_before_a_bundle_is_named(run: RunDirectory, twin: Path, tmp_path: Path) -> None:
     replace(run, twin, 1, index=True)
     bundle = write_bundle(run, 3, stages_only=False, to=tmp_path / "whole.zip")
     assert "BROKEN CHAIN  step 1: steps/step-000001.json does not fit the commits around it (step 2 and" in shown(
@@ -283,6 +281,6 @@ def test_a_run_that_began_in_an_older_format_goes_on_with_a_chain(folder: Path, 
     learn_inline(config, lambda step, summary: None)
     assert "chain" not in run.steps.read(1) and "steps/step-000001.json" in run.steps.read(2)["chain"]
     assert broken(run) == [] and again(run.path)
-    said = run.steps.json_path(1)  # the first step with a chain holds the last one without
+    said = run.steps.json_path(1)  # the first step with a chain names the last one without
     said.write_text(said.read_text().replace('"committed_at": ', '"committed_at": 1'))
     assert broken(run) == ["step 1: steps/step-000001.json"]

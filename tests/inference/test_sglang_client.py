@@ -1,4 +1,4 @@
-"""`SGLangEngine` before a stand-in for SGLang, for what the real one in tests/engines cannot be made to do."""
+"""`SGLangEngine` with a fake SGLang server, for cases that the real one in tests/engines cannot produce."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ IDS = [4, 5, 6]
 
 
 class StandIn:
-    """A server that answers as SGLang 0.5.23 does. `largest_mask` None: as one that knows no sampling masks."""
+    """A server that answers as SGLang 0.5.23 does. With `largest_mask=None` it has no sampling masks."""
 
     def __init__(self, largest_mask: int | None = 4096) -> None:
         self.largest_mask = largest_mask
@@ -44,7 +44,7 @@ class StandIn:
         self.ranks: list[dict[str, str]] = []
         """Checksums of its tensors, on each rank."""
         self.prompt: list[int] = []
-        """Tokens that it makes of a prompt with images."""
+        """Value of `prompt_token_ids` in its answers."""
         self.in_session = False
         self.loaded: list[str] = []
         """Tensors that it received in an update session."""
@@ -75,7 +75,7 @@ class StandIn:
     def in_update(self, path: str, body: Any) -> dict[str, Any]:
         """Refuse what SGLang refuses: tensors outside a session, and a session within another."""
         if (path == "/begin_weight_update") == self.in_session:
-            return {"error": {"message": f"{path} is refused: in a session is {self.in_session}"}}
+            return {"error": {"message": f"{path} is refused: in_session is {self.in_session}"}}
         if path == "/update_weights_from_distributed":
             self.loaded += body["names"]
         else:
@@ -101,7 +101,7 @@ class StandIn:
 
 
 def use(stand_in: StandIn, body: Callable[[SGLangEngine], Awaitable[Any]], vision: Any = None) -> Any:
-    """Call `body` with an engine that has prepared itself."""
+    """Call `body` with an engine after its `prepare`."""
     named: Any = SimpleNamespace(model=SimpleNamespace(path="", dtype=""), weights=SimpleNamespace(via="disk"))
 
     async def run(address: str) -> Any:
@@ -125,7 +125,7 @@ def complete(stand_in: StandIn, vocab: int | None = 100, asks: bool = True, **tr
     return use(stand_in, body)
 
 
-def test_the_mask_comes_with_the_logprobs_over_it() -> None:
+def test_with_a_mask_logprobs_are_renormalised() -> None:
     completion = complete(StandIn(), top_k=3)
     assert (completion.sampling_mask, completion.logprobs) == ([[4, 50], [5], [6, 50, 51]], [-0.5] * 3)
 
@@ -137,7 +137,7 @@ def test_a_token_without_a_mask_keeps_its_plain_logprob() -> None:
     assert (completion.sampling_mask, completion.logprobs) == ([[4, 50], [], [6, 50, 51]], [-0.5, -2.0, -0.5])
 
 
-def test_an_older_server_reports_none_and_says_so() -> None:
+def test_prepare_warns_if_a_server_has_no_masks() -> None:
     stand_in = StandIn(None)
     completion = complete(stand_in, top_p=0.9)
     assert (completion.sampling_mask, completion.logprobs) == (None, [-2.0] * 3)
@@ -170,7 +170,7 @@ def test_a_mask_is_asked_for_with_a_top_k_that_sglang_takes(
     assert body["sampling_params"]["top_k"] == (sent or truncation.get("top_k", -1))
 
 
-def test_nobody_who_did_not_ask_gets_a_mask() -> None:
+def test_no_mask_is_sent_unless_requested() -> None:
     assert complete(StandIn(), top_k=3, asks=False).logprobs == [-2.0] * 3
 
 
@@ -183,8 +183,8 @@ def test_a_mask_that_cannot_be_right_is_a_fault_of_the_server(masks: Any) -> Non
 
 
 @pytest.mark.parametrize(("before", "refuses"), [(False, False), (True, False), (True, True)])
-def test_which_logprobs_it_reports_is_found_out_behind_the_gateway_too(before: bool, refuses: bool) -> None:
-    """A server that does not show its likeliest tokens is found all the same."""
+def test_the_gateway_too_finds_out_which_logprobs_a_server_reports(before: bool, refuses: bool) -> None:
+    """A server that refuses to report its likeliest tokens is found, too."""
 
     class Behind(StandIn):
         def generated(self, body: Any) -> dict[str, Any]:
@@ -228,13 +228,13 @@ async def update(engine: SGLangEngine, stand_in: StandIn, ref: WeightRef, *ranks
     await engine.verify(ref)
 
 
-def test_a_tensor_that_did_not_change_with_the_trainers_stops_the_update(tmp_path: Path) -> None:
-    """On two ranks: their checksums are not those of whole tensors."""
+def test_an_update_fails_if_a_changed_tensor_stays_old_on_the_server(tmp_path: Path) -> None:
+    """Two ranks: checksums need not be those of whole tensors."""
     stand_in = StandIn()
     stand_in.ranks = [{QKV: "a", NORM: "b"}, {QKV: "c", NORM: "b"}]
 
     async def body(engine: SGLangEngine) -> None:
-        await update(engine, stand_in, written(tmp_path, 0), *stand_in.ranks)  # as in the first: nothing is known yet
+        await update(engine, stand_in, written(tmp_path, 0), *stand_in.ranks)  # first update: nothing to compare with
         await update(engine, stand_in, written(tmp_path, 1), *stand_in.ranks)  # the same weights
         await update(engine, stand_in, written(tmp_path, 2, k=1), {QKV: "A", NORM: "b"}, {QKV: "c", NORM: "b"})
         both = written(tmp_path, 3, k=2, norm=1)
@@ -267,7 +267,7 @@ def test_buffers_that_nobody_reads_do_not_stop_an_update(tmp_path: Path) -> None
 
 
 def test_a_rank_that_did_not_load_the_update_stops_it(tmp_path: Path) -> None:
-    """The probe of a small step would not show it."""
+    """A probe after a small step would miss it."""
     stand_in = StandIn()
     stand_in.ranks = [{QKV: "a", NORM: "b"}, {QKV: "c", NORM: "b"}]
 
@@ -322,7 +322,7 @@ def test_broadcast_weights_are_received_in_a_session_that_is_ended() -> None:
     use(stand_in, body)
 
 
-def test_sglang_is_not_sent_to_a_meeting_that_was_called_off() -> None:
+def test_sglang_does_not_join_a_broadcast_that_was_cancelled() -> None:
     """SGLang would try to connect for half an hour."""
 
     async def body(engine: SGLangEngine) -> None:
@@ -350,8 +350,8 @@ def test_a_session_ends_after_a_failed_broadcast_too() -> None:
     use(stand_in, body)
 
 
-def test_an_end_of_the_session_that_fails_fails_the_update() -> None:
-    """SGLang finishes the weights there, such as packed copies of them."""
+def test_an_update_fails_if_the_end_of_its_session_fails() -> None:
+    """SGLang completes the weights at the end, for example packs them."""
     stand_in = StandIn()
     answer = stand_in.in_update
     stand_in.in_update = lambda path, body: (
@@ -367,7 +367,7 @@ def test_an_end_of_the_session_that_fails_fails_the_update() -> None:
 
 
 def test_a_server_that_hangs_in_a_broadcast_does_not_hang_its_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The client asks it to end its session, too, which it does not answer, either."""
+    """The client also asks it to end the session, and gets no answer, either."""
     monkeypatch.setattr(sglang, "CLEANUP_S", 0.1)
 
     async def answer(request: web.Request) -> web.Response:
@@ -417,7 +417,7 @@ def test_an_answer_without_checksums_does_not_pass_for_a_check(tmp_path: Path, r
         (False, False, False, False),
     ],
 )
-def test_it_says_at_the_start_that_images_are_off(
+def test_prepare_warns_if_images_are_off(
     tmp_path: Path, folder_says: bool, clew_says: bool, serves: bool, warned: bool
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"vision_config": {}} if folder_says else {}))
@@ -435,9 +435,7 @@ def test_it_says_at_the_start_that_images_are_off(
 
 
 @pytest.mark.parametrize("expands", [True, False])
-def test_sglang_gets_one_token_for_each_image_and_must_make_the_recorded_ones_of_it(
-    tmp_path: Path, expands: bool
-) -> None:
+def test_sglang_gets_one_token_per_image_and_must_expand_it_as_recorded(tmp_path: Path, expands: bool) -> None:
     seeing_model(tmp_path)
     vision, image = load_vision(str(tmp_path)), picture("red")
     assert vision is not None

@@ -1,4 +1,4 @@
-"""A coroutine reads from a server that accepts and is silent; the trainer's coroutine waits for its result."""
+"""A coroutine reads from a server that accepts but never answers; the trainer's coroutine waits for it."""
 
 import asyncio
 

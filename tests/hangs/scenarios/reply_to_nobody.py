@@ -1,4 +1,4 @@
-"""The reader of a tool's replies drops one that it cannot assign, and an episode waits for it."""
+"""The reader of a tool's replies drops one that matches no call, and an episode waits for it."""
 
 import asyncio
 import json
