@@ -1,15 +1,10 @@
-"""Generalized advantage estimation, arXiv 1506.02438, and the loss of the critic whose values it uses."""
+"""Generalized advantage estimation, arXiv 1506.02438."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from clew.algorithms.reward_statistics import EPSILON
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def gae(rewards_N: np.ndarray, values_N: np.ndarray, *, gamma: float, lam: float) -> tuple[np.ndarray, np.ndarray]:
@@ -39,19 +34,3 @@ def whitened(advantages_N: np.ndarray) -> np.ndarray:
     """
     centred_N = advantages_N - advantages_N.mean() if len(advantages_N) else advantages_N
     return centred_N / (np.sqrt((centred_N**2).sum() / max(1, len(centred_N) - 1)) + EPSILON)
-
-
-def value_loss(values_N: Tensor, old_N: Tensor, returns_N: Tensor, clip: float | None) -> Tensor:
-    """Return half the squared distance of each value to its return, or that of its clipped value if it is larger: [N].
-
-    1/2 max((V - R)^2, (V_old + clamp(V - V_old, -clip, clip) - R)^2), as in PPO's code (arXiv 2005.12729).
-
-    Args:
-        old_N: Values when the step began.
-        clip: Largest change of a value; None: no clip.
-    """
-    squares_N = (values_N - returns_N) ** 2
-    if clip is not None:
-        held_N = old_N + (values_N - old_N).clamp(-clip, clip)
-        squares_N = squares_N.maximum((held_N - returns_N) ** 2)
-    return squares_N / 2

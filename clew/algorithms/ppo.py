@@ -52,7 +52,7 @@ def advantages(
     Args:
         rewards: Reward of each trained token, [N] for each sequence.
         values: The critic's value of the state before each of these tokens, computed before the step's first update.
-            The critic's loss is `clew.algorithms.gae.value_loss`.
+            The critic's loss is `clew.algorithms.value_loss.value_loss`.
     """
     results = [gae(*pair, gamma=options.gamma, lam=options.gae_lambda) for pair in zip(rewards, values, strict=True)]
     ends = np.cumsum([len(advantages_N) for advantages_N, _ in results])[:-1]

@@ -1,17 +1,13 @@
-"""Parts that the commands share: options, loading of the configuration, logging, and ranks."""
+"""Parts that the commands share: options, loading of the configuration, and ranks."""
 
 from __future__ import annotations
 
-import logging
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-
-from clew.printing import VisibleFormatter
 
 if TYPE_CHECKING:
     from clew.config import Config
@@ -70,12 +66,3 @@ def open_run_of(config: Path, overrides: list[str] | None) -> tuple[Config, RunD
     loaded = load_config(config, overrides)
     check_named(loaded)
     return loaded, RunDirectory(loaded.run_path)
-
-
-def set_up_log() -> None:
-    handler = logging.StreamHandler()
-    handler.setFormatter(VisibleFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
-    for chatty in ("httpx", "matplotlib", "aiohttp.access", "urllib3"):
-        logging.getLogger(chatty).setLevel(logging.WARNING)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

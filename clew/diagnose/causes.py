@@ -1,6 +1,6 @@
 """Causes of a difference between two runs: configuration, code, packages, weights, and rows of data.
 
-Only what is on record can be a cause: see `environment` in `clew.loop.step_summary`, and run.json.
+Only what is on record can be a cause: see `clew.loop.environment`, and run.json.
 """
 
 from __future__ import annotations

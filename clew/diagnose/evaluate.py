@@ -26,7 +26,7 @@ from clew.reading import read_json, read_yaml
 from clew.record import rows
 from clew.record.inbox import group_name
 from clew.rollout.episode import Episode
-from clew.rollout.evaluation import group_id, interval, passed, summarize
+from clew.rollout.evaluation_summary import group_id, interval, passed, summarize
 from clew.rollout.given_rows import run_rows
 from clew.rollout.long_prompts import leave_out_overlong
 
@@ -57,7 +57,7 @@ class Evaluation:
     episodes: list[dict[str, Any]]
     """A row per episode, with the columns `EPISODES`."""
     summary: dict[str, Any]
-    """The numbers of `clew.rollout.evaluation.summarize`."""
+    """The numbers of `clew.rollout.evaluation_summary.summarize`."""
 
     @cached_property
     def pass_rates(self) -> dict[int, float]:

@@ -10,8 +10,9 @@ import numpy as np
 
 from clew.loop import differences
 from clew.loop.differences import Difference
+from clew.loop.environment import environment
 from clew.loop.recompute import COMPUTED, suspect_user_code
-from clew.loop.step_summary import environment, facts_of
+from clew.loop.step_summary import facts_of
 from clew.loop.tolerance import EXACT, TOLERANCES, Tolerance
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory

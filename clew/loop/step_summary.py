@@ -2,63 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import os
-import platform
 import time
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
 import numpy as np
-import torch
 
-from clew.algorithms import FORMULAS
+from clew.loop.environment import environment
 from clew.record.batch_digest import RowDigest, digest_batch
 from clew.record.rows import Sequence
-from clew.record.run import PACKAGES, RunDirectory
+from clew.record.run import RunDirectory
 from clew.training.custom import code_of
 from clew.training.engine import TrainEngine
 from clew.training.ranks import Ranks
 from clew.training.results import StepResult
-
-VARIABLES = ("ATEN_CPU_CAPABILITY", "MKL_", "DNNL_", "ONEDNN_", "OMP_", "KMP_", "GOMP_")
-"""Prefixes of the environment variables that choose instruction sets and threads for torch, MKL and oneDNN."""
-
-
-def environment(engine: TrainEngine) -> dict[str, Any]:
-    """Return what must be the same for a step to repeat bit for bit."""
-    cuda = engine.policy.device.type == "cuda"
-    return {
-        "ranks": engine.ranks.size,
-        "tp": engine.ranks.tp,
-        "threads": torch.get_num_threads(),
-        "device": torch.cuda.get_device_name() if cuda else engine.policy.device.type,
-        **({"deterministic": torch.are_deterministic_algorithms_enabled()} if cuda else {}),
-        "cpu": torch.backends.cpu.get_cpu_capability(),
-        "packages": dict(_packages()),
-        "rounding": {"formulas": FORMULAS} if cuda else _rounding(),
-    }
-
-
-@cache  # the libraries look at these once, too
-def _rounding() -> dict[str, Any]:
-    """Return what decides on the CPU how a sum of floats is rounded, besides packages and threads."""
-    known = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.11 and newer
-    sets = sorted(name for name, value in known.items() if value is True)
-    caches = [f"{name} {known[name]}" for name in ("l1d_cache_size", "l2_cache_size") if name in known]
-    set_here = {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)}
-    return {
-        "formulas": FORMULAS,
-        "processor": " ".join([str(known.get("cpu_name", platform.processor() or platform.machine())), *caches]),
-        "instructions": " ".join(sets),
-        "variables": " ".join(f"{name}={value}" for name, value in set_here.items()),
-    }
-
-
-@cache  # looking them up takes milliseconds
-def _packages() -> dict[str, str]:
-    return {name: importlib.metadata.version(name) for name in PACKAGES if name != "clew"}
 
 
 def write_stages(

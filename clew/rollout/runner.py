@@ -35,8 +35,8 @@ from clew.record.rejected import FILTERED
 from clew.record.run import RunDirectory
 from clew.rollout.admission import may_start
 from clew.rollout.episode import Episode, run_concurrently, run_episode
-from clew.rollout.evaluation import group_id as eval_group_id
-from clew.rollout.evaluation import summarize
+from clew.rollout.evaluation_summary import group_id as eval_group_id
+from clew.rollout.evaluation_summary import summarize
 from clew.rollout.failure_limit import FailureWatch
 from clew.rollout.filters import EqualRewards
 from clew.rollout.reward_pool import RewardPool

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from clew.algorithms.gae import value_loss
+from clew.algorithms.value_loss import value_loss
 from clew.config import Algorithm, Config, Training
 from clew.errors import ModelError
 from clew.models.loading import load_tokenizer, load_value_model

@@ -28,7 +28,7 @@ def show_models(
     """Print a row per model, with 95 % confidence intervals.
 
     Args:
-        summaries: Summaries of their evaluations, as `clew.rollout.evaluation.summarize` returns them.
+        summaries: Summaries of their evaluations, as `clew.rollout.evaluation_summary.summarize` returns them.
         behind: 95 % interval of the best model's pass@1 minus each model's; None if it is not known.
         best: Index of the best model in `names`.
     """

@@ -19,7 +19,7 @@ from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
 from clew.view.episode import lag
 from clew.view.find_episode import read_batch
-from clew.view.health import command
+from clew.view.health_rules import command
 from clew.view.text import Rows
 
 SHOWN = 10

@@ -23,10 +23,10 @@ from clew.record.rows import Sequence, by_episode
 from clew.record.run import RunDirectory, open_run
 from clew.record.run_warnings import read_warnings, warnings_in_words
 from clew.record.steps import parse_steps
-from clew.view.checkup import changes_of, judge, print_health
 from clew.view.episode import as_objects, lag, read_stages, rejected_of, rewards_by_name, show_episode, versions
 from clew.view.find_episode import Found, Name, committed_steps, find_group, read_batch, settings_of
-from clew.view.health import Collector
+from clew.view.health_check import changes_of, judge, print_health
+from clew.view.health_rules import Collector
 from clew.view.off_policy import show_off_policy
 from clew.view.prompt import show_prompt
 from clew.view.terminal import ended_early

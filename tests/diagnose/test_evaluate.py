@@ -18,7 +18,7 @@ from clew.loop.trainer_process import learn_inline
 from clew.models.loading import load_tokenizer
 from clew.record import rows
 from clew.record.run import RunDirectory
-from clew.rollout.evaluation import interval, pass_interval
+from clew.rollout.evaluation_summary import interval, pass_interval
 from clew.rollout.long_prompts import count_tokens
 from tests.diagnose.planted import configure
 

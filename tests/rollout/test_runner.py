@@ -15,7 +15,7 @@ from clew.record import rows as record_rows
 from clew.record.rejected import count_rejected
 from clew.record.run import RunDirectory
 from clew.record.weights import WeightRef
-from clew.rollout.evaluation import pass_at_k
+from clew.rollout.evaluation_summary import pass_at_k
 from clew.waits import current_waits
 from tests.record.test_run import SUMMARY
 from tests.rollout.scripted import ROWS, Scripted, config_for, runner_for

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from clew.algorithms.gae import value_loss
+from clew.algorithms.value_loss import value_loss
 from clew.errors import ModelError, RecordError, TrainingError
 from clew.models.loading import load_value_model
 from clew.training import checkpoint

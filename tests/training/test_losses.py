@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from clew.algorithms import LOSSES, PRESETS, page
-from clew.algorithms.gae import value_loss
 from clew.algorithms.kl import divergences, k1, k2, k3
 from clew.algorithms.losses import PolicyLoss, TrainedTokens
+from clew.algorithms.value_loss import value_loss
 from clew.config import Algorithm, Config
 from clew.errors import ConfigError, TrainingError
 from clew.models.loading import load_model, load_value_model

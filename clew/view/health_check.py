@@ -1,4 +1,4 @@
-"""The health check that ends `clew show RUN`: it gathers what `health` judges, and prints the concerns."""
+"""The health check that ends `clew show RUN`: it gathers what `health_rules` judges, and prints the concerns."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from clew.printing import visible
 from clew.record.rejected import Rejected
 from clew.record.run import RunDirectory, changes_in_words
 from clew.record.run_warnings import RunWarning
-from clew.view import health
+from clew.view import health_rules
 from clew.view.find_episode import settings_of
-from clew.view.health import Concern, History
+from clew.view.health_rules import Concern, History
 from clew.view.text import pairs
 
 STEPS_LOOKED_INTO = 5
@@ -33,23 +33,23 @@ def judge(run: RunDirectory, history: History, rejected: Rejected, warned: Seque
     Fallen rewards and evaluations come first, then causes that spoil what is learned, then what only wastes time.
     """
     config = settings_of(run)
-    equal = health.equal_steps(history, str(config.get("algorithm.advantages", "group")))
+    equal = health_rules.equal_steps(history, str(config.get("algorithm.advantages", "group")))
     kinds, looked = _equal_kinds(run, equal)
     last = int(history.steps[-1]) if len(history.steps) else -1
     concerns = [
-        health.reward(history, changes_of(run)),
-        health.negative_rewards(history, _highest_reward(run, last)),
-        health.evaluations(history, run.read_evals()),
-        health.contradiction(history),
-        health.gradients(history, _positive(config.get("training.spike_factor")), supervised=run.supervised),
-        health.mismatch(history),
-        health.lag(history, _max_lag(run, config)),
-        health.rejections(rejected, history),
-        health.rejected_tokens(history),
-        health.truncation(history),
-        health.clipping(history, *(str(config.get(f"algorithm.{name}")) for name in ("ratio", "loss"))),
-        health.equal_rewards(history, equal, kinds, looked),
-        health.warnings(warned, last),
+        health_rules.reward(history, changes_of(run)),
+        health_rules.negative_rewards(history, _highest_reward(run, last)),
+        health_rules.evaluations(history, run.read_evals()),
+        health_rules.contradiction(history),
+        health_rules.gradients(history, _positive(config.get("training.spike_factor")), supervised=run.supervised),
+        health_rules.mismatch(history),
+        health_rules.lag(history, _max_lag(run, config)),
+        health_rules.rejections(rejected, history),
+        health_rules.rejected_tokens(history),
+        health_rules.truncation(history),
+        health_rules.clipping(history, *(str(config.get(f"algorithm.{name}")) for name in ("ratio", "loss"))),
+        health_rules.equal_rewards(history, equal, kinds, looked),
+        health_rules.warnings(warned, last),
     ]
     return [concern for concern in concerns if concern is not None]
 
@@ -85,7 +85,7 @@ def print_health(
     console.print(Text(f"health  {number} a look. {looked}.{without}"))
     lines = []
     for concern in concerns:
-        then = health.command(concern.then, path)
+        then = health_rules.command(concern.then, path)
         lines.append((concern.cause, Text(f"{visible(concern.evidence)}.\n→ {visible(then)}")))
     console.print(pairs(lines))
 

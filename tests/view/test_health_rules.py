@@ -18,7 +18,7 @@ from clew.record import rows
 from clew.record.bundle import write_bundle
 from clew.record.rejected import FILTERED
 from clew.record.run import RunDirectory
-from clew.view.health import WATCHED, Collector, History, find_spikes, gradients, reward
+from clew.view.health_rules import WATCHED, Collector, History, find_spikes, gradients, reward
 from tests.training.sequences import make_config
 from tests.view.test_show import commit, failed, group, shown
 
