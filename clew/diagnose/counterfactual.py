@@ -11,6 +11,8 @@ import shlex
 import shutil
 from pathlib import Path
 
+import numpy as np
+
 from clew import config as configuration
 from clew.config import Config
 from clew.console import EscapingConsole
@@ -19,6 +21,7 @@ from clew.diagnose.stages import read_batch_with_warning
 from clew.errors import ConfigError, Interrupted, RecordError
 from clew.loop.differences import differs
 from clew.loop.replay import configuration_at
+from clew.loop.tolerance import TOLERANCES, Tolerance
 from clew.loop.trainer_process import learn_from_record
 from clew.printing import print
 from clew.record.origin import mark_foreign, why_foreign
@@ -61,7 +64,7 @@ def counterfactual(run: RunDirectory, steps: range, overrides: list[str], *, fro
         mark_foreign(new, why)  # it has the stranger's configuration
     print(f"training from step {first} on with {' '.join(overrides)}, into {new.path}", flush=True)
     try:
-        learn_from_record(config, lambda step, summary: None, until=steps.stop)
+        learn_from_record(config, lambda step, summary: None, until=steps.stop, begins_there=True)
     except BaseException as error:
         blamed = isinstance(error, GradientError) and new.steps.has_data(first)
         left = going_on or blamed or new.steps.count() > first
@@ -78,9 +81,20 @@ def counterfactual(run: RunDirectory, steps: range, overrides: list[str], *, fro
 def _print_changes(run: RunDirectory, new: RunDirectory, steps: range, overrides: list[str]) -> None:
     """Print the metrics that differ between the recorded steps and the new ones, or that there are none."""
     last = steps[-1]
-    recorded = {step: run.steps.read(step)["metrics"] for step in steps if step < run.steps.count()}
-    rows = [(step, recorded.get(step, {}), new.steps.read(step)["metrics"]) for step in steps]  # {}: a failed step
+    recorded = {step: run.steps.read(step) for step in steps if step < run.steps.count()}
+    ours = {step: new.steps.read(step) for step in steps}
+    rows = [(step, recorded.get(step, {}).get("metrics", {}), ours[step]["metrics"]) for step in steps]  # {}: it failed
     changed = [name for name in COMPARED if any(differs(then.get(name), now.get(name)) for _, then, now in rows)]
+    elsewhere = any(then.get("environment") != ours[step].get("environment") for step, then in recorded.items())
+    near = TOLERANCES[configuration.load(new.config_path).model.dtype]
+    if elsewhere and changed:  # the same numbers are rounded differently here
+        changed = [n for n in changed if not all(_agree(then.get(n), now.get(n), near) for _, then, now in rows)]
+        if not changed:
+            print(
+                f"no metric differs by more than rounding ({near}): these steps were recorded on other ranks, threads, "
+                f"packages or processors."
+            )
+            return
     if not changed:
         weights = {each.steps.read(last)["digests"].get("weights") for each in (run, new)}
         if len(weights) == 1:
@@ -90,6 +104,12 @@ def _print_changes(run: RunDirectory, new: RunDirectory, steps: range, overrides
         return
     EscapingConsole(wide=200).print(table_of_changes("step", changed, rows, title="recorded → here"))
     print(f"→ clew show {shlex.quote(str(new.path))} {last}")
+
+
+def _agree(recorded: float | None, found: float | None, near: Tolerance) -> bool:
+    if recorded is None or found is None:
+        return recorded is found
+    return bool(near.agree(np.array([recorded]), np.array([found]))[0])
 
 
 def _configured(run: RunDirectory, first: int, overrides: list[str], root: Path | None) -> Config:

@@ -23,7 +23,7 @@ from clew.errors import ConfigError, DataError, EpisodeError
 from clew.gateway.sequences import with_returns
 from clew.printing import counted, print
 from clew.record.rows import ENCODER, by_episode
-from clew.record.run import RunDirectory
+from clew.record.run import RunDirectory, changes_in_words
 from clew.record.steps import steps_in_words
 from clew.rollout.episode import was_cancelled
 from clew.rollout.reward_function import by_name
@@ -71,12 +71,22 @@ def compare_rewards(run: RunDirectory, steps: range, only: str | None) -> bool:
     result = f"the rewards of {counted(len(found), 'episode')} differ from" if found else "all rewards agree with"
     of = f" ({only})" if only else ""
     print(f"{steps_in_words(steps)}{of}: {result} what {config.rollout.reward or config.rollout.workflow} returns now.")
-    if found and not _changed_code(run, config, {each.step for each in found}):
+    changed = _changed_settings(run, min((each.step for each in found), default=0))
+    if found and changed:
+        print(f"The run has changed what decides rewards since: {changed}.")
+    elif found and not _changed_code(run, config, {each.step for each in found}):
         print(
             "The files of the reward and the workflow have not changed since these steps were recorded. So the rewards "
             "may depend on the time, on random numbers, on environment variables, or on an imported module."
         )
     return not found
+
+
+def _changed_settings(run: RunDirectory, step: int) -> str:
+    """Return words about the fields that decide rewards, and that a run has changed since a step; "" without any."""
+    later = [change["fields"] for change in run.facts().get("changes", []) if change["step"] > step]
+    decide = ("rollout.reward", "rollout.workflow", "rollout.agent", "rollout.max_", "reward.", "data.")
+    return changes_in_words({n: values for fields in later for n, values in fields.items() if n.startswith(decide)})
 
 
 def _changed_code(run: RunDirectory, config: Config, steps: Iterable[int]) -> bool:

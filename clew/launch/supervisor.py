@@ -106,6 +106,9 @@ def supervise(config: Config, arguments: list[str], refresh: Callable[[], None])
     children = _children(config, arguments, run)
     for role in reversed(children):
         run.hold(role).close()  # another run in this directory is an error here, not in a log file
+    for path in run.status.glob("[!.]*.json"):  # of ranks and servers that an earlier start had, and that have ended
+        if path.stem not in children and read_json(path, dict[str, Any])["doing"].startswith(("ended", "failed")):
+            path.unlink(missing_ok=True)
     if "server" in children:
         for server in run.servers():  # left by a run that was killed: nobody listens there any more
             run.remove_server(server.name)

@@ -34,7 +34,7 @@ def begin(config: Config, ranks: Ranks) -> Config:
     """
     assert config.debug.path is not None
     first, path, new = config.debug.first_step, Path(config.debug.path), RunDirectory(config.run_path)
-    if max(new.checkpointed(), default=0) >= first:
+    if max(new.checkpointed(), default=-1) >= first:
         return _with_first_model(config, new)
     if not (path / "checkpoints").is_dir():
         raise RecordError(
@@ -88,10 +88,14 @@ def branch(source: RunDirectory, run: RunDirectory, engine: TrainEngine) -> None
         run.steps.repair()  # makes index.jsonl of them
         if source.media.folder.exists():
             with explain_disk_errors(run.media.folder):
-                shutil.copytree(source.media.folder, run.media.folder, dirs_exist_ok=True)
+                # New times: images that no step refers to yet are removed when they are old.
+                shutil.copytree(
+                    source.media.folder, run.media.folder, copy_function=shutil.copyfile, dirs_exist_ok=True
+                )
         with written_aside(run.checkpoints / first.name) as aside:
             shutil.copytree(first, aside, dirs_exist_ok=True)
-    save_checkpoint(run, engine)
+    if run.checkpoint(engine.version).name != first.name:
+        save_checkpoint(run, engine)
 
 
 def _copied(step: int, source: RunDirectory, run: RunDirectory) -> bool:

@@ -132,11 +132,11 @@ def _in_checkpoint(run: RunDirectory, step: int, engine: TrainEngine, tolerance:
     """
     folder = run.checkpoint(step + 1)
     facts = checkpoint.read_manifest(folder)
+    if engine.critic is not None and facts["critic_updates"] is None:
+        return  # the run went on without its critic, and wrote this checkpoint again
     if not tolerance.exact or facts.get("drifted"):
         checkpoint.check(folder, engine)
         return
-    if engine.critic is not None and facts["critic_updates"] is None:
-        return  # the run went on without its critic, and wrote this checkpoint again
     saved = checkpoint.digests_in(folder, engine)
     for kind, digests in checkpoint.digests_of(engine).items():
         for name, now in digests.items():

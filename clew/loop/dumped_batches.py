@@ -10,6 +10,7 @@ from clew.errors import RecordError
 from clew.record import rows
 from clew.record.batch_digest import digest_batch, digest_rows
 from clew.record.files import explain_disk_errors, write_bytes
+from clew.record.media import Media
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
 from clew.training.padded import load_padded, save_padded
@@ -121,6 +122,7 @@ class DumpedBatches:
         if not folder.is_dir():
             raise RecordError(f"debug.path={folder} does not exist: expected a folder of batches, or a run directory.")
         self._folder = folder / "steps" if (folder / "steps").is_dir() else folder
+        self._media = Media(folder / "media")
         self._filter = config.rollout.drop_equal_rewards
         self._run = run
         check_origin(run, replayed=True)
@@ -136,6 +138,9 @@ class DumpedBatches:
     def write(self, step: int) -> None:
         if not self._run.steps.has_data(step):
             kept = self._filtered(step, _read(self._folder, step))
+            for name in {name for row in kept for name in row.images}:
+                source = self._media if self._media.path(name).exists() else self._run.media
+                self._run.media.put(source.read(name))  # shown now, so that it is kept for a day
             self._run.steps.write_data(step, rows.to_table(kept))
 
     def _filtered(self, step: int, batch: list[Sequence]) -> list[Sequence]:

@@ -66,7 +66,7 @@ def train(
         if ranks.leads:
             with clock("record"):
                 run.inbox.remove(run.steps.read(version - 1)["groups"] if version else ())
-        if checkpoint.is_due(version, config):
+        if checkpoint.is_due(version, config) or version >= until:
             with clock("checkpoint"), around.interrupts.held():
                 save_checkpoint(run, engine)
                 if ranks.leads:

@@ -141,7 +141,8 @@ class Surroundings:
         if self.run.read_eval(version) is not None:
             return
         weights = self.run.newest_weights()
-        if (self.run.inbox.published() or 0) > version or weights is None or not weights.exists():
+        newest = max(self.run.inbox.published() or 0, weights.version if weights is not None else 0)
+        if newest > version or weights is None or not weights.exists():
             log.warning("version %d cannot be evaluated any more: its weights are gone", version)
             return
         with waiting(f"the evaluation of version {version}", unblocks="rollout"):

@@ -37,6 +37,8 @@ if TYPE_CHECKING:  # not importing the configuration saves a reader of the recor
     from clew.config import Config
     from clew.waits import Reporter
 
+MEASURES = {"eval.path", "eval.temperature", "eval.pass_above", "rollout.reward", "rollout.agent", "rollout.workflow"}
+"""Fields of the configuration that decide what an evaluation measures."""
 PACKAGES = ("clew", "torch", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow")
 
 
@@ -235,7 +237,13 @@ class RunDirectory:
             return {}
         before, now = (flat(each.model_dump(mode="json")) for each in (configuration.load(self.config_path), config))
         names = [name for name in {**now, **before} if name not in ("root", "experiment", "trial")]
-        return {name: [before.get(name), now.get(name)] for name in names if before.get(name) != now.get(name)}
+
+        def below(values: dict[str, Any], name: str) -> Any:
+            """Return a value, as a path below the root if it is one: the root may have been moved, too."""
+            value, root = values.get(name), f"{values['root']}/"
+            return ("root", value.removeprefix(root)) if isinstance(value, str) and value.startswith(root) else value
+
+        return {name: [before.get(name), now.get(name)] for name in names if below(before, name) != below(now, name)}
 
     def describe(self, config: Config | None, *, step: int = 0, **facts: Any) -> None:
         """Write config.yaml and run.json: format, packages, git revision, platform and `facts` (threads, topology).
@@ -325,10 +333,14 @@ class RunDirectory:
     def best_eval(self, versions: Collection[int]) -> int | None:
         """Return which of these versions has the best evaluation; None if none of them is evaluated.
 
-        The best has the highest pass@1. Ties are broken by the highest reward, then the lowest loss, then the earliest
+        Only evaluations since the last change of what they measure are compared, if there are any. The best has the
+        highest pass@1. Ties are broken by the highest reward, then the lowest loss, then the earliest
         version, whose weights have moved least from the first model.
         """
         evaluated = [each for each in self.read_evals() if each["version"] in versions]
+        changed = [c["step"] for c in self.facts().get("changes", []) if not MEASURES.isdisjoint(c["fields"])]
+        newer = [each for each in evaluated if each["version"] > max(changed, default=-1)]
+        evaluated = newer or evaluated  # others were measured in another way
         scores = [  # None: all of its episodes failed
             (
                 *(-math.inf if each.get(name) is None else each[name] for name in ("pass@1", "reward")),

@@ -739,12 +739,29 @@ def test_a_counterfactual_changes_only_what_it_names_although_the_run_went_on_wi
     options = [f"root={tmp_path}", "training.schedule=constant"]
     learn_inline(configure(folder, *options, "training.steps=2"), lambda step, summary: None)
     later = ["training.steps=3", "training.lr=1e-4", "algorithm.loss_mean=sequence", "seed=9"]
+    later += ["rollout.drop_equal_rewards=true", "sampling.top_p=0.9"]
     config = configure(folder, *options, *later)
     learn_inline(config, lambda step, summary: None)
     run = RunDirectory(config.run_path)
     assert again(run, "1", ["algorithm.clip_high=0.3", "trial=clip"])
     then, now = (flat(RunDirectory(tmp_path / "e" / trial).steps.read(1)["config"]) for trial in ("first", "clip"))
     assert {name for name in {**then, **now} if then.get(name) != now.get(name)} == {"algorithm.clip_high"}
+    settings = configuration.load(tmp_path / "e" / "clip" / "config.yaml")
+    assert (settings.rollout.drop_equal_rewards, settings.sampling.top_p) == (False, 1.0)
+
+
+def test_a_counterfactual_of_the_first_step_begins_with_the_runs_own_model(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "model", tmp_path / "model")
+    config = configure(folder, f"root={tmp_path}", "training.steps=2", f"model.path={tmp_path / 'model'}")
+    learn_inline(config, lambda step, summary: None)
+    run = RunDirectory(config.run_path)
+    shutil.rmtree(tmp_path / "model")
+    assert again(run, "0:2", ["training.lr=1e-4", "trial=slow"])
+    new = RunDirectory(run.path.parent / "slow")
+    ours, theirs = (each.steps.read(0)["digests"] for each in (run, new))
+    assert theirs["data"] == ours["data"] and theirs["gradients"][0] == ours["gradients"][0]
+    assert theirs["weights"] != ours["weights"]
+    assert new.checkpointed() == [0, 2]
 
 
 def test_where_weights_lie_in_their_file_does_not_matter(folder: Path, tmp_path: Path) -> None:

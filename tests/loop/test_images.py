@@ -12,6 +12,7 @@ from clew import config as configuration
 from clew.config import Config
 from clew.errors import RecordError, TrainingError
 from clew.loop.replay import engine_at
+from clew.loop.trainer_process import learn_from_record
 from clew.record.bundle import write_bundle
 from clew.record.media import UNUSED_S, media_name
 from clew.record.run import RunDirectory
@@ -85,6 +86,16 @@ def test_a_killed_run_goes_on_with_the_same_weights(run: RunDirectory, tmp_path:
             shutil.rmtree(folder)
     assert learn(configure(root, family, "again")).steps.index() == run.steps.index()
     assert (again / "checkpoints" / "step-000003" / "processor_config.json").exists()
+
+
+def test_batches_of_another_run_bring_their_images(run: RunDirectory, tmp_path: Path) -> None:
+    root, family = run.path.parent.parent.parent, configuration.load(run.config_path).model.path.rpartition("/")[2]
+    recorded = {"debug.replay_rollout_data": True, "debug.path": run.path, "training.lr": 1e-4}
+    config = configure(root, family, "recorded", **recorded)
+    learn_from_record(config, lambda step, summary: None)
+    new = RunDirectory(config.run_path)
+    assert new.steps.count() == 3
+    assert {path.name for path in new.media.folder.iterdir()} == {path.name for path in run.media.folder.iterdir()}
 
 
 def test_an_image_that_is_gone_or_another_is_named(run: RunDirectory, tmp_path: Path) -> None:

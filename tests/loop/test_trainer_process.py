@@ -242,6 +242,18 @@ def test_another_model_is_refused(folder: Path, first: RunDirectory) -> None:
         learn(configure(folder, "other-model", **{"training.lora_rank": 4, "training.lora_alpha": 64}))
 
 
+def test_a_run_whose_root_was_moved_with_its_model_goes_on(folder: Path, tmp_path: Path) -> None:
+    def options(root: Path, steps: int) -> dict[str, object]:
+        return {"root": root, "model.path": root / "model", "training.steps": steps}
+
+    shutil.copytree(folder / "model", tmp_path / "before" / "model")
+    learn(configure(folder, "moved", **options(tmp_path / "before", 1)))
+    (tmp_path / "before").rename(tmp_path / "after")
+    config = configure(folder, "moved", **options(tmp_path / "after", 2))
+    learn(config)
+    assert RunDirectory(config.run_path).steps.count() == 2
+
+
 def test_another_model_in_the_same_place_is_refused_as_the_reference(folder: Path) -> None:
     shutil.copytree(folder / "model", folder / "replaced")
     config = configure(folder, "replaced", **{"model.path": folder / "replaced", "training.steps": 1})

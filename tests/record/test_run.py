@@ -260,6 +260,17 @@ def test_an_evaluation_without_a_result_is_never_the_best(run: RunDirectory) -> 
     assert run.best_eval([0]) == 0
 
 
+def test_evaluations_that_measured_something_else_are_not_compared(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = [{"step": 2, "fields": {"eval.path": ["easy.jsonl", "hard.jsonl"]}}]
+    monkeypatch.setattr(RunDirectory, "facts", lambda self: {"changes": changes})
+    for version, share in ((0, 0.5), (2, 0.9), (4, 0.2), (6, 0.3)):
+        run.write_eval(version, [], {"pass@1": share, "reward": share})
+    assert run.best_eval([0, 2, 4, 6]) == 6
+    assert run.best_eval([0, 2]) == 2
+
+
 def test_an_image_that_is_shown_while_unused_ones_are_searched_is_kept(run: RunDirectory) -> None:
     shown, unused = run.media.put(b"\x89PNG shown"), run.media.put(b"\x89PNG unused")
     for name in (shown, unused):
