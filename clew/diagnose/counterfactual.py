@@ -10,15 +10,17 @@ import os
 import shlex
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from pydantic import ValidationError
 
 from clew import config as configuration
 from clew.config import Config
 from clew.console import EscapingConsole
 from clew.diagnose.causes import table_of_changes
 from clew.diagnose.stages import read_batch_with_warning
-from clew.errors import ConfigError, Interrupted, RecordError
+from clew.errors import ConfigError, Interrupted, RecordError, first_line
 from clew.loop.differences import differs
 from clew.loop.replay import configuration_at
 from clew.loop.tolerance import TOLERANCES, Tolerance
@@ -26,6 +28,7 @@ from clew.loop.trainer_process import learn_from_record
 from clew.printing import print
 from clew.record.origin import mark_foreign, why_foreign
 from clew.record.run import RunDirectory
+from clew.training import checkpoint
 from clew.training.optimizer import GradientError
 
 COMPARED = ("loss", "grad_norm", "reward", "entropy", "behaviour_k3", "clip_share", "rejected_share", "kl", "lr")
@@ -64,7 +67,7 @@ def counterfactual(run: RunDirectory, steps: range, overrides: list[str], *, fro
         mark_foreign(new, why)  # it has the stranger's configuration
     print(f"training from step {first} on with {' '.join(overrides)}, into {new.path}", flush=True)
     try:
-        learn_from_record(config, lambda step, summary: None, until=steps.stop, begins_there=True)
+        learn_from_record(config, lambda step, summary: None, until=steps.stop)
     except BaseException as error:
         blamed = isinstance(error, GradientError) and new.steps.has_data(first)
         left = going_on or blamed or new.steps.count() > first
@@ -85,16 +88,6 @@ def _print_changes(run: RunDirectory, new: RunDirectory, steps: range, overrides
     ours = {step: new.steps.read(step) for step in steps}
     rows = [(step, recorded.get(step, {}).get("metrics", {}), ours[step]["metrics"]) for step in steps]  # {}: it failed
     changed = [name for name in COMPARED if any(differs(then.get(name), now.get(name)) for _, then, now in rows)]
-    elsewhere = any(then.get("environment") != ours[step].get("environment") for step, then in recorded.items())
-    near = TOLERANCES[configuration.load(new.config_path).model.dtype]
-    if elsewhere and changed:  # the same numbers are rounded differently here
-        changed = [n for n in changed if not all(_agree(then.get(n), now.get(n), near) for _, then, now in rows)]
-        if not changed:
-            print(
-                f"no metric differs by more than rounding ({near}): these steps were recorded on other ranks, threads, "
-                f"packages or processors."
-            )
-            return
     if not changed:
         weights = {each.steps.read(last)["digests"].get("weights") for each in (run, new)}
         if len(weights) == 1:
@@ -103,6 +96,14 @@ def _print_changes(run: RunDirectory, new: RunDirectory, steps: range, overrides
             print(f"all metrics are identical, but the weights after step {last} differ. Replay the next step, too.")
         return
     EscapingConsole(wide=200).print(table_of_changes("step", changed, rows, title="recorded → here"))
+    near = TOLERANCES[configuration.load(new.config_path).model.dtype]
+    if any(then.get("environment") != ours[step].get("environment") for step, then in recorded.items()):
+        alike = [n for n in changed if all(_agree(then.get(n), now.get(n), near) for _, then, now in rows)]
+        if rounded := [name for name in alike if name not in ("lr", "reward")]:
+            print(
+                f"{', '.join(rounded)}: equal {near}. The record is of other ranks, threads, packages or processors, "
+                f"so this may be rounding alone. Replay the next step, too."
+            )
     print(f"→ clew show {shlex.quote(str(new.path))} {last}")
 
 
@@ -115,6 +116,7 @@ def _agree(recorded: float | None, found: float | None, near: Tolerance) -> bool
 def _configured(run: RunDirectory, first: int, overrides: list[str], root: Path | None) -> Config:
     """Return the configuration of the new run, which begins with step `first`; without a `root`, beside `run`."""
     recorded = configuration_at(run, first)
+    recorded = recorded.model_copy(update=_sections_at(run, recorded, first))
     if root is None:
         folder = Path(os.path.normpath(run.path / ".."))  # Path(".").parent is "." again
         moved = folder.resolve().name != recorded.experiment  # the run was copied or renamed
@@ -140,7 +142,43 @@ def _configured(run: RunDirectory, first: int, overrides: list[str], root: Path 
             f"model.path={config.model.path}: the model cannot be changed, because step {first} continues from the "
             f"steps before it. To train another model, use `clew train` with debug.replay_rollout_data."
         )
+    if first == 0 and 0 in run.checkpointed():  # model.path may hold another model by now, or be gone
+        begun = run.checkpoint(0)
+        checkpoint.check_files(begun)
+        algorithm = config.algorithm
+        if algorithm.critic == recorded.algorithm.critic and (begun / checkpoint.CRITIC).is_dir():
+            algorithm = algorithm.model_copy(update={"critic": str(begun / checkpoint.CRITIC)})
+        model = config.model.model_copy(update={"path": str(begun)})
+        config = config.model_copy(update={"model": model, "algorithm": algorithm})
     return config
+
+
+def _sections_at(run: RunDirectory, config: Config, step: int) -> dict[str, Any]:
+    """Return the parts of the configuration that say how episodes were made, with the changes after a step undone.
+
+    Raises RecordError if run.json has changes that do not fit.
+    """
+    sections = {name: getattr(config, name).model_dump(mode="json") for name in ("rollout", "sampling", "reward")}
+    later = [change["fields"] for change in run.facts().get("changes", []) if change["step"] > step]
+    for fields in reversed(later):  # config.yaml is that of the newest step
+        for name, (old, _) in fields.items():
+            section, _, option = name.partition(".")
+            if section not in sections:
+                continue
+            *keys, last = option.split(".")
+            place = sections[section]
+            for key in keys:
+                if not isinstance(place.get(key), dict):
+                    place[key] = {}
+                place = place[key]
+            if keys and old is None:  # an option that was not there
+                place.pop(last, None)
+            else:
+                place[last] = old
+    try:
+        return {name: type(getattr(config, name)).model_validate(values) for name, values in sections.items()}
+    except ValidationError as error:
+        raise RecordError(f"{run.run_json} has changes that do not fit this Clew: {first_line(error)}") from None
 
 
 def _quoted(value: object) -> str:
@@ -156,10 +194,12 @@ def _left_unfinished(config: Config, run: RunDirectory, last: int) -> bool:
     if "trainer" in new.facts():
         return False
     then, first = configuration.load(new.config_path), config.debug.first_step
-    # The new run's config.yaml names the new run's first checkpoint as the model and, if there is a critic, the critic
-    # in that checkpoint.
-    model = then.model.model_copy(update={"path": config.model.path})
-    algorithm = then.algorithm.model_copy(update={"critic": config.algorithm.critic})
+    model, algorithm = then.model, then.algorithm
+    if first:
+        # The new run's config.yaml names the new run's first checkpoint as the model and, if there is a critic, the
+        # critic in that checkpoint.
+        model = model.model_copy(update={"path": config.model.path})
+        algorithm = algorithm.model_copy(update={"critic": config.algorithm.critic})
     debug = then.debug.model_copy(update={"path": config.debug.path})  # a bundle is unpacked elsewhere each time
     return (
         then.model_copy(update={"model": model, "algorithm": algorithm, "debug": debug}) == config

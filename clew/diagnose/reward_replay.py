@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ from clew.rollout.reward_pool import RewardPool
 from clew.rollout.setup import load_reward, load_workflow
 from clew.training.custom import digest_of_file
 
+DECIDES = re.compile(r"rollout\.(reward|workflow|reward_timeout_s)$|rollout\.workflow_kwargs\.|reward\.")
+"""Matches the fields of the configuration that decide rewards."""
 SHOWN = 20
 """Maximum number of episodes with a changed reward that are shown."""
 
@@ -74,7 +77,7 @@ def compare_rewards(run: RunDirectory, steps: range, only: str | None) -> bool:
     changed = _changed_settings(run, min((each.step for each in found), default=0))
     if found and changed:
         print(f"The run has changed what decides rewards since: {changed}.")
-    elif found and not _changed_code(run, config, {each.step for each in found}):
+    if found and not _changed_code(run, config, {each.step for each in found}):
         print(
             "The files of the reward and the workflow have not changed since these steps were recorded. So the rewards "
             "may depend on the time, on random numbers, on environment variables, or on an imported module."
@@ -85,8 +88,7 @@ def compare_rewards(run: RunDirectory, steps: range, only: str | None) -> bool:
 def _changed_settings(run: RunDirectory, step: int) -> str:
     """Return words about the fields that decide rewards, and that a run has changed since a step; "" without any."""
     later = [change["fields"] for change in run.facts().get("changes", []) if change["step"] > step]
-    decide = ("rollout.reward", "rollout.workflow", "rollout.agent", "rollout.max_", "reward.", "data.")
-    return changes_in_words({n: values for fields in later for n, values in fields.items() if n.startswith(decide)})
+    return changes_in_words({n: values for fields in later for n, values in fields.items() if DECIDES.match(n)})
 
 
 def _changed_code(run: RunDirectory, config: Config, steps: Iterable[int]) -> bool:

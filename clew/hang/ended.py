@@ -108,9 +108,8 @@ def outlived(sink: Sink) -> Verdict | None:
         f"threads that are no daemons{at}.{sink.who_waits}"
     )
     pattern = "missing rank" if sink.blocked_ranks else "dead"  # a rank that lives on and will not come
-    at_the_end = re.search(
-        r"atexit\.register|weakref\.finalize|\bfinalize\(", sink.sources.get(kept[0].file, "") if kept else ""
-    )
+    text = sink.sources.get(kept[0].file, "") if kept else ""
+    at_the_end = re.search(r"atexit\.register|weakref\.finalize\(|from weakref import .*finalize", text)
     if at_the_end and not sink.blocked_ranks:
         pattern = "cleanup deadlock"
         why += " What runs at exit (atexit, weakref.finalize) runs only after these have ended: it cannot end them."

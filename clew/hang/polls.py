@@ -38,8 +38,9 @@ def retrying(sink: Sink) -> Verdict | None:
     if clients[0].activity.kind == "sleep" and not clients[0].process.wakeups:
         why = f"{label} had an attempt fail, and sleeps at {site} before the next one; it has not woken up meanwhile."
     one = clients[0].activity
-    loop = source.loop_at(sink.sources.get(one.file, ""), one.line)
-    if loop is not None and "FileExistsError" in ast.unparse(loop):
+    path = source.enclosing(sink.sources.get(one.file, ""), one.line)
+    handled = [each.type for each in path if isinstance(each, ast.ExceptHandler) and each.type is not None]
+    if any("FileExistsError" in ast.unparse(each) for each in handled[-1:]):
         why += " The file that it wants to make exists: somebody has this lock, or has ended without removing the file."
         return sink.blame("lock or I/O", clients, why, cause="lock", confidence="medium")
     why = " ".join([why, *sorted(said)])
@@ -75,7 +76,8 @@ def _fills(one: Activity, sink: Sink) -> bool:
     fills, asks = (source.loop_at(sink.sources.get(each.file, ""), each.line) for each in (one, sink.act))
     if fills is None or not isinstance(asks, ast.While):
         return False
-    return any(name in ast.unparse(asks.test) for name in source.filled(fills))
+    asked = {getattr(node, "attr", getattr(node, "id", "")) for node in ast.walk(asks.test)}
+    return not asked.isdisjoint(source.filled(fills))
 
 
 def both_poll(sink: Sink) -> Verdict | None:

@@ -12,6 +12,7 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -26,7 +27,7 @@ from clew.errors import ConfigError, Interrupted, LaunchError, RecordError
 from clew.launch.no_progress import SUPERVISED_VARIABLE, Hang, Watch
 from clew.launch.ranks import LAST_LINES
 from clew.printing import print
-from clew.processes import PARENT_VARIABLE, how_it_ended, written_since
+from clew.processes import PARENT_VARIABLE, how_it_ended, is_lock_free, written_since
 from clew.reading import read_json
 from clew.record.run import RunDirectory
 
@@ -107,8 +108,11 @@ def supervise(config: Config, arguments: list[str], refresh: Callable[[], None])
     for role in reversed(children):
         run.hold(role).close()  # another run in this directory is an error here, not in a log file
     for path in run.status.glob("[!.]*.json"):  # of ranks and servers that an earlier start had, and that have ended
-        if path.stem not in children and read_json(path, dict[str, Any])["doing"].startswith(("ended", "failed")):
-            path.unlink(missing_ok=True)
+        with suppress(RecordError, LookupError, TypeError, AttributeError):  # such as one that was cut off
+            status = read_json(path, dict[str, Any])
+            gone = status["host"] == socket.gethostname() and is_lock_free(path.with_suffix(".lock"))
+            if path.stem not in children and (gone or status["doing"].startswith(("ended", "failed"))):
+                path.unlink(missing_ok=True)
     if "server" in children:
         for server in run.servers():  # left by a run that was killed: nobody listens there any more
             run.remove_server(server.name)

@@ -11,7 +11,7 @@ from clew.errors import ConfigError, RecordError
 from clew.loop.loop import save_checkpoint
 from clew.loop.replay import configuration_at, engine_at, replay
 from clew.printing import counted
-from clew.record.files import explain_disk_errors, write_bytes
+from clew.record.files import write_bytes
 from clew.record.origin import why_foreign
 from clew.record.run import RunDirectory
 from clew.training.checkpoint import CRITIC
@@ -34,7 +34,7 @@ def begin(config: Config, ranks: Ranks) -> Config:
     """
     assert config.debug.path is not None
     first, path, new = config.debug.first_step, Path(config.debug.path), RunDirectory(config.run_path)
-    if max(new.checkpointed(), default=-1) >= first:
+    if max(new.checkpointed(), default=0) >= first:
         return _with_first_model(config, new)
     if not (path / "checkpoints").is_dir():
         raise RecordError(
@@ -86,16 +86,9 @@ def branch(source: RunDirectory, run: RunDirectory, engine: TrainEngine) -> None
         for earlier in range(engine.version):
             write_bytes(run.steps.json_path(earlier), source.steps.json_path(earlier).read_bytes())
         run.steps.repair()  # makes index.jsonl of them
-        if source.media.folder.exists():
-            with explain_disk_errors(run.media.folder):
-                # New times: images that no step refers to yet are removed when they are old.
-                shutil.copytree(
-                    source.media.folder, run.media.folder, copy_function=shutil.copyfile, dirs_exist_ok=True
-                )
         with written_aside(run.checkpoints / first.name) as aside:
             shutil.copytree(first, aside, dirs_exist_ok=True)
-    if run.checkpoint(engine.version).name != first.name:
-        save_checkpoint(run, engine)
+    save_checkpoint(run, engine)
 
 
 def _copied(step: int, source: RunDirectory, run: RunDirectory) -> bool:

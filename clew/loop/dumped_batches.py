@@ -63,6 +63,8 @@ def dump(config: Config, run: RunDirectory, step: int) -> None:
 
 def _copy(config: Config, run: RunDirectory, step: int) -> None:
     path = _folder(config) / f"step-{step:06d}.{config.debug.format}"
+    for name in {name for row in run.steps.read_data(step) for name in row.images}:
+        Media(_folder(config) / "media").put(run.media.read(name))
     if config.debug.format == "pt":
         save_padded(path, run.steps.read_data(step))
     else:
@@ -139,8 +141,8 @@ class DumpedBatches:
         if not self._run.steps.has_data(step):
             kept = self._filtered(step, _read(self._folder, step))
             for name in {name for row in kept for name in row.images}:
-                source = self._media if self._media.path(name).exists() else self._run.media
-                self._run.media.put(source.read(name))  # shown now, so that it is kept for a day
+                had = not self._media.path(name).exists() and self._run.media.path(name).exists()
+                self._run.media.put((self._run.media if had else self._media).read(name))  # so it is kept for a day
             self._run.steps.write_data(step, rows.to_table(kept))
 
     def _filtered(self, step: int, batch: list[Sequence]) -> list[Sequence]:

@@ -119,27 +119,7 @@ def configuration_at(run: RunDirectory, step: int) -> Config:
     config = configuration.load(run.config_path)
     if step >= run.steps.count():
         return config
-    return config.model_copy(update=_sections_at(run, config, step) | _configured(run, run.steps.read(step)))
-
-
-def _sections_at(run: RunDirectory, config: Config, step: int) -> dict[str, Any]:
-    """Return the parts of the configuration that say how episodes were made, with the changes after a step undone."""
-    sections = {name: getattr(config, name).model_dump(mode="json") for name in ("rollout", "sampling", "reward")}
-    later = [change["fields"] for change in run.facts().get("changes", []) if change["step"] > step]
-    for fields in reversed(later):  # config.yaml is that of the newest step
-        for name, (old, _) in fields.items():
-            section, _, option = name.partition(".")
-            if section not in sections:
-                continue
-            *keys, last = option.split(".")
-            place = sections[section]
-            for key in keys:
-                place = place.setdefault(key, {})
-            if keys and old is None:  # an option that was not there
-                place.pop(last, None)
-            else:
-                place[last] = old
-    return {name: type(getattr(config, name)).model_validate(values) for name, values in sections.items()}
+    return config.model_copy(update=_configured(run, run.steps.read(step)))
 
 
 def _configured(run: RunDirectory, recorded: dict[str, Any]) -> dict[str, Any]:

@@ -123,17 +123,16 @@ def learn_inline(config: Config, on_step: OnStep) -> None:
         train_here(config, run, stack.enter_context(around), on_step)
 
 
-def learn_from_record(config: Config, on_step: OnStep, *, until: int | None = None, begins_there: bool = False) -> None:
+def learn_from_record(config: Config, on_step: OnStep, *, until: int | None = None) -> None:
     """Train on the batches in config.debug.path, without rollout and inference. Nothing is published or evaluated.
 
-    With debug.first_step, or if it `begins_there`, the run begins with what the steps before debug.first_step left in
-    the run directory debug.path: at step 0, that is the model which that run began with.
+    With debug.first_step, the run begins with what the steps before it left in the run directory debug.path.
 
     Raises:
         ClewError: A batch is missing, the run began with other batches, or it ended before its last step.
     """
     with rank_of(config) as (ranks, run, reporter, interrupts):
-        if config.debug.first_step or begins_there:
+        if config.debug.first_step:
             config = begin(config, ranks)
             torch.set_num_threads(config.rank_threads)  # `begin` may have set the other run's number
         with Surroundings(config, run, ranks, reporter=reporter, interrupts=interrupts) as around:

@@ -9,6 +9,7 @@ import fcntl
 import importlib.metadata
 import math
 import platform
+import re
 import subprocess
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -37,8 +38,11 @@ if TYPE_CHECKING:  # not importing the configuration saves a reader of the recor
     from clew.config import Config
     from clew.waits import Reporter
 
-MEASURES = {"eval.path", "eval.temperature", "eval.pass_above", "rollout.reward", "rollout.agent", "rollout.workflow"}
-"""Fields of the configuration that decide what an evaluation measures."""
+MEASURES = re.compile(
+    r"eval\.(path|temperature|pass_above)$|rollout\.(reward|agent|workflow|max_turns|max_episode_tokens)$|"
+    r"rollout\.workflow_kwargs\."
+)
+"""Matches the fields of the configuration that decide what an evaluation measures."""
 PACKAGES = ("clew", "torch", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow")
 
 
@@ -243,7 +247,8 @@ class RunDirectory:
             value, root = values.get(name), f"{values['root']}/"
             return ("root", value.removeprefix(root)) if isinstance(value, str) and value.startswith(root) else value
 
-        return {name: [before.get(name), now.get(name)] for name in names if below(before, name) != below(now, name)}
+        changed = (name for name in names if before.get(name) != now.get(name))
+        return {n: [before.get(n), now.get(n)] for n in changed if below(before, n) != below(now, n)}
 
     def describe(self, config: Config | None, *, step: int = 0, **facts: Any) -> None:
         """Write config.yaml and run.json: format, packages, git revision, platform and `facts` (threads, topology).
@@ -338,7 +343,7 @@ class RunDirectory:
         version, whose weights have moved least from the first model.
         """
         evaluated = [each for each in self.read_evals() if each["version"] in versions]
-        changed = [c["step"] for c in self.facts().get("changes", []) if not MEASURES.isdisjoint(c["fields"])]
+        changed = [c["step"] for c in self.facts().get("changes", []) if any(map(MEASURES.match, c["fields"]))]
         newer = [each for each in evaluated if each["version"] > max(changed, default=-1)]
         evaluated = newer or evaluated  # others were measured in another way
         scores = [  # None: all of its episodes failed

@@ -574,6 +574,19 @@ def test_only_finds_the_step_that_trained_on_an_id(run: RunDirectory, capsys: py
         again(run, stages="advantages", only="g999")
 
 
+def test_a_counterfactual_elsewhere_names_what_may_be_rounding(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorded = json.loads(run.steps.json_path(1).read_text())
+    recorded["environment"]["threads"] = 99
+    recorded["metrics"]["loss"] += 1e-5
+    run.steps.json_path(1).write_text(json.dumps(recorded))
+    assert again(run, "1", ["seed=7", "trial=elsewhere"])
+    assert "loss: equal within 0.001 + 0.001 x |recorded|. The record is of other" in capsys.readouterr().out
+    assert again(run, "1", ["training.lr=4e-4", "trial=slow"])
+    assert not [line for line in capsys.readouterr().out.splitlines() if "equal within" in line and "lr" in line]
+
+
 def disagrees(row: rows.Sequence) -> bool:
     text = "".join(said["completion"] for said in row.interactions)
     return any(digit in text for digit in "89")
@@ -756,6 +769,8 @@ def test_a_counterfactual_of_the_first_step_begins_with_the_runs_own_model(folde
     learn_inline(config, lambda step, summary: None)
     run = RunDirectory(config.run_path)
     shutil.rmtree(tmp_path / "model")
+    assert again(run, "0", ["algorithm.minibatches=1", "trial=one"])
+    assert again(run, "0", ["training.lora_rank=2", "trial=adapters"])
     assert again(run, "0:2", ["training.lr=1e-4", "trial=slow"])
     new = RunDirectory(run.path.parent / "slow")
     ours, theirs = (each.steps.read(0)["digests"] for each in (run, new))

@@ -252,6 +252,9 @@ def test_a_run_whose_root_was_moved_with_its_model_goes_on(folder: Path, tmp_pat
     config = configure(folder, "moved", **options(tmp_path / "after", 2))
     learn(config)
     assert RunDirectory(config.run_path).steps.count() == 2
+    spelled = options(tmp_path / "after", 3) | {"root": f"{tmp_path}/./after"}
+    learn(configure(folder, "moved", **spelled))
+    assert RunDirectory(config.run_path).steps.count() == 3
 
 
 def test_another_model_in_the_same_place_is_refused_as_the_reference(folder: Path) -> None:
