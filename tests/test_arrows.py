@@ -67,7 +67,7 @@ LINES = {
     "top": 3360,  # weights.via; texts with ${...}; launch.devices; mappings that replace; digests of users' files
     "algorithms": 770,  # rejection.py: the corrections that other systems have for lag and mismatch
     "cli": 1080,  # clew hang, on several nodes; clew sft and clew learn watch themselves; refused options and folders
-    "diagnose": 3020,  # the search of clew diff; clew doctor beside broken GPUs; runs that went on with other settings
+    "diagnose": 3070,  # the search of clew diff; clew doctor beside broken GPUs; runs that went on with other settings
     "gateway": 4950,  # stop strings twice in a token, forced calls after <think>, texts that go on after a completion
     "hang": 8560,  # main threads that only sleep; pools that were closed or are joined; cells; RAS, Ray; engines; locks
     "inference": 6800,  # vLLM and SGLang in training; lost weights, of one version but other digests; second restarts
