@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from omegaconf import OmegaConf
 from pydantic import ValidationError
 
 from clew import config as configuration
 from clew.config import Config
 from clew.console import EscapingConsole
-from clew.diagnose.causes import table_of_changes
+from clew.diagnose.causes import table_of_changes, values_at
 from clew.diagnose.stages import read_batch_with_warning
 from clew.errors import ConfigError, Interrupted, RecordError, first_line
 from clew.loop.differences import differs
@@ -116,7 +117,7 @@ def _agree(recorded: float | None, found: float | None, near: Tolerance) -> bool
 def _configured(run: RunDirectory, first: int, overrides: list[str], root: Path | None) -> Config:
     """Return the configuration of the new run, which begins with step `first`; without a `root`, beside `run`."""
     recorded = configuration_at(run, first)
-    recorded = recorded.model_copy(update=_sections_at(run, recorded, first))
+    recorded = recorded.model_copy(update=_parts_at(run, recorded, first))
     if root is None:
         folder = Path(os.path.normpath(run.path / ".."))  # Path(".").parent is "." again
         moved = folder.resolve().name != recorded.experiment  # the run was copied or renamed
@@ -153,30 +154,18 @@ def _configured(run: RunDirectory, first: int, overrides: list[str], root: Path 
     return config
 
 
-def _sections_at(run: RunDirectory, config: Config, step: int) -> dict[str, Any]:
-    """Return the parts of the configuration that say how episodes were made, with the changes after a step undone.
+def _parts_at(run: RunDirectory, config: Config, step: int) -> dict[str, Any]:
+    """Return the parts of the configuration that say how the episodes of a committed step were made.
 
     Raises RecordError if run.json has changes that do not fit.
     """
-    sections = {name: getattr(config, name).model_dump(mode="json") for name in ("rollout", "sampling", "reward")}
-    later = [change["fields"] for change in run.facts().get("changes", []) if change["step"] > step]
-    for fields in reversed(later):  # config.yaml is that of the newest step
-        for name, (old, _) in fields.items():
-            section, _, option = name.partition(".")
-            if section not in sections:
-                continue
-            *keys, last = option.split(".")
-            place = sections[section]
-            for key in keys:
-                if not isinstance(place.get(key), dict):
-                    place[key] = {}
-                place = place[key]
-            if keys and old is None:  # an option that was not there
-                place.pop(last, None)
-            else:
-                place[last] = old
+    parts = OmegaConf.create({"rollout": {}, "sampling": {}, "reward": {}})
+    for name, value in values_at(run, step).items() if step < run.steps.count() else ():
+        if name.startswith(("rollout.", "sampling.", "reward.")):
+            OmegaConf.update(parts, name, value)
+    values: Any = OmegaConf.to_container(parts)
     try:
-        return {name: type(getattr(config, name)).model_validate(values) for name, values in sections.items()}
+        return {name: type(getattr(config, name)).model_validate(part) for name, part in values.items() if part}
     except ValidationError as error:
         raise RecordError(f"{run.run_json} has changes that do not fit this Clew: {first_line(error)}") from None
 

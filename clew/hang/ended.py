@@ -112,7 +112,7 @@ def outlived(sink: Sink) -> Verdict | None:
     at_the_end = re.search(r"atexit\.register|weakref\.finalize\(|from weakref import .*finalize", text)
     if at_the_end and not sink.blocked_ranks:
         pattern = "cleanup deadlock"
-        why += " What runs at exit (atexit, weakref.finalize) runs only after these have ended: it cannot end them."
+        why += " Python calls what is registered with atexit or weakref.finalize only after these threads have ended."
     found = sink.blame(pattern, sink.culprits, why, cause="dead")
     return replace(found, sites=tuple(sorted({each.site for each in kept})) or found.sites)
 

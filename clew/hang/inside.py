@@ -18,7 +18,7 @@ CYTHON_AWAITS = 64
 """Offset, in a coroutine that Cython has compiled, of what it awaits."""
 C10D = "torch.distributed.distributed_c10d"
 POOLED = re.compile(r"\w*PoolWorker-\d+|(ThreadPoolExecutor-\d+|asyncio)_\d")
-"""Names of processes and threads that a pool ends itself when nobody needs it any more."""
+"""Names of the processes and threads of pools, which end them when the pool is closed."""
 
 
 def tasks_of(pid: int) -> tuple[Thread, ...]:

@@ -327,15 +327,17 @@ def _progress(job: list[Actor], ranks: list[Actor], snapshot: Snapshot) -> Verdi
     if not moving or refuses(job, snapshot):
         return None
     waiting = [a for a in mains if a.activity.kind in ("collective", "recv", "send", "device")]
-    edges = all_edges(job, snapshot.sources)
     if waiting and len(waiting) < len(mains) and not any(a.moving for a in waiting):
-        awaited = set[int]().union(*(reachable(each.pid, edges) for each in waiting))
-        if ranks and awaited.isdisjoint(a.pid for a in moving):  # the others wait for one another alone
-            return None
+        if ranks:
+            edges = all_edges(job, snapshot.sources)
+            awaited = set[int]().union(*(reachable(each.pid, edges) for each in waiting))
+            if awaited.isdisjoint(a.pid for a in moving):  # the others wait for one another alone
+                return None
         how = _how(moving[0], snapshot, "it")
         label = ", ".join(a.process.label for a in moving)
         why = f"{label} is slow, not hung{how}; the others wait for it."
         return verdict_about("slow", moving, why, mains, cause="slow")
+    edges = {} if ranks else all_edges(job, snapshot.sources)
     if not ranks and not all(a.moving or _between_rounds(a, edges, job, snapshot.sources) for a in mains):
         return None
     how = _how(moving[0], snapshot, moving[0].process.label)

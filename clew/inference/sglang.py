@@ -157,7 +157,7 @@ class SGLangEngine(Backend):
         on_cpu = config.model.device == "cpu" or not gpus()
         known = known_options(python) if inference.args else set()
         arguments = server_arguments(own, CPU_OPTIONS if on_cpu else {}, inference.options, known)
-        # SGLang's cache of what the vision tower makes of images outlives updates: other weights make other things.
+        # Otherwise SGLang keeps what the vision tower made of an image, and uses it under the next weights, too.
         environment = {"SGLANG_VLM_CACHE_SIZE_MB": "0"} | ({"SGLANG_USE_CPU_ENGINE": "1"} if on_cpu else {})
         if Path(config.model.path).is_dir():
             environment["HF_HUB_OFFLINE"] = "1"  # SGLang asks the hub for the folder, too, as if it were a hub name

@@ -63,10 +63,11 @@ def dump(config: Config, run: RunDirectory, step: int) -> None:
 
 def _copy(config: Config, run: RunDirectory, step: int) -> None:
     path = _folder(config) / f"step-{step:06d}.{config.debug.format}"
-    for name in {name for row in run.steps.read_data(step) for name in row.images}:
+    batch = run.steps.read_data(step) if config.debug.format == "pt" or run.media.folder.exists() else []
+    for name in {name for row in batch for name in row.images}:
         Media(_folder(config) / "media").put(run.media.read(name))
     if config.debug.format == "pt":
-        save_padded(path, run.steps.read_data(step))
+        save_padded(path, batch)
     else:
         write_bytes(path, run.steps.data_path(step).read_bytes())
 
@@ -141,8 +142,8 @@ class DumpedBatches:
         if not self._run.steps.has_data(step):
             kept = self._filtered(step, _read(self._folder, step))
             for name in {name for row in kept for name in row.images}:
-                had = not self._media.path(name).exists() and self._run.media.path(name).exists()
-                self._run.media.put((self._run.media if had else self._media).read(name))  # so it is kept for a day
+                has = [media for media in (self._media, self._run.media) if media.path(name).exists()]
+                self._run.media.put((has or [self._media])[0].read(name))  # an image that is put is kept for a day
             self._run.steps.write_data(step, rows.to_table(kept))
 
     def _filtered(self, step: int, batch: list[Sequence]) -> list[Sequence]:

@@ -17,9 +17,11 @@ from clew.training.ranks import Ranks
 log = logging.getLogger("clew.trainer")
 
 ADVISED = (
-    "training.on_bad_gradient", "training.spike_factor", "training.micro_batch_tokens",
+    "training.on_bad_gradient",
+    "training.spike_factor",
+    "training.micro_batch_tokens",
     "training.activation_checkpointing",
-)  # fmt: skip
+)
 """Fields that the error of a failed step advises to change."""
 
 
