@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import islice
@@ -26,6 +27,8 @@ MESSAGES = "messages"
 
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
 _PARQUET = (".parquet", ".pq")
+_HALF_PAIR = re.compile(rb"\\u[dD]|\xed")
+"""Matches the bytes of each line that has a surrogate, and of some other lines."""
 LOCAL = _JSON_LINES + _PARQUET
 """Suffixes of the files that are read directly."""
 
@@ -162,6 +165,11 @@ def _read_json_lines(file: Path) -> Iterator[dict]:
                 raise DataError(
                     f'{file}:{number}: expected an object such as {{"prompt": …}}, found '
                     f"{type(row).__name__}. A JSON-lines file has one object on each line."
+                )
+            if _HALF_PAIR.search(line) and re.search("[\ud800-\udfff]", json.dumps(row, ensure_ascii=False)):
+                raise DataError(
+                    f"{file}:{number}: a text has half a surrogate pair, such as \\ud83d alone, which no tokenizer "
+                    "accepts. It is half an emoji, for example of a text that was cut. Remove it, or leave out the row."
                 )
             yield row
 

@@ -62,6 +62,10 @@ def test_a_malformed_line_is_named(tmp_path):
     path.write_text('{"prompt": 1}\n\n{"prompt": \n')
     with pytest.raises(DataError, match=r"train\.jsonl:3: this line is not JSON"):
         load_rows(str(path))
+    for half in (rb"\ud83d", rb"\uDE00", b"\xed\xa0\xbd"):
+        path.write_bytes(b'{"prompt": "\\ud83d\\ude00"}\n{"prompt": [{"content": "' + half + b'"}]}')
+        with pytest.raises(DataError, match=r"train\.jsonl:2: a text has half a surrogate pair"):
+            load_rows(str(path))
     path.write_text("[1, 2]\n")
     with pytest.raises(DataError, match=r"train\.jsonl:1: expected an object"):
         load_rows(str(path))
