@@ -128,7 +128,8 @@ def _sleeps_s(actor: Actor, sources: Mapping[str, str]) -> float:
         return math.inf
     text = sources.get(one.file, "")
     loop = source.loop_at(text, one.line)
-    if one.kind == "condition" and UNTIL_END.search(one.target) and not (loop and source.polls(loop, text)):
+    event = one.target if one.kind == "condition" else _event_within(text, one.line) if one.kind == "tasks" else None
+    if event is not None and UNTIL_END.search(event) and not (loop and source.polls(loop, text)):
         limits = (f.locals.get("timeout", "") for f in stack if not f.of_user)
         return next((float(limit) for limit in limits if re.fullmatch(r"\d+(\.\d+)?", limit)), math.inf)
     if one.kind != "sleep":
@@ -136,6 +137,13 @@ def _sleeps_s(actor: Actor, sources: Mapping[str, str]) -> float:
     values = {name: str(value) for name, value in constants(text).items()} | frames[0].locals
     seconds = source.sleeps_s(text, one.line, values)
     return math.inf if seconds is None else seconds
+
+
+def _event_within(text: str, line: int) -> str | None:
+    """Return the name of the event in `asyncio.wait_for(event.wait(), 20)` at a line, or None."""
+    limited = (c for c in source.calls_at(text, line) if source.dotted(c.func).endswith("wait_for"))
+    inner = next((source.dotted(c.args[0].func) for c in limited if c.args and isinstance(c.args[0], ast.Call)), "")
+    return inner.removesuffix(".wait") if inner.endswith(".wait") else None
 
 
 def _all_ended(actors: list[Actor]) -> Verdict | None:

@@ -114,6 +114,16 @@ def test_a_main_thread_that_sleeps_does_not_hide_two_threads_that_lock_each_othe
     assert watched(text, *[threads] * 6).pattern == pattern
 
 
+@pytest.mark.parametrize("event, pattern", [("stop", "slow"), ("batch_ready", "rollout blocked")])
+def test_a_coroutine_that_sleeps_until_it_is_told_to_stop_is_slow(event: str, pattern: str) -> None:
+    text = (
+        f"async def main():\n    while True:\n        refresh()\n        await asyncio.wait_for({event}.wait(), 25)\n"
+    )
+    frames = (within("wait_for", "asyncio/tasks.py", timeout="25"), at(4, "main"))
+    task = Thread(name="task Task-1", os_id=0, task=True, at=1, frames=frames)
+    assert watched(text, *[[main_in(*LOOP), task]] * 6).pattern == pattern
+
+
 def on_gpu(number: int, line: int = 10) -> Process:
     """Return a rank that keeps a core busy while it waits for its GPU, as CUDA does."""
     one = rank(number, line, state="R")
