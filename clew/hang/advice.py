@@ -122,8 +122,13 @@ def _run_with_detail(verdict: Verdict, actors: Sequence[Actor]) -> str:
     """Return the command that runs the job with DETAIL; "" if DETAIL would not show this mismatch."""
     # DETAIL compares the collectives of the ranks, but neither their messages nor their roots.
     operations = {(actor.activity.op, actor.activity.group) for actor in actors if actor.rank is not None}
-    script = _script(actors)
-    if not script or len(operations) < 2 or any(op in POINT_TO_POINT for op, _ in operations):
+    if len(operations) < 2 or any(op in POINT_TO_POINT for op, _ in operations):
+        return ""
+    ranks = [actor for actor in actors if actor.rank is not None]
+    parents = {actor.process.parent for actor in ranks}
+    if script := _script([actor for actor in actors if actor.pid in parents]):  # it starts its ranks itself
+        return f"TORCH_DISTRIBUTED_DEBUG=DETAIL python {script}  # a mismatch raises"
+    if not (script := _script(ranks)):
         return ""
     most = max([2, *(actor.process.local_world or 8 for actor in actors)])
     # The smallest job that still has the ranks at fault, if one node can hold it.
@@ -148,10 +153,10 @@ def _look_at_other_side(pid: int, verdict: Verdict, actors: Sequence[Actor]) -> 
 
 
 def _script(actors: Sequence[Actor]) -> str:
-    """Return the script of a rank with its arguments, quoted for a shell; "" if it was not started as a script."""
+    """Return the script of the first process that was started as one, with its arguments, quoted for a shell; or ""."""
     for actor in actors:
         words = list(actor.process.command)
         at = next((place for place, word in enumerate(words) if word.endswith(".py")), None)
-        if actor.rank is not None and at is not None:
+        if at is not None:
             return shlex.join(words[at:])
     return ""

@@ -2364,6 +2364,10 @@ def test_the_next_command_keeps_the_users_own_numbers() -> None:
     assert (
         "--nproc-per-node 2 train" in Report(Snapshot(processes=tuple(one_per_node), sources={"train.py": SCRIPT})).next
     )
+    joins = below(100, Frame(function="main", file="main.py", line=1), command=command)
+    spawned = [replace(each, pid=200 + number, parent=100) for number, each in enumerate(ranks)]
+    report = Report(Snapshot(processes=(joins, *spawned), sources={"train.py": SCRIPT}))
+    assert "DETAIL python train.py --seed 20240101  #" in report.next
 
 
 @pytest.mark.parametrize(
