@@ -1,6 +1,6 @@
 """Causes of a difference between two runs: configuration, code, packages, weights, and rows of data.
 
-Only what is on record can be a cause: see `clew.loop.environment`, and run.json.
+Only what is on record can be a cause: see `clew.loop.bit_for_bit`, and run.json.
 """
 
 from __future__ import annotations

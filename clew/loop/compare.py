@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,14 +10,12 @@ import numpy as np
 
 from clew.loop import differences
 from clew.loop.differences import Difference
-from clew.loop.environment import environment
 from clew.loop.recompute import COMPUTED, suspect_user_code
 from clew.loop.step_summary import facts_of
-from clew.loop.tolerance import EXACT, TOLERANCES, Tolerance
+from clew.loop.tolerance import Tolerance
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
 from clew.record.steps import Stages
-from clew.record.summary import environment_of
 from clew.training import checkpoint
 from clew.training.engine import TrainEngine
 from clew.training.results import StepResult
@@ -39,34 +37,6 @@ class RecordedStep:
         """Read a step. Raises RecordError if a file of it is missing or cannot be read."""
         summary, batch = run.steps.read(step), run.steps.read_data(step)
         return cls(run=run, step=step, summary=summary, batch=batch, stages=run.steps.read_stages(step))
-
-
-def repeats(then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Return whether a step made in one environment should repeat bit for bit in the other.
-
-    It should when both are equal and either run on the CPU or use training.deterministic on CUDA. If it does not repeat
-    nevertheless, `clew.record.summary.rounding_doubt` may say why.
-    """
-    same = {**then, "rounding": None} == {**now, "rounding": None}
-    return same and (now["device"] == "cpu" or now["deterministic"])
-
-
-def how_to_compare(recorded: dict[str, Any], engine: TrainEngine) -> tuple[Tolerance, str]:
-    """Return the tolerance for comparing a step, and the reason if it is not bit for bit.
-
-    Equality bit for bit is promised in the same environment, on the CPU or with training.deterministic on CUDA; see
-    `repeats` and docs/design.md.
-    """
-    then, now = environment_of(recorded), environment(engine)
-    if repeats(then, now):
-        return EXACT, ""
-    flat_then, flat_now = ({**each, **each["packages"], "packages": None, "rounding": None} for each in (then, now))
-    reasons = [
-        f"{name} {flat_then.get(name)} recorded, {here} here"
-        for name, here in flat_now.items()
-        if flat_then.get(name) != here
-    ]
-    return TOLERANCES[engine.config.model.dtype], "; ".join(reasons) or f"device {now['device']}"
 
 
 def compare(then: RecordedStep, result: StepResult, engine: TrainEngine, tolerance: Tolerance) -> list[Difference]:

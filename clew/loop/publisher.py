@@ -9,7 +9,7 @@ from typing import Protocol
 
 from clew.config import Config
 from clew.inference.protocol import Timings
-from clew.loop.server_control import ServerControl
+from clew.loop.inference_servers import InferenceServers
 from clew.loop.stopwatch import Clock
 from clew.loop.weight_sender import WeightSender
 from clew.record.run import RunDirectory
@@ -57,7 +57,7 @@ class Publisher:
         self._clock = clock
         self._run = run
         self._inference = inference
-        self._servers = inference if isinstance(inference, ServerControl) else None
+        self._servers = inference if isinstance(inference, InferenceServers) else None
         self._sender: WeightSender | None = None
         if config.weights.via == "collective" and self._servers is not None:
             self._sender = WeightSender(config, self._servers)
@@ -89,7 +89,7 @@ class Publisher:
         return ref
 
     def wanted(self) -> bool:
-        """Return whether a server waits for these weights to be broadcast again; see `ServerControl.wanted`."""
+        """Return whether a server waits for these weights to be broadcast again; see `InferenceServers.wanted`."""
         return self._servers is not None and self._servers.wanted()
 
     def _folder_of(self, engine: TrainEngine) -> Path:

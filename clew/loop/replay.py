@@ -25,9 +25,9 @@ from clew.algorithms import FORMULAS
 from clew.config import Config
 from clew.errors import ModelError, RecordError
 from clew.loop import differences
-from clew.loop.compare import RecordedStep, compare, how_to_compare
+from clew.loop.bit_for_bit import environment, how_to_compare
+from clew.loop.compare import RecordedStep, compare
 from clew.loop.differences import Difference, DifferenceFound
-from clew.loop.environment import environment
 from clew.loop.tolerance import TOLERANCES, Tolerance
 from clew.record.batch_digest import to_hex
 from clew.record.run import RunDirectory

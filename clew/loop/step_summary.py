@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from clew.loop.environment import environment
+from clew.loop.bit_for_bit import environment
 from clew.record.batch_digest import RowDigest, digest_batch
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory

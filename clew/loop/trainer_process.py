@@ -15,10 +15,10 @@ from clew.errors import Interrupted, RecordError, RolloutError, TrainingError
 from clew.inference.protocol import Timings
 from clew.loop.branch import begin
 from clew.loop.dumped_batches import resume_dump
+from clew.loop.inference_servers import InferenceServers
 from clew.loop.interrupt import Interrupts
 from clew.loop.loop import save_checkpoint, train
 from clew.loop.resume import restore
-from clew.loop.server_control import ServerControl
 from clew.loop.surroundings import OnStep, Surroundings
 from clew.record.run import RunDirectory, changes_in_words
 from clew.record.weights import WeightRef
@@ -39,7 +39,7 @@ def learn(config: Config, on_step: OnStep = lambda step, summary: None) -> None:
     patient = config.inference.on_update == "wait"
     with (
         rank_of(config) as (ranks, run, reporter, interrupts),
-        closing(ServerControl(run, patient=patient)) as servers,
+        closing(InferenceServers(run, patient=patient)) as servers,
         Surroundings(config, run, ranks, inference=servers, reporter=reporter, interrupts=interrupts) as around,
     ):
         train_here(config, run, around, on_step)

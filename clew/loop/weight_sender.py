@@ -23,7 +23,7 @@ from clew.config_fields import ENGINES
 from clew.errors import EngineError
 from clew.inference import weight_group
 from clew.inference.sglang_checksums import RunningChecksums
-from clew.loop.server_control import ServerControl
+from clew.loop.inference_servers import InferenceServers
 from clew.models.tensor_digest import as_array, digest_tensor
 from clew.record.run import Server
 from clew.record.weight_broadcast import Broadcast
@@ -44,7 +44,7 @@ TRIES = 3
 class WeightSender:
     """The trainer's side of broadcasts."""
 
-    def __init__(self, config: Config, control: ServerControl) -> None:
+    def __init__(self, config: Config, control: InferenceServers) -> None:
         """Prepare to send to the servers that `control` asks."""
         self.control = control
         self._workers = int(config.inference.shares)

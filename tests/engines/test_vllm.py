@@ -23,9 +23,9 @@ from safetensors.torch import load_file, save_file
 
 from clew.errors import EngineError
 from clew.inference.client import HTTPEngine
+from clew.inference.continuation import generate_through_aborts
 from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, OnToken, SamplingParams
-from clew.inference.retries import generate_through_aborts
-from clew.loop.server_control import ServerControl
+from clew.loop.inference_servers import InferenceServers
 from clew.models.tensor_digest import hex_digests
 from clew.record.run import RunDirectory
 from clew.record.weights import DIGESTS_KEY, WeightRef
@@ -308,7 +308,7 @@ def test_a_server_that_dies_or_freezes_in_mid_update_is_named_and_returns_with_t
     assert len(computes) == 1
     computes[0].suspend()
     serving.run.announce_weights(ref)
-    with closing(ServerControl(serving.run)) as control, ThreadPoolExecutor(1) as pool:
+    with closing(InferenceServers(serving.run)) as control, ThreadPoolExecutor(1) as pool:
         began = time.monotonic()
         updating = pool.submit(control.load, ref)
         time.sleep(2)

@@ -21,14 +21,14 @@ import pytest
 from aiohttp import web
 
 from clew.errors import EngineError
-from clew.inference import detect_server, retries
+from clew.inference import continuation, detect_server
 from clew.inference.client import HTTPEngine
+from clew.inference.continuation import TRIES, generate_through_aborts
 from clew.inference.detect_server import find_engine
 from clew.inference.protocol import Completion, EngineUnreachable, FaultyAnswer, GenerateRequest, SamplingParams
-from clew.inference.retries import TRIES, generate_through_aborts
 from clew.inference.sglang import SGLangEngine
 from clew.inference.vllm import VLLMEngine
-from clew.loop.server_control import ServerControl
+from clew.loop.inference_servers import InferenceServers
 from clew.record.run import RunDirectory, Server
 from clew.record.weights import WeightRef
 from clew.rollout.server_pool import ServerPool
@@ -504,7 +504,7 @@ def test_timings_that_cannot_be_read_take_one_server_out_and_not_the_run(
     with serving(update) as good_address, serving(update_badly) as bad_address:
         for name, address in (("good", good_address), ("bad", bad_address)):
             run.register_server(Server(name=name, address=address, pid=1, ready=True))
-        control = ServerControl(run)
+        control = InferenceServers(run)
         assert control.load(WeightRef(version=5, path="/nowhere", digest="")) == {"load": 0.5}
         control.close()
     assert [server.name for server in run.servers() if server.ready] == ["good"]
@@ -618,7 +618,7 @@ def test_tokens_of_a_clew_serve_that_does_not_say_their_version_are_refused() ->
 
 
 def test_a_request_that_a_server_aborts_for_ever_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retries, "RETRY_S", 1e-9)
+    monkeypatch.setattr(continuation, "RETRY_S", 1e-9)
     meta = {"finish_reason": {"type": "abort"}, "completion_tokens": 0, "output_token_logprobs": []}
     asked = 0
 
@@ -634,14 +634,14 @@ def test_a_request_that_a_server_aborts_for_ever_fails(monkeypatch: pytest.Monke
         finally:
             await client.close()
 
-    limit = retries.MAX_EMPTY_ABORTS
+    limit = continuation.MAX_EMPTY_ABORTS
     with serving(answer) as address, pytest.raises(FaultyAnswer, match=f"aborted {limit} times in a row"):
         asyncio.run(ask(address))
     assert limit < asked <= limit + 2, "the first says which version it is"
 
 
 def test_empty_aborts_of_a_server_that_does_not_say_its_version_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retries, "MAX_EMPTY_ABORTS", 3)  # later ones are seconds apart
+    monkeypatch.setattr(continuation, "MAX_EMPTY_ABORTS", 3)  # later ones are seconds apart
 
     class Silent:
         async def generate(self, request: GenerateRequest, on_tokens: Any = None) -> Completion:

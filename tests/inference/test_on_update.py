@@ -15,12 +15,12 @@ from clew.config import load
 from clew.errors import ConfigError
 from clew.inference.app import Application
 from clew.inference.client import HTTPEngine
+from clew.inference.continuation import generate_through_aborts
 from clew.inference.embedded import build_engine
 from clew.inference.local import LocalEngine
 from clew.inference.protocol import Completion, GenerateRequest, SamplingParams
-from clew.inference.retries import generate_through_aborts
 from clew.inference.serve import serve
-from clew.loop.server_control import ServerControl
+from clew.loop.inference_servers import InferenceServers
 from clew.models.loading import load_model, load_tokenizer
 from clew.record.run import RunDirectory
 from clew.record.weights import WeightRef
@@ -156,7 +156,7 @@ def test_a_server_that_waits_is_given_the_time(folder: Path, tmp_path: Path) -> 
                 await client.close()
 
         def update() -> None:
-            with closing(ServerControl(run, patient=True)) as control:
+            with closing(InferenceServers(run, patient=True)) as control:
                 control.load(ref)
 
         async def scenario() -> list[Completion]:

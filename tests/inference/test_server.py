@@ -27,13 +27,13 @@ from clew.errors import EngineError, ImageError
 from clew.inference import embedded
 from clew.inference import serve as inference_server
 from clew.inference.client import HTTPEngine
+from clew.inference.continuation import generate_through_aborts
 from clew.inference.embedded import build_engine
 from clew.inference.generate_api import parse_call
 from clew.inference.local import LocalEngine
 from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, RequestTooLong, SamplingParams
-from clew.inference.retries import generate_through_aborts
 from clew.inference.serve import serve
-from clew.loop.server_control import ServerControl
+from clew.loop.inference_servers import InferenceServers
 from clew.models.loading import load_model, load_tokenizer
 from clew.models.vision import load_vision
 from clew.record.run import RunDirectory
@@ -430,7 +430,7 @@ def test_the_trainer_ends_with_the_servers_words_when_its_weights_are_refused(
     server: ServerProcess, folder: Path
 ) -> None:
     refused = pytest.raises(EngineError, match=r"refused /update_weights_from_disk \(400\).*no \*\.safetensors")
-    with closing(ServerControl(RunDirectory(folder / "runs" / "test" / "0"))) as servers, refused:
+    with closing(InferenceServers(RunDirectory(folder / "runs" / "test" / "0"))) as servers, refused:
         servers.load(WeightRef(version=8, path=str(folder / "nope"), digest=""))
 
 
@@ -520,7 +520,7 @@ def test_memory_is_released_for_as_long_as_the_trainer_says_and_requests_go_on(
         assert not (info["released"] and (info["running"] or info["cache_bytes"]))
         return info["released"], info["running"] > 0
 
-    servers = ServerControl(RunDirectory(folder / "runs" / "test" / "0"), lease_s=0.6)
+    servers = InferenceServers(RunDirectory(folder / "runs" / "test" / "0"), lease_s=0.6)
     with ThreadPoolExecutor() as pool, closing(servers):
         request = pool.submit(
             with_engine, server, lambda engine: generate_through_aborts(engine, GenerateRequest(PROMPT, params))
@@ -556,7 +556,7 @@ def test_a_server_that_is_still_starting_is_no_cause_for_alarm(folder: Path, cap
     config = load(write_config(folder, "starting"))
     run = RunDirectory(config.run_path)
     tiny_model(run.path / "weights" / "first", seed=3)
-    with Forked(serve_once_published, config) as process, closing(ServerControl(run)) as servers:
+    with Forked(serve_once_published, config) as process, closing(InferenceServers(run)) as servers:
         while not run.servers():
             assert process.poll() is None
             time.sleep(0.01)

@@ -25,8 +25,8 @@ from clew.inference import weight_group
 from clew.inference.protocol import EngineUnreachable
 from clew.inference.serve import serve
 from clew.loop import weight_sender
+from clew.loop.inference_servers import InferenceServers
 from clew.loop.publisher import Publisher
-from clew.loop.server_control import ServerControl
 from clew.loop.stopwatch import Clock
 from clew.loop.weight_sender import buckets, host_for
 from clew.record.run import RunDirectory, Server
@@ -50,7 +50,7 @@ def folder(tmp_path: Path) -> Path:
 def publishing(folder: Path) -> Iterator[tuple[TrainEngine, Publisher, RunDirectory]]:
     config = make_config(folder / "model", weights={"via": "collective"})
     run = RunDirectory(folder / "runs" / "test" / "0")
-    control = ServerControl(run, frozen_s=FROZEN_S)
+    control = InferenceServers(run, frozen_s=FROZEN_S)
     with closing(control), closing(Publisher(config, run, control, Clock())) as publisher:
         yield TrainEngine(config), publisher, run
 

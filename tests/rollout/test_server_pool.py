@@ -21,10 +21,10 @@ from aiohttp import web
 
 from clew.config import Config
 from clew.errors import EngineError
+from clew.inference.continuation import generate_through_aborts
 from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, SamplingParams
-from clew.inference.retries import generate_through_aborts
 from clew.inference.serve import serve
-from clew.loop.server_control import ServerControl
+from clew.loop.inference_servers import InferenceServers
 from clew.record.run import RunDirectory, Server
 from clew.record.weights import WeightRef
 from clew.rollout.server_pool import LOOK_S, ServerPool
@@ -160,7 +160,7 @@ def test_a_server_that_froze_in_mid_update_is_taken_out_and_returns_with_the_new
     ref = WeightRef(version=5, path=str(run.path / "weights" / "version-000005"), digest="")
     servers[1].process.send_signal(signal.SIGSTOP)
     run.announce_weights(ref)
-    with closing(ServerControl(run, frozen_s=FROZEN_S)) as control:
+    with closing(InferenceServers(run, frozen_s=FROZEN_S)) as control:
         control.load(ref)
     assert [server.name for server in run.servers() if server.ready] == ["server"]
     completions = ask(run, lambda pool: asyncio.gather(*(pool.generate(request(each, 0, 5)) for each in range(4))))
@@ -196,7 +196,7 @@ def test_an_attached_server_that_fails_an_update_is_taken_out_until_it_has_loade
 
     ref = WeightRef(version=5, path=str(tmp_path / "version-5"), digest="")
     try:
-        with closing(ServerControl(run, frozen_s=FROZEN_S)) as control:
+        with closing(InferenceServers(run, frozen_s=FROZEN_S)) as control:
             lost.process.send_signal(number)
             run.announce_weights(ref)
             control.load(ref)
@@ -235,7 +235,7 @@ def test_an_attached_server_with_other_weights_loads_the_newest_before_it_is_use
         return ask(run, lambda pool: generate_through_aborts(pool, request(0, 0, 5)))
 
     try:
-        with closing(ServerControl(run)) as control:
+        with closing(InferenceServers(run)) as control:
             run.announce_weights(ref)
             control.load(ref)
             before = ask_for_one()
@@ -254,7 +254,7 @@ def test_an_attached_server_with_other_weights_loads_the_newest_before_it_is_use
                 assert after.result().output_ids == before.output_ids
             assert after.result().versions == [5] * 5
             loads = control.ready()[0].loads
-        with closing(ServerControl(run)) as resumed:
+        with closing(InferenceServers(run)) as resumed:
             assert [(known.loaded, known.loads) for known in resumed.ready()] == [(5, 2)] == [(5, loads)]
         monkeypatch.delenv("CLEW_LLM_SERVER_ADDRS")
         assert run.inference_servers() == [], "a later start without the variable uses servers of its own"
@@ -276,12 +276,12 @@ def test_an_attached_server_that_refuses_twice_is_given_up_and_tried_again_by_th
         monkeypatch.setenv("CLEW_LLM_SERVER_ADDRS", f"{servers[0].address},{address}")
         monkeypatch.setenv("CLEW_LLM_SERVER_TOKEN", registered.servers()[0].token)
         run.announce_weights(ref)
-        with closing(ServerControl(run)) as control:
+        with closing(InferenceServers(run)) as control:
             control.load(ref)
             assert [server.address for server in control.ready()] == [servers[0].address]
             until(lambda: control.wanted() or "is given up" in caplog.text)
             assert [server.address for server in control.ready()] == [servers[0].address]
-        with closing(ServerControl(run)) as control:
+        with closing(InferenceServers(run)) as control:
             assert len(control.ready()) == 2
         refusing.shutdown()
 
@@ -317,7 +317,7 @@ def test_a_server_that_dies_or_freezes_in_mid_update_is_named_and_the_run_goes_o
         tiny_model(folder := run.path / "weights" / f"version-{version}", seed=version)
         refs.append(WeightRef(version=version, path=str(folder), digest=""))
     try:
-        with closing(ServerControl(run, frozen_s=FROZEN_S)) as control:
+        with closing(InferenceServers(run, frozen_s=FROZEN_S)) as control:
             began = time.monotonic()
             run.announce_weights(refs[0])
             control.load(refs[0])
@@ -422,7 +422,7 @@ def test_a_lease_is_prolonged_again_after_the_only_server_failed_to(
     with ThreadingHTTPServer(("127.0.0.1", 0), FailsToPause) as failing, caplog.at_level(logging.WARNING):
         threading.Thread(target=failing.serve_forever, daemon=True).start()
         run.register_server(Server(name="server", address=f"127.0.0.1:{failing.server_port}", pid=1, ready=True))
-        with closing(ServerControl(run, lease_s=0.3)) as control, control.released():
+        with closing(InferenceServers(run, lease_s=0.3)) as control, control.released():
             until(lambda: FailsToPause.pauses > 4, seconds=10)
         failing.shutdown()
     assert caplog.text.count("Cannot keep the servers paused") == 2
@@ -460,7 +460,7 @@ def test_an_update_that_fails_on_the_only_server_says_what_to_do(tmp_path: Path)
         address = f"127.0.0.1:{refusing.server_port}"
         run.register_server(Server(name="server", address=address, pid=1, ready=True))
         words = r"1 tensors differ: lm_head\.weight\. No other server .* start the run again"
-        with closing(ServerControl(run)) as control, pytest.raises(EngineError, match=words):
+        with closing(InferenceServers(run)) as control, pytest.raises(EngineError, match=words):
             control.load(WeightRef(version=5, path=str(tmp_path), digest=""))
         refusing.shutdown()
 
@@ -474,7 +474,7 @@ def test_an_update_that_fails_on_one_of_several_takes_that_one_out_and_says_whic
         threading.Thread(target=refusing.serve_forever, daemon=True).start()
         address = f"127.0.0.1:{refusing.server_port}"
         run.register_server(Server(name="server-2", address=address, pid=1, ready=True))
-        with closing(ServerControl(run)) as control:
+        with closing(InferenceServers(run)) as control:
             control.load(ref)
         refusing.shutdown()
     assert {server.name for server in run.servers()} == {"server", "server-1"}

@@ -57,7 +57,7 @@ class Outcome:
     """Servers that did not receive all of it, with the reason."""
 
 
-class ServerControl:
+class InferenceServers:
     """Client of inference servers in other processes (an `Inference`). It asks all of them at the same time."""
 
     def __init__(

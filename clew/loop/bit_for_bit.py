@@ -1,17 +1,20 @@
-"""Facts about the machine and its packages that decide how a step is rounded."""
+"""Decides whether a step must repeat bit for bit: only where machine and packages round as they did then."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
 import platform
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 import torch
 
 from clew.algorithms import FORMULAS
+from clew.loop.tolerance import EXACT, TOLERANCES, Tolerance
 from clew.record.run import PACKAGES
+from clew.record.summary import environment_of
 from clew.training.engine import TrainEngine
 
 VARIABLES = ("ATEN_CPU_CAPABILITY", "MKL_", "DNNL_", "ONEDNN_", "OMP_", "KMP_", "GOMP_")
@@ -31,6 +34,34 @@ def environment(engine: TrainEngine) -> dict[str, Any]:
         "packages": dict(_packages()),
         "rounding": {"formulas": FORMULAS} if cuda else _rounding(),
     }
+
+
+def repeats(then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Return whether a step made in one environment should repeat bit for bit in the other.
+
+    It should when both are equal and either run on the CPU or use training.deterministic on CUDA. If it does not repeat
+    nevertheless, `clew.record.summary.rounding_doubt` may say why.
+    """
+    same = {**then, "rounding": None} == {**now, "rounding": None}
+    return same and (now["device"] == "cpu" or now["deterministic"])
+
+
+def how_to_compare(recorded: dict[str, Any], engine: TrainEngine) -> tuple[Tolerance, str]:
+    """Return the tolerance for comparing a step, and the reason if it is not bit for bit.
+
+    Equality bit for bit is promised in the same environment, on the CPU or with training.deterministic on CUDA; see
+    `repeats` and docs/design.md.
+    """
+    then, now = environment_of(recorded), environment(engine)
+    if repeats(then, now):
+        return EXACT, ""
+    flat_then, flat_now = ({**each, **each["packages"], "packages": None, "rounding": None} for each in (then, now))
+    reasons = [
+        f"{name} {flat_then.get(name)} recorded, {here} here"
+        for name, here in flat_now.items()
+        if flat_then.get(name) != here
+    ]
+    return TOLERANCES[engine.config.model.dtype], "; ".join(reasons) or f"device {now['device']}"
 
 
 @cache  # the libraries look at these once, too
