@@ -1,7 +1,7 @@
-"""Names in the configuration that stand for the user's code, such as `my_project.rewards.exact_match`.
+"""Dotted paths in the configuration that name the user's code, such as `my_project.rewards.exact_match`.
 
-`load` returns the object that such a name stands for, unless `only_trusted` forbids it. The functions take the argument
-`field`, the field of the configuration that holds the name, to show it in error messages.
+`load` returns the object that such a path names, unless `only_trusted` forbids it. The functions take the argument
+`field`, the field of the configuration that holds the path, to show it in error messages.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 from clew.errors import ConfigError, did_you_mean
 
 BUILT_IN = ("clew.rollout.workflows",)
-"""Clew's own modules whose content a configuration may name."""
+"""Clew's own modules that define objects for a configuration to name. They are always trusted."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class TrustRule:
     """A rule that applies while someone else's record is open: see `only_trusted`."""
 
     record: str
-    """Words that say which record is open, and why it is someone else's."""
+    """Description of the open record that says why it is someone else's, for error messages."""
     modules: frozenset[str]
     """Modules that the user trusts."""
 
@@ -42,12 +42,13 @@ trust_rules: list[TrustRule] = []
 
 @contextmanager
 def only_trusted(record: str | None, modules: Iterable[str] = ()) -> Iterator[None]:
-    """Resolve only names in trusted modules for as long as the block runs, in every thread.
+    """Restrict `load` to code that trusted modules define, as long as the block runs and in every thread.
 
     Args:
         record: A description of the record that names the code and why it is someone else's, such as "x.clew.zip is a
             bundle". None if the record is the user's own: then every name is resolved.
-        modules: Modules that the user named with --trust. An object counts only if its own `__module__` is named.
+        modules: Modules that the user named with --trust. They are trusted with what they define themselves (the
+            object's `__module__`), not with what they import.
     """
     if record is None:
         yield
@@ -61,7 +62,7 @@ def only_trusted(record: str | None, modules: Iterable[str] = ()) -> Iterator[No
 
 
 def load(path: str, field: str) -> Any:
-    """Return the class or function that `path` (module.name) names. Modules in the current folder are found, too.
+    """Return the object that `path` (module.name) names. The module may also be in the current folder.
 
     Raises:
         ConfigError: There is no such module, or no such name in it; the module raises an error when it is imported; or
@@ -83,7 +84,7 @@ def load(path: str, field: str) -> Any:
 
 
 def _lacks(file: object, path: str, field: str, names: Iterable[str]) -> ConfigError:
-    """Return the error about a module that has no such name."""
+    """Return the error for a path whose module does not define the name. `names` are those that it defines."""
     module, _, name = path.rpartition(".")
     meant = did_you_mean(name, [each for each in names if not each.startswith("_")])
     if name == "py":
@@ -92,7 +93,14 @@ def _lacks(file: object, path: str, field: str, names: Iterable[str]) -> ConfigE
 
 
 def load_module(module_name: str, field: str, path: str | None = None) -> Any:
-    """Import a module, under the rules of `load`. `path` is the value of the field; None: it is `module_name`."""
+    """Import a module and return it.
+
+    Args:
+        path: Value of the field, for error messages; None: it is `module_name` itself.
+
+    Raises:
+        ConfigError: As for `load`.
+    """
     path = module_name if path is None else path
     if not module_name or not all(part.isidentifier() for part in path.split(".")):
         example = path if path.isidentifier() else "name"
@@ -110,13 +118,16 @@ def load_module(module_name: str, field: str, path: str | None = None) -> Any:
 
 
 def file_of(path: str) -> Path | None:
-    """Return the file of the module in `path` (module.name) without importing it; None for `BUILT_IN`, or if absent."""
+    """Return the file of the module in `path` (module.name) without importing it.
+
+    Returns None if the module is in `BUILT_IN` or if no file is found.
+    """
     module, _, _ = path.rpartition(".")
     return None if module in BUILT_IN else _find(module)
 
 
 def digest_of(file: Path) -> str:
-    """Return the digest of a file's content as it is now; "" if there is no such file."""
+    """Return the first 16 hex digits of the SHA-256 of a file's current content; "" if there is no such file."""
     return sha256(file.read_bytes()).hexdigest()[:16] if file.is_file() else ""
 
 
@@ -134,7 +145,14 @@ def _find(module: str) -> Path | None:
 
 
 def check_defined(path: str, field: str) -> None:
-    """Raise ConfigError if `path` (module.name) does not exist. A module is not run if its source file can be read."""
+    """Check that the module in `path` (module.name) defines the name, as far as its source tells.
+
+    A module is imported only if no file of it is found. A module that is not a Python file (such as one in C) is not
+    checked.
+
+    Raises:
+        ConfigError: There is no such module or name, or the module is not valid Python.
+    """
     module, _, name = path.rpartition(".")
     tree = _parse(path, field)
     if tree is None:
@@ -147,10 +165,13 @@ def check_defined(path: str, field: str) -> None:
 
 
 def required_parameters(path: str, field: str) -> int | None:
-    """Return how many arguments the function that `path` names needs; None if its source alone does not tell.
+    """Return the number of arguments that the function at `path` requires, without running its module.
 
-    The module is not run. `*args` counts as one argument. If the name is decorated, imported or bound more than once,
-    the source does not tell what it stands for, so the result is None. It is also None for an async function.
+    `*args` counts as one required argument.
+
+    Returns:
+        The number; None if the source does not tell it: no Python file is found, or the name is not that of a plain
+        function which is defined exactly once, at the top level, and without decorators.
 
     Raises:
         ConfigError: The module is not valid Python.
@@ -167,7 +188,11 @@ def required_parameters(path: str, field: str) -> int | None:
 
 
 def _parse(path: str, field: str) -> ast.Module | None:
-    """Return the syntax tree of the module in `path` (module.name); None if no Python file of it can be found."""
+    """Return the syntax tree of the module in `path` (module.name); None if no Python file of it is found.
+
+    Raises:
+        ConfigError: The file is not valid Python.
+    """
     file = _find(path.rpartition(".")[0])
     if file is None or file.suffix != ".py":
         return None
@@ -178,7 +203,10 @@ def _parse(path: str, field: str) -> ast.Module | None:
 
 
 def _bound(node: ast.AST) -> Iterator[str]:
-    """Yield the names that a module binds at its top level, also within if, try, for and with."""
+    """Yield the names that a module binds at its top level, including within if, try, for and with.
+
+    `from x import *` yields "*".
+    """
     for child in ast.iter_child_nodes(node):
         match child:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
@@ -195,12 +223,11 @@ def create(cls: type, arguments: Mapping[str, Any], path: str, field: str) -> An
     """Return an instance of a class, created with rollout.workflow_kwargs.
 
     Args:
-        cls: The class, which `path` names.
+        cls: The class that `path` names.
         arguments: Value of rollout.workflow_kwargs.
 
     Raises:
-        ConfigError: The class takes no argument of that name, or lacks one that it needs, or its constructor raises an
-            error.
+        ConfigError: An argument is unknown to the class, a required one is missing, or the constructor raises an error.
     """
     parameters = inspect.signature(cls).parameters.values()
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -228,7 +255,7 @@ def _import(module_name: str, path: str, field: str) -> Any:
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if module_name != missing and not module_name.startswith(missing + "."):
-            raise _raised(error, path, field) from error  # the module is there; something that it imports is not
+            raise _raised(error, path, field) from error  # the module exists, but a module that it imports does not
     except (Exception, SystemExit) as error:
         raise _raised(error, path, field) from error
     parent, _, last = missing.rpartition(".")
@@ -245,7 +272,7 @@ def _import(module_name: str, path: str, field: str) -> Any:
 
 
 def _raised(error: BaseException, path: str, field: str, created: type | None = None) -> ConfigError:
-    """Return the ConfigError for an error that an import raised, or that the constructor of a class raised."""
+    """Return the ConfigError for an error that the constructor of `created` raised, or an import if that is None."""
     if isinstance(error, SyntaxError):
         return ConfigError(f"{field}={path}: {error.filename}:{error.lineno} is not valid Python: {error.msg}.")
     frames = traceback.extract_tb(error.__traceback__)

@@ -15,7 +15,7 @@ __all__ = ["OPTIONS", "advantages", "loss", "overlong"]
 OPTIONS = {
     "advantages": "group",
     "clip_low": 0.2,
-    "clip_high": 0.28,  # "clip higher", section 3.1: room for tokens that are not likely yet; the values of section 4.1
+    "clip_high": 0.28,  # "clip-higher", section 3.1: lets unlikely tokens gain more probability; values of section 4.1
     "loss_mean": "token",  # section 3.3: every token counts the same, however long its response
     "overlong_penalty": lambda max_new_tokens: max(1, max_new_tokens // 5),  # 4096 of 20480 in section 4.1
     "rollout.drop_equal_rewards": True,  # "dynamic sampling", section 3.2
@@ -23,8 +23,13 @@ OPTIONS = {
 
 
 def overlong(length: int, limit: int, buffer: int) -> float:
-    """Return the penalty of a response, from 0 to 1 (equation 13, where the sign is negative).
+    """Return the overlong penalty of a response, from 0 to 1: the negative of equation 13.
 
-    It is 0 up to `buffer` tokens before the limit (the paper's L_cache), then rises to 1 at the limit.
+    It is 0 up to a length of `limit - buffer`, rises linearly to 1 at `limit`, and stays 1 beyond.
+
+    Args:
+        length: Length of the response, in tokens.
+        limit: Maximum length of the response, in tokens.
+        buffer: Number of tokens before the limit over which the penalty rises, at least 1; the paper's L_cache.
     """
     return min(1.0, max(0.0, (length - (limit - buffer)) / buffer))

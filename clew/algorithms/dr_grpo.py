@@ -25,10 +25,14 @@ __all__ = ["OPTIONS", "advantages", "loss"]
 OPTIONS = {
     "advantages": "mean",
     "loss_mean": "constant",
-    "loss_constant": lambda max_new_tokens: max_new_tokens,  # L: in the paper, the generation budget
+    "loss_constant": lambda max_new_tokens: max_new_tokens,  # L is the generation budget, as in the paper
 }
 
 
 def advantages(sequences: SequenceABC[Sequence]) -> np.ndarray:
-    """Return the advantage of each sequence of a step, R_i - mean(R) over its group: [sequences] float32."""
+    """Return the advantage of each sequence of a step, R_i - mean(R) over its group: [sequences] float32.
+
+    Raises:
+        TrainingError: A group has only one episode, so its advantage would always be 0.
+    """
     return within_groups(sequences, centred)

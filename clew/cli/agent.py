@@ -38,7 +38,7 @@ def agent_run(
     seed: Annotated[int, typer.Option(help="Seed for drawing rows and sampling tokens.")] = 1,
     arg: AgentArguments = None,
 ) -> None:
-    """Run an agent on random rows, one at a time, and show what each token is and what the trainer would do with it.
+    """Run an agent on random rows, one at a time, and show who wrote each token and what the trainer would do with it.
 
     Example: clew agent run examples.agents.calculator.Calculator --data runs/calculator/material/held_out.jsonl --n 2
     """
@@ -85,7 +85,7 @@ def agent_stress(
     data: DataFile,
     batch: Annotated[int, typer.Option(min=1, help="Prompts in a batch, as in rollout.batch_groups.")] = 256,
     group: Annotated[int, typer.Option(min=1, help="Episodes per prompt, as in rollout.n_samples.")] = 8,
-    dp: Annotated[int, typer.Option(min=1, help="Rollout processes that share a batch; this is one of them.")] = 4,
+    dp: Annotated[int, typer.Option(min=1, help="Rollout processes that share a batch. This command acts as one.")] = 4,
     base_url: Annotated[
         str | None,
         typer.Option(
@@ -95,12 +95,19 @@ def agent_stress(
     ] = None,
     latency: Annotated[
         float,
-        typer.Option(min=0, help="Minimum seconds before the stand-in answers; it waits up to 1.5 times as long."),
+        typer.Option(min=0, help="Minimum seconds before the stand-in answers. It may wait up to 1.5 times as long."),
     ] = 1.0,
-    tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens of most synthetic answers.")] = 64,
+    tokens: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Maximum number of tokens of a synthetic answer, without reasoning and tool calls. One in eight may "
+            "be up to 16 times as long.",
+        ),
+    ] = 64,
     recorded: Annotated[
         Path | None,
-        typer.Option(metavar="RUN", help="Let the stand-in answer with what a model said in this recorded run."),
+        typer.Option(metavar="RUN", help="Let the stand-in answer with responses recorded in this run."),
     ] = None,
     model: Annotated[
         str | None,
@@ -110,8 +117,8 @@ def agent_stress(
         float,
         typer.Option(
             min=0.1,
-            help="Maximum seconds of an episode, not counting waits for the model or for a busy processor. Counting "
-            "them, the limit is 5 times as long.",
+            help="Maximum seconds of an episode, without the time that it waits for the model or for a busy processor. "
+            "Including that time, the limit is 5 times as long.",
         ),
     ] = 120.0,
     json_to: Annotated[
@@ -122,7 +129,7 @@ def agent_stress(
     ] = None,
     arg: AgentArguments = None,
 ) -> None:
-    """Run hundreds of episodes at once and say whether the agent is fit to train (exit code 0; unfit 1; not judged 3).
+    """Run hundreds of episodes at once and judge if the agent is fit to train (exit code 0: yes, 1: no, 3: not judged).
 
     Example: clew agent stress examples.agents.calculator.Calculator --data runs/calculator/material/held_out.jsonl
     """

@@ -1,4 +1,4 @@
-"""Parts that the commands share: options, loading of the configuration, and ranks."""
+"""Helpers that the commands share: options, loading the configuration, and starting ranks."""
 
 from __future__ import annotations
 
@@ -33,6 +33,10 @@ def on_ranks(ranks: int, work: Callable[[], None], logs: Path | None = None) -> 
     The ranks are started with this process's command line, so each of them gets here again and runs `work`. A single
     rank is this process itself. All ranks but the first write their output to files in `logs`; if that is None, the
     output is deleted at the end.
+
+    Raises:
+        ConfigError: A launcher such as torchrun started a different number of ranks.
+        LaunchError: A rank failed; see `run_ranks`.
     """
     from clew.launch.ranks import check_world, run_ranks, starts_ranks
 
@@ -50,7 +54,12 @@ def load_config(config: Path, overrides: list[str] | None) -> Config:
 
 
 def run_path_of(run: Path, overrides: list[str] | None = None) -> Path:
-    """Return the run directory that a YAML file names. Return any other path unchanged."""
+    """Return the run directory that a YAML file names. Return any other path unchanged.
+
+    Raises:
+        ConfigError: The YAML file cannot be read, or a field is invalid.
+        typer.BadParameter: There are overrides, but `run` is not a YAML file.
+    """
     if run.suffix.lower() in (".yaml", ".yml"):
         return load_config(run, overrides).run_path
     if overrides:
@@ -59,7 +68,14 @@ def run_path_of(run: Path, overrides: list[str] | None = None) -> Path:
 
 
 def open_run_of(config: Path, overrides: list[str] | None) -> tuple[Config, RunDirectory]:
-    """Load the configuration, check that everything it names exists, and create its run directory. Return both."""
+    """Load the configuration, check what it names, and create its run directory if there is none yet.
+
+    Returns:
+        The configuration and its run directory.
+
+    Raises:
+        ClewError: The configuration is invalid, or `check_named` found that something it names does not exist.
+    """
     from clew.launch.preflight import check_named
     from clew.record.run import RunDirectory
 

@@ -1,8 +1,8 @@
 """`clew agent replay`: run the agent's current code against the model's answers in a recorded episode.
 
-No model is needed, and the result is the same every time: the gateway answers each request with the response that was
-recorded for the same request. At the first request that differs, it stops and shows the difference, or continues with a
-served model.
+No model is needed: the gateway answers each request with the response that was recorded for the same request, so the
+agent gets the same answers every time. The first request that differs from the record fails, and the difference is
+shown. With --continue-live, a served model answers it and all later requests.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Replay:
     """Result of replaying an agent on a recorded episode."""
 
     model: RecordedModel
-    """The model, which counted its answers and noted the first request that differed."""
+    """Model that replayed the answers, with their number and the first request that differed."""
     rewards: list[float] | None
     """Reward of each sequence of the episode now; None if it ended in an error."""
     error: str | None
@@ -48,7 +48,10 @@ class Replay:
 
     @property
     def same(self) -> bool:
-        """True if the agent made exactly the recorded requests, and got the same rewards or ended in an error again."""
+        """True if the agent made exactly the recorded requests, and its result is the same.
+
+        The result is the same if the rewards are equal, or if the episode failed both then and now.
+        """
         same_end = self.rewards == self.recorded_rewards if self.error is None else self.recorded_error is not None
         return not self.model.difference and self.model.answered == self.model.recorded and same_end
 
@@ -56,16 +59,17 @@ class Replay:
 def replay_agent(run: RunDirectory, rows: Sequence[Row], *, agent: str | None, base_url: str | None) -> Replay:
     """Run the agent on the data of a recorded episode.
 
-    The agent's code runs on this thread's event loop: execution may stay at a breakpoint in it for an hour.
+    An async `run` is awaited on this thread's event loop, without a time limit: it may stop at a breakpoint for hours.
 
     Args:
+        rows: Recorded sequences of the episode.
         agent: Dotted path of the agent; None: the run's agent.
-        base_url: URL of a served model, which answers from the first differing request on; None: stop there.
+        base_url: URL of a served model that answers from the first differing request on; None: that request fails.
 
     Raises:
         ConfigError: The run has no agent and none is given, or the agent cannot be loaded.
         RecordError: The record has responses without tokens, or cannot be read.
-        EngineError: The server at `base_url` does not answer or takes no token IDs.
+        EngineError: The server at `base_url` does not answer, is a gateway, or takes no token IDs.
     """
     config = configuration.load(run.config_path, ["launch.mode=local"])
     path = agent or config.rollout.agent

@@ -1,4 +1,4 @@
-"""`clew agent run`: run an agent on a few rows, in this process, before it is trained."""
+"""`clew agent run`: run an agent on a few rows in this process, to try it out before training."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class AgentResult:
     """Text to show: the reward of the episode (with an API provider, what the agent returned), or the error."""
     warnings: list[str]
     failed: bool
-    """True if the agent raised an error, or returned no reward."""
+    """True if the episode failed, such as when the agent raised an error or returned no valid reward."""
 
 
 def draw_rows(rows: list[dict[str, Any]], n: int, seed: int) -> list[dict[str, Any]]:
-    """Return n rows at random, all different if there are enough."""
+    """Return n rows, drawn at random. No row is drawn twice, unless n is larger than the number of rows."""
     draw = random.Random(seed)
     return draw.sample(rows, n) if n <= len(rows) else [draw.choice(rows) for _ in range(n)]
 
@@ -52,12 +52,19 @@ async def run_agent(
 ) -> AsyncIterator[tuple[AgentResult, PreTrainedTokenizerBase | None]]:
     """Run the agent on each row, one after the other, and yield each result with the model's tokenizer.
 
-    The agent's code runs on this event loop, so that a debugger works. With an API provider, the tokenizer is None and
-    the seed has no effect.
+    An async `run` is awaited on this event loop, so breakpoints in it work; a plain `run` is called in a thread. With
+    an API provider, the tokenizer is None and the seed has no effect.
+
+    Args:
+        path: Dotted path of the agent's class.
+        arguments: Arguments of the class's constructor.
+        rows: Rows of data, each passed to the agent's `run`.
+        base_url: URL of a served model or of an API provider.
+        seed: Seed for sampling tokens.
 
     Raises:
-        ConfigError: There is no such agent.
-        EngineError: Nothing answers at base_url.
+        ConfigError: The agent cannot be loaded; see `load_agent`.
+        EngineError: Nothing that serves a model answers at base_url, or a gateway does.
     """
     agent = load_agent(path, arguments)
     found = await find_engine(base_url, api_key)
@@ -102,7 +109,7 @@ async def _with_capture(workflow: AgentWorkflow, shared: Resources, group_id: st
         admitted_at=time.time(),
         timeout_s=None,
     )
-    await asyncio.sleep(0)  # tasks that need only one more turn of the event loop end here, and are not reported
+    await asyncio.sleep(0)  # lets tasks end that need only one more turn of the event loop: they are not reported
     warnings = [*episode.warnings]
     left = [task for task in asyncio.all_tasks() - before if not task.done()]
     if left:
@@ -136,10 +143,10 @@ async def _with_provider(
 
 
 def base_url_of(named: str | None) -> str:
-    """Return the base URL of the model: `named`, or else the one that the environment names.
+    """Return the base URL of the model: `named`, or else the environment variable OPENAI_BASE_URL.
 
     Raises:
-        ConfigError: Neither `named` nor the environment names one.
+        ConfigError: Neither of them is set.
     """
     found = named or provider()[0]
     if not found:

@@ -44,7 +44,11 @@ EPISODES = pa.schema(
         ("data", pa.string()),
     ]
 )
-"""Columns of an evaluation's episodes. `row` is the number of the row in the data, `data` is that row as JSON."""
+"""Columns of an evaluation's episodes.
+
+`row` is the index of the prompt's row in the data, from 0, and `data` is that row as JSON. `tokens` is the number of
+generated tokens. `reward` is null if the episode failed.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,13 +59,16 @@ class Evaluation:
     """The model or checkpoint, as the user gave it."""
     config: Config
     episodes: list[dict[str, Any]]
-    """A row per episode, with the columns `EPISODES`."""
+    """One dictionary per episode, with the columns of `EPISODES` as its keys."""
     summary: dict[str, Any]
-    """The numbers of `clew.rollout.evaluation_summary.summarize`."""
+    """Result of `clew.rollout.evaluation_summary.summarize`."""
 
     @cached_property
     def pass_rates(self) -> dict[int, float]:
-        """Pass rate of each row, by row number. Failed episodes do not count; all-failed rows are left out."""
+        """Pass rate of each row (0 to 1), by row number.
+
+        Failed episodes do not count. A row whose episodes all failed is left out.
+        """
         by_row: dict[int, list[bool]] = {}
         for episode in self.episodes:
             if episode["error"] is None:
@@ -72,12 +79,19 @@ class Evaluation:
 def evaluate(
     models: Sequence[str], *, data: str | None, reward: str | None, overrides: Sequence[str]
 ) -> list[Evaluation]:
-    """Evaluate each model on the same prompts, with the configuration that `_settings` chooses.
+    """Evaluate each model on the same prompts, with the same configuration (see `_settings`).
 
-    The help of `clew eval` describes the arguments.
+    A prompt that is too long for one of the models is left out for all of them.
+
+    Args:
+        models: Folders or hub names of models, checkpoints, or runs (their newest checkpoint).
+        data: File or data set with the prompts; None: eval.path of the run.
+        reward: Dotted path of the reward function; None: that of the run.
+        overrides: Fields of the configuration, such as "eval.n_samples=4".
 
     Raises:
-        ClewError: A model, the data or the reward cannot be loaded, or all episodes of a model failed.
+        ClewError: A model, the data or the reward is not named or cannot be loaded, no prompt is short enough for all
+            models, or all episodes of a model failed.
     """
     for name in models:
         check_folder(str(_checkpoint_of(name)), "config.json", "model", "Name a model, a checkpoint or a run.", "MODEL")
@@ -85,9 +99,9 @@ def evaluate(
     path = config.eval.path or ""
     loaded = load_rows(path, split=config.data.split, columns=[config.data.prompt])
     rows_of = dict(enumerate(loaded))
-    for name in models:  # each has a tokenizer of its own, and all are compared on the same prompts
+    for name in models:  # keep the prompts that are short enough with every model's tokenizer
         tokenizer = load_tokenizer(str(_checkpoint_of(name)))
-        # `leave_out_overlong` returns the same dictionaries, so their identities tell which rows are left
+        # `leave_out_overlong` returns the same dictionaries, so their identities tell which rows it kept
         kept = set(map(id, leave_out_overlong(loaded, f"{path} for {name}", config, tokenizer)))
         rows_of = {number: row for number, row in rows_of.items() if id(row) in kept}
     if not rows_of:
@@ -105,15 +119,18 @@ def write_episodes(evaluations: Sequence[Evaluation], path: Path) -> None:
 
 
 def best_of(evaluations: Sequence[Evaluation]) -> Evaluation:
-    """Return the evaluation with the highest pass@1. The reward breaks ties, then the order."""
+    """Return the evaluation with the highest pass@1. Ties go to the higher mean reward, then to the earlier model."""
     return max(evaluations, key=lambda each: (each.summary["pass@1"], each.summary["reward"]))
 
 
 def behind(each: Evaluation, best: Evaluation) -> tuple[float, float] | None:
-    """Return the 95 % interval of how far the pass rate is below the best model's; None for fewer than two prompts.
+    """Return the 95 % confidence interval of the best model's pass rate minus that of `each`.
 
-    The two models are compared prompt by prompt, so the difficulty of the prompts cancels out, and the difference is
-    known more precisely than either mean (Miller 2024, arXiv 2411.00640, section 4.2).
+    The two models are compared prompt by prompt. This cancels out the difficulty of the prompts, so the difference is
+    usually known more precisely than either mean (Miller 2024, arXiv 2411.00640, section 4.2).
+
+    Returns:
+        Lower and upper bound; None if fewer than two prompts have a pass rate for both models.
     """
     return interval([best.pass_rates[row] - rate for row, rate in each.pass_rates.items() if row in best.pass_rates])
 
@@ -127,16 +144,18 @@ def _checkpoint_of(name: str) -> Path:
 def _settings(models: Sequence[str], data: str | None, reward: str | None, overrides: Sequence[str]) -> Config:
     """Return the configuration that all models are evaluated with.
 
-    The first run that names a reward, an agent or a workflow of its own gives it (a run of `clew sft` names none of
-    them). If no run does, the first run gives it. If there is no run at all, the defaults apply.
+    It is based on the first run that names a reward, an agent or its own workflow (a run of `clew sft` does not). If
+    there is no such run, it is based on the first run; without any run, on the defaults. The options of `clew eval`
+    take precedence.
 
     Raises:
-        ConfigError: Neither the options nor a run names the prompts or the reward, or a field is invalid.
+        ConfigError: No prompts or no reward are named, a reward is given although an agent gives its own, or a field is
+            invalid.
     """
     configs = [_checkpoint_of(name).absolute().parent.parent / "config.yaml" for name in models]
     runs = [path for path in configs if (path.parent / "status").is_dir() and path.exists()]
     found = next((path for path in runs if _gives_rewards(read_yaml(path))), next(iter(runs), None))
-    values: dict[str, Any] = {"experiment": "eval", "algorithm": {"advantages": "none"}}  # "none" compares no episodes
+    values: dict[str, Any] = {"experiment": "eval", "algorithm": {"advantages": "none"}}  # nothing is trained
     if found is not None:
         values = read_yaml(found)
     given = {
@@ -185,8 +204,8 @@ def _evaluate(name: str, config: Config, data: Mapping[int, dict[str, Any]]) -> 
                 config,
                 list(data.values()),
                 lambda: load_engine(config),
-                # A run names its own evaluations like this, and seeds derive from the names. So the results are the
-                # same, unless another model's tokenizer left out a row, which renumbers the rows after it.
+                # A run gives its own evaluations these group IDs, from which the seeds derive. So a checkpoint gets the
+                # same results here, unless another model's tokenizer left out a row: that renumbers the rows after it.
                 name=group_name if version is None else lambda place: group_id(version, place),
                 n_samples=n_samples,
                 temperature=config.eval.temperature,

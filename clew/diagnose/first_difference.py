@@ -1,4 +1,4 @@
-"""Search for the first difference between two runs, in what both recorded of each step.
+"""Finds the first difference between two runs, from what both recorded of each step.
 
 A step is compared in the order in which it was computed: its sequences, the stages that were computed from them, then
 metrics and digests. The search ends at the first difference, because what follows may be its effect.
@@ -31,10 +31,10 @@ from clew.record.summary import rounding_doubt
 SAMPLING_NOISE = "how the engine rounds a logprob depends on which sequences it computes side by side"
 
 METRICS = ("reward", "loss", "grad_norm")
-"""Metrics that are compared within a tolerance, in steps whose sequences are gone."""
+"""Metrics that are compared within a tolerance, for steps whose sequences one of the runs no longer has."""
 
 ROUNDED = {*differences.STAGES} - {"rewards", "advantages", "update", "metrics"}
-"""Stages that hold what a model computed; `data` holds the logprobs of the tokens when they were sampled."""
+"""Stages whose values a model computed, so that rounding may change them. `data` has the logprobs from sampling."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,15 +44,22 @@ class Comparison:
     difference: Difference | None
     """First difference; None if all that was compared agrees."""
     apart: int
-    """First step whose digests differ. The steps before it are compared bit for bit."""
+    """First step whose digests differ; the end of the range if there is none. Steps before it are compared exactly."""
     tolerance: Tolerance
-    """Limit within which the values of the steps from `apart` on agree."""
+    """Limit within which two values count as equal in the steps from `apart` on."""
     reasons: list[str]
     """Reasons why these steps are not compared bit for bit; empty if they are."""
 
 
 def compare_runs(runs: Pair, steps: range) -> Comparison:
-    """Compare the steps of both runs: bit for bit until their digests differ, then with a tolerance if one applies."""
+    """Compare the steps of both runs: bit for bit until their digests differ, then with a tolerance if one applies.
+
+    Args:
+        steps: Steps that both runs have committed.
+
+    Raises:
+        RecordError: A file of a step is missing, truncated or altered.
+    """
     indices = [run.steps.index() for run in runs]
     differ = (step for step in steps if indices[0][step]["digests"] != indices[1][step]["digests"])
     apart = next(differ, steps.stop)
@@ -65,7 +72,7 @@ def compare_runs(runs: Pair, steps: range) -> Comparison:
     if difference is None or difference.step < apart or not tolerance.exact:
         return result
 
-    # The environments are equal, and yet rounding may explain the difference: look for one beyond the tolerance.
+    # The environments are equal, but rounding may still explain the difference: look for one beyond the tolerance.
     doubt = _rounding_doubt(runs, difference)
     noise = _is_sampling_noise(difference)
     if not doubt and not noise:
@@ -131,9 +138,9 @@ def _in_step(runs: Pair, step: int, tolerance: Tolerance) -> Difference | None:
     if all(run.steps.has_data(step) for run in runs):
         ours, theirs = (run.steps.read_data(step) for run in runs)
         difference = _in_data(step, ours, theirs, tolerance) or _in_stages(runs, step, ours, tolerance)
-    elif tolerance.exact:  # pruned: only the digests are left
+    elif tolerance.exact:  # the sequences were pruned; the digests remain
         difference = _in_digests(step, then["digests"], now["digests"])
-    else:  # rounding alone changes the digests
+    else:  # rounding alone would change the digests
         difference = _in_what_is_left(step, then, now, tolerance)
     if difference is None and tolerance.exact:
         difference = differences.in_metrics(step, then.get("metrics", {}), now.get("metrics", {}))
@@ -142,7 +149,10 @@ def _in_step(runs: Pair, step: int, tolerance: Tolerance) -> Difference | None:
 
 
 def _in_what_is_left(step: int, then: dict[str, Any], now: dict[str, Any], tolerance: Tolerance) -> Difference | None:
-    """Return the first group, or else the first metric of `METRICS`, that differs in a step without sequences."""
+    """Return the first group that only one run has, or else the first of `METRICS` that differs beyond the tolerance.
+
+    This is for a step whose sequences one of the runs no longer has.
+    """
     ours, theirs = then["groups"], now["groups"]
     if differing := sorted({*ours} ^ {*theirs}):
         [group, *_] = differing
@@ -155,7 +165,7 @@ def _in_what_is_left(step: int, then: dict[str, Any], now: dict[str, Any], toler
 
 
 def _same_files(runs: Pair, step: int) -> bool:
-    """Return whether the files of this step are the same in both runs, byte by byte."""
+    """Return True if both runs have the same files of this step, byte for byte."""
     ours, theirs = (
         [run.steps.json_path(step), run.steps.data_path(step), *run.steps.stage_paths(step)] for run in runs
     )
@@ -165,7 +175,7 @@ def _same_files(runs: Pair, step: int) -> bool:
 
 
 def _in_digests(step: int, then: dict[str, Any], now: dict[str, Any]) -> Difference | None:
-    """Return the first digest that both sides have and that is not the same."""
+    """Return the first digest that both runs recorded and that differs."""
     for kind, digest in then.items():
         if now.get(kind, digest) != digest:
             return Difference(step=step, stage=kind, where="digest", recorded=digest, found=now[kind])
@@ -176,7 +186,11 @@ def _in_digests(step: int, then: dict[str, Any], now: dict[str, Any]) -> Differe
 
 
 def _in_stages(runs: Pair, step: int, batch: list[Sequence], tolerance: Tolerance) -> Difference | None:
-    """Return the first difference in what was computed from a batch, which both runs have."""
+    """Return the first difference in the stages that the two runs computed from the same batch.
+
+    Raises:
+        RecordError: The plan of the first run has more sequences than the batch, or a file of stages is damaged.
+    """
     then, now = (run.steps.read(step) for run in runs)
     plan = then.get("plan") or [[list(range(len(batch)))]]  # another trainer may record no plan
     if max((row for minibatch in plan for micro in minibatch for row in micro), default=0) >= len(batch):
@@ -199,9 +213,14 @@ def _in_stages(runs: Pair, step: int, batch: list[Sequence], tolerance: Toleranc
 
 
 def _in_order(tensors: dict[str, Any], names: list[str], wanted: list[str]) -> dict[str, Any]:
-    """Return a step's digests of each parameter in the order of another run that has the same parameters.
+    """Return a step's digests by parameter, reordered to match another run that has the same parameters.
 
-    Parameters that are not trained come first, so the order differs if the two runs train different ones.
+    A run lists the parameters that it does not train first, so the order differs if two runs train different ones.
+
+    Args:
+        tensors: Digests of each kind, for all parameters, in the order of `names`.
+        names: Parameters of the run that recorded `tensors`.
+        wanted: Parameters of the other run, in its order. If they are not the same, `tensors` is returned unchanged.
     """
     if names == wanted or sorted(names) != sorted(wanted):
         return tensors
@@ -249,12 +268,12 @@ def _in_batches(step: int, left: list[Sequence], right: list[Sequence], toleranc
 
 
 def _in_sequence(step: int, a: Sequence, b: Sequence, tolerance: Tolerance) -> Difference | None:
-    """Return the first difference between two sequences with the same ID: prompt, then tokens, then other fields."""
+    """Return the first difference between two sequences with the same ID: data row, then tokens, then other fields."""
     if (difference := _in_field(step, f"{a.id}, the prompt's row", a.data, b.data)) is not None:
         return difference
     of_columns = [_in_column(step, column, a, b, tolerance if column == "logprobs" else EXACT) for column in ALIGNED]
     if in_tokens := [each for each in of_columns if each is not None]:
-        # At one token, a difference in another column explains one in the logprobs, and is named before it.
+        # If the logprobs and another column differ at the same token, the other one is the likely cause: name it.
         return min(in_tokens, key=lambda each: (each.position or 0, each.where.endswith(", logprobs")))
     for (place, then), (_, now) in zip(_fields(a), _fields(b), strict=False):
         if (difference := _in_field(step, f"{a.id}, {place}", then, now)) is not None:
@@ -293,7 +312,7 @@ def _in_column(step: int, column: str, a: Sequence, b: Sequence, tolerance: Tole
 def _in_field(step: int, where: str, then: Any, now: Any) -> Difference | None:
     """Return the difference between two values that are not aligned with tokens; None if they are equal.
 
-    Long values are cut to the part around the place where they first differ.
+    Long values are shortened to the text around the place where they first differ.
     """
     if then == now:
         return None
@@ -306,7 +325,7 @@ def _in_field(step: int, where: str, then: Any, now: Any) -> Difference | None:
 
 
 def _fields(row: Sequence) -> Iterator[tuple[str, Any]]:
-    """Yield each field of a row with its place, except aligned columns, the prompt's row, times and `sampled_by`.
+    """Yield name and value of each field of a row, except aligned columns, `data`, times and `sampled_by`.
 
     The interactions come last, key by key.
     """

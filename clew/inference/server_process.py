@@ -1,4 +1,4 @@
-"""Starts and ends the process of a vLLM or SGLang server. If it ends by itself, its log is read for the cause."""
+"""Starts and stops the process of a vLLM or SGLang server. If the server dies, its log is searched for the cause."""
 
 from __future__ import annotations
 
@@ -17,25 +17,33 @@ from clew.inference.backend import Launch
 from clew.processes import how_it_ended, written_since
 
 GRACE_S = 5.0
-"""Seconds between asking a server to end and killing it with all that it has started."""
+"""Maximum seconds between asking a server to end (SIGTERM) and killing it with its child processes (SIGKILL)."""
 
 _CAUSE = re.compile(
     r"(?:\w+\.)*\w*(?:Error|Exception|error|Killed)\b: .+"
-    r"|\b(?<!\w )(?:\w+\.)*\w*(?:Error|Exception)$"  # one without a message; not a line of a traceback that raises it
+    r"|\b(?<!\w )(?:\w+\.)*\w*(?:Error|Exception)$"  # an error without a message, but not the line `raise KeyError`
 )
 _VALIDATION = re.compile(r"\d+ validation errors? for \S+$")
-"""Matches an error of pydantic. The next line says what is wrong, or names a field, and then the one after it does."""
+"""Matches the first line of a pydantic error.
+
+The line below it says what is wrong, unless it names a field: then the line after that says it.
+"""
 _CONSEQUENCE = re.compile(r"[Ss]ee (?:root cause|stack trace)|EngineDeadError|Engine core initialization failed")
+"""Matches an error that only reports the consequence of another one."""
 
 
 class ServerProcess:
     """One server process; its output goes to a file."""
 
     def __init__(self, launch: Launch, log: Path) -> None:
-        """Start it.
+        """Start the server.
+
+        Args:
+            launch: Command and environment variables of the server.
+            log: File to which the server's output is appended.
 
         Raises:
-            EngineError: There is no such program.
+            EngineError: The program that `launch.command` begins with does not exist.
         """
         self.log = log
         self._skip = log.stat().st_size if log.exists() else 0
@@ -56,18 +64,21 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """Return the pid of the server's parent (`run_server`), which leads the group of all its processes."""
+        """Return the pid of `run_server`, the parent of the server and the leader of their process group."""
         return self._process.pid
 
     def ended(self) -> str | None:
-        """Return how and why the process has ended, as far as its log tells; None while it lives."""
+        """Return how the process ended, and why according to its log; None while it is running."""
         code = self._process.poll()
         if code is None:
             return None
         return f"{how_it_ended(code)}: {self.cause()} (its log: {self.log})"
 
     def stopped(self) -> str:
-        """Return the name and pid of one of the server's processes that a signal has stopped; "" if none is."""
+        """Return the name and pid of a process of the server that is suspended, for example by SIGSTOP.
+
+        Returns "" if there is no such process, and always on systems without /proc.
+        """
         for folder in Path("/proc").glob("[0-9]*"):
             with suppress(OSError, ValueError):
                 name, _, fields = (folder / "stat").read_text().rpartition(")")
@@ -77,7 +88,10 @@ class ServerProcess:
         return ""
 
     def cause(self) -> str:
-        """Return the error in the log that caused the others, or else the log's last line."""
+        """Return the last error in the log that is not a consequence of another one (see `_CONSEQUENCE`).
+
+        If the log has no such error, return its last line.
+        """
         lines = [line for line in written_since(self.log, self._skip).splitlines() if line.strip()]
         cause = lines[-1].strip() if lines else "it wrote nothing"
         for place, line in enumerate(lines):
@@ -91,7 +105,7 @@ class ServerProcess:
         return cause
 
     def end(self) -> None:
-        """End the process and all that it has started."""
+        """End all processes in the server's group: SIGTERM first, then SIGKILL after at most `GRACE_S`."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
@@ -102,9 +116,9 @@ class ServerProcess:
 
 
 class AttachedServer:
-    """A server that somebody else started and ends: only its answers tell whether it lives. See `ServerProcess`."""
+    """Stand-in for `ServerProcess` if somebody else started the server: Clew neither watches nor ends its process."""
 
-    log = "where it was started"
+    log = "where it was started"  # messages say "its log: ..."
 
     def ended(self) -> None:
         return None

@@ -1,4 +1,4 @@
-"""Warnings reach whoever started the command, in a pipe too, and stay in the run."""
+"""Warnings appear in the command's output, even if that is not a terminal, and are kept in the run directory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def alike(completion, data):
 
 
 @pytest.mark.slow
-def test_processes_of_their_own(project: Project) -> None:
+def test_trainer_and_rollout_in_separate_processes(project: Project) -> None:
     project.code(USER_CODE + ALIKE)
     ended = project.clew("train", "rollout.reward=mine.alike", "training.steps=5")
     assert ended.code == 0, ended.output
@@ -24,7 +24,7 @@ def test_processes_of_their_own(project: Project) -> None:
     assert len(texts) == 3 and not any("gone" in text for text in texts), texts
 
 
-def test_one_process(project: Project) -> None:
+def test_trainer_and_rollout_in_one_process(project: Project) -> None:
     project.code(USER_CODE + ALIKE)
     ended = project.inline("rollout.reward=mine.alike", "training.steps=2", "data.max_prompt_tokens=4")
     assert ended.code == 0, ended.output

@@ -1,4 +1,4 @@
-"""The newest files of a job and the ends of its logs, read beside real processes."""
+"""Tests with real processes: the newest files of a job, and how its logs end."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make_old(path: Path, seconds: float) -> None:
     os.utime(path, (at, at))
 
 
-def test_the_newest_file_of_a_polled_folder_and_the_end_of_the_log_are_told(tmp_path: Path) -> None:
+def test_the_newest_file_of_a_polled_folder_and_the_end_of_the_log_are_reported(tmp_path: Path) -> None:
     spool, log = tmp_path / "spool", tmp_path / "job.log"
     spool.mkdir()
     (spool / "version-2").touch()
@@ -60,7 +60,7 @@ def test_the_newest_file_of_a_polled_folder_and_the_end_of_the_log_are_told(tmp_
 
 
 @pytest.mark.parametrize("age, old", [(60, True), (1, False)])
-def test_an_exception_at_the_end_of_a_log_is_kept_if_it_is_older_than_the_watching(
+def test_an_exception_at_the_end_of_a_log_is_old_if_it_came_before_the_observation(
     tmp_path: Path, age: int, old: bool
 ) -> None:
     log, error = tmp_path / "job.log", "sqlite3.IntegrityError: UNIQUE constraint failed"
@@ -76,7 +76,7 @@ def test_an_exception_at_the_end_of_a_log_is_kept_if_it_is_older_than_the_watchi
     assert seen.old_error == (error if old else "")
 
 
-def test_the_log_of_a_process_that_has_ended_and_the_age_of_a_run_are_told(tmp_path: Path) -> None:
+def test_the_log_of_an_ended_process_and_the_newest_files_of_a_run_are_reported(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "runs" / "digits" / "try")
     (run.logs / "rollout.log").write_text("loading\nRuntimeError: no GPU \x1b[2Jleft\n\n")
     (run.checkpoints / "step-000003").mkdir()
@@ -90,10 +90,10 @@ def test_the_log_of_a_process_that_has_ended_and_the_age_of_a_run_are_told(tmp_p
     assert end.endswith(r"'RuntimeError: no GPU \x1b[2Jleft'")
 
 
-def test_a_log_that_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:
+def test_a_log_that_is_not_a_regular_file_is_not_opened(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "runs" / "digits" / "try")
     log = run.logs / "rollout.log"
-    os.mkfifo(log)  # not opened: it is no regular file
+    os.mkfifo(log)  # opening a FIFO to read would block until somebody writes to it
     began = time.monotonic()
     lines = with_files(
         Snapshot(processes=(Process(pid=4194305, name="rollout", exit="by signal 9"),)), run.path

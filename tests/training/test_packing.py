@@ -1,4 +1,4 @@
-"""Packed rows against the same rows apart: logprobs and gradients, in every small architecture."""
+"""Packed rows give the same logprobs, values and gradients as the same rows padded, in many architectures."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ SMALL: dict[str, Any] = {
 }
 THREE: dict[str, Any] = SMALL | {"num_hidden_layers": 3}
 PADDED = {
-    "recurrent and attention side by side": FalconH1Config(
+    "recurrent and attention in parallel": FalconH1Config(
         **SMALL, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8, mamba_chunk_size=8
     ),
-    "recurrent and attention in turns": RecurrentGemmaConfig(**THREE, lru_width=32),
+    "recurrent and attention alternating": RecurrentGemmaConfig(**THREE, lru_width=32),
     "convolutions": Lfm2Config(**SMALL, layer_types=["conv", "full_attention"]),
     "keys that stand for many tokens": DeepseekV4Config(
         **SMALL,
@@ -75,7 +75,7 @@ def test_by_hand() -> None:
     packed = packed_of([2, 100, 90])
     assert packed.starts_R.tolist() == [0, 2, 102] and packed.longest == 100
     assert packed.positions_P[:4].tolist() == [0, 1, 0, 1] and packed.positions_P[102:].tolist() == list(range(90))
-    assert packed.shapes == [(2, 100), (1, 2)]  # 100² - 90² pairs are wasted, 100² - 2² more would be too many
+    assert packed.shapes == [(2, 100), (1, 2)]  # 100² - 90² wasted pairs are allowed; 100² - 2² more are not
     assert packed.padding.tolist() == list(range(190, 200))
     assert packed.tokens_of_slots[:3].tolist() == [2, 3, 4] and packed.tokens_of_slots[200:].tolist() == [0, 1]
 
@@ -96,7 +96,7 @@ def test_every_token_has_a_slot_and_little_is_wasted(lengths: list[int]) -> None
 @given(lengths=st.lists(st.integers(1, 70), min_size=1, max_size=8), seed=st.integers(0, 99))
 @settings(max_examples=30)
 def test_spreading_and_gathering_have_autograds_gradients(lengths: list[int], seed: int) -> None:
-    """Against indexing, whose gradients torch derives: what padding holds goes nowhere, and gets no gradient."""
+    """Compare with indexing, whose gradients torch derives: values in padding have no effect and get no gradient."""
     packed, generator = packed_of(lengths), torch.Generator().manual_seed(seed)
     tokens = torch.randn(1, 2, sum(lengths), 3, generator=generator, requires_grad=True)
     factors = [torch.randn(*shape, 2, 3, generator=generator) for shape in packed.shapes]
@@ -113,7 +113,10 @@ def test_spreading_and_gathering_have_autograds_gradients(lengths: list[int], se
 def logprobs_and_gradient(
     model: Any, rows: list[torch.Tensor], *, packed: bool, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scores of all tokens but the first of each row."""
+    """Return the logprobs and then the entropies of all tokens but the first of each row, [2N], and a gradient.
+
+    The gradient is that of the mean squared logprob by all trained parameters, flattened and normalized to length 1.
+    """
     lengths = [len(row) for row in rows]
     ids_BT = torch.cat(rows)[None] if packed else torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     rows_N = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(lengths) - 1)
@@ -136,7 +139,7 @@ def random_rows(lengths: list[int]) -> list[torch.Tensor]:
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("family", [*ATTENTION_FAMILIES, "gpt_neox", "qwen3_moe"])
 def test_packed_equals_padded(tmp_path: Any, family: str, tie: bool, lengths: list[int]) -> None:
-    """Rows longer than the sliding windows (of 8), shorter ones, and of one length with the window."""
+    """Some rows are longer than the sliding windows (8 tokens), some are shorter."""
     model = tiny_model(tmp_path, family, tie=tie, scale=0.2)
     rows = random_rows(lengths)
     apart = logprobs_and_gradient(model, rows, packed=False)
@@ -148,7 +151,7 @@ def test_packed_equals_padded(tmp_path: Any, family: str, tie: bool, lengths: li
 
 @pytest.mark.parametrize("family", [name for name in ATTENTION_FAMILIES if name != "gemma4"])
 def test_values_of_packed_rows_equal_those_of_padded_ones(tmp_path: Any, family: str) -> None:
-    """gemma4: transformers has no sequence classifier of it."""
+    """Excludes gemma4, for which transformers has no sequence classifier."""
     tiny_model(tmp_path, family, scale=0.2)
     inner = load_value_model(str(tmp_path), "float32", CPU, "model.path")
     torch.nn.init.normal_(inner.get_parameter("score.weight"))
@@ -169,7 +172,7 @@ def test_values_of_packed_rows_equal_those_of_padded_ones(tmp_path: Any, family:
         torch.testing.assert_close(here, there, rtol=1e-4, atol=1e-5 * largest)
 
 
-class ValuesDeafToPositions(GPT2ForSequenceClassification):
+class ValuesIgnorePositions(GPT2ForSequenceClassification):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         inner = self.transformer.forward
@@ -177,17 +180,17 @@ class ValuesDeafToPositions(GPT2ForSequenceClassification):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_a_model_of_values_that_mixes_packed_rows_is_found(dtype: torch.dtype, caplog: Any) -> None:
-    """Its head is zero, so that its values would tell nothing."""
+def test_a_value_model_that_mixes_packed_rows_is_detected(dtype: torch.dtype, caplog: Any) -> None:
+    """The value head is zero, so the values are all 0 and cannot show the mixing; hidden states can."""
     torch.manual_seed(0)
     shape: dict[str, Any] = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "num_labels": 1}
-    models: list[Any] = [kind(GPT2Config(**shape)) for kind in (GPT2ForSequenceClassification, ValuesDeafToPositions)]
+    models: list[Any] = [kind(GPT2Config(**shape)) for kind in (GPT2ForSequenceClassification, ValuesIgnorePositions)]
     for model in models:
         model.to(dtype).eval()
         torch.nn.init.zeros_(model.score.weight)
         prepare_for_packing(model)
     assert keeps_rows_apart(models[0]) and not keeps_rows_apart(models[1])
-    assert "ValuesDeafToPositions does not keep packed rows apart" in caplog.text
+    assert "ValuesIgnorePositions does not keep packed rows apart" in caplog.text
 
 
 def test_a_model_in_float64_is_scored_in_float64(tmp_path: Any) -> None:
@@ -210,7 +213,7 @@ def test_a_row_has_the_same_bits_whatever_is_packed_beside_it(tmp_path: Any) -> 
     assert torch.equal(one[18:29], two[18:29]) and not torch.equal(one[:18], two[:18])
 
 
-def test_positions_that_are_learnt_start_again(tmp_path: Any) -> None:
+def test_learned_positions_restart_with_each_row(tmp_path: Any) -> None:
     config = OPTConfig(
         vocab_size=64, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, init_std=0.4
     )
@@ -221,7 +224,7 @@ def test_positions_that_are_learnt_start_again(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("why", PADDED)
-def test_an_architecture_that_mixes_packed_rows_is_found(why: str, dtype: torch.dtype, caplog: Any) -> None:
+def test_an_architecture_that_mixes_packed_rows_is_detected(why: str, dtype: torch.dtype, caplog: Any) -> None:
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(PADDED[why]).to(dtype).eval()
     before = model.config._attn_implementation
@@ -233,7 +236,7 @@ def test_an_architecture_that_mixes_packed_rows_is_found(why: str, dtype: torch.
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_a_model_that_sees_what_follows_is_refused(dtype: torch.dtype) -> None:
+def test_a_model_that_sees_later_tokens_is_refused(dtype: torch.dtype) -> None:
     shape: dict[str, Any] = {**SMALL, "initializer_range": 1.0}
     del shape["num_key_value_heads"]
     models = []
@@ -246,7 +249,7 @@ def test_a_model_that_sees_what_follows_is_refused(dtype: torch.dtype) -> None:
         check_causal(sees_all)
 
 
-def test_a_context_shorter_than_what_is_tried_is_causal_too() -> None:
+def test_a_context_shorter_than_the_rows_of_the_check_passes_it() -> None:
     config = GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=4, n_positions=8)
     check_causal(AutoModelForCausalLM.from_config(config).eval())
 
@@ -256,7 +259,7 @@ class WithoutPositions(LlamaForCausalLM):
         return super().forward(input_ids=input_ids, use_cache=use_cache)
 
 
-class DeafToPositions(GPT2LMHeadModel):
+class IgnorePositions(GPT2LMHeadModel):
     def forward(self, position_ids: Any = None, **kwargs: Any) -> Any:  # pyright: ignore
         return super().forward(**kwargs)
 
@@ -265,10 +268,10 @@ class DeafToPositions(GPT2LMHeadModel):
     ("architecture", "config", "words"),
     [
         (WithoutPositions, LlamaConfig(**SMALL), "fails on packed rows (TypeError at module.py:"),
-        (DeafToPositions, GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4), "does not keep packed rows apart"),
+        (IgnorePositions, GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4), "does not keep packed rows apart"),
     ],
 )
-def test_a_forward_that_takes_no_positions_is_found(architecture: Any, config: Any, words: str, caplog: Any) -> None:
+def test_a_forward_without_positions_is_detected(architecture: Any, config: Any, words: str, caplog: Any) -> None:
     torch.manual_seed(0)
     model = architecture(config).eval()
     prepare_for_packing(model)
@@ -276,8 +279,8 @@ def test_a_forward_that_takes_no_positions_is_found(architecture: Any, config: A
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
-def test_a_forward_of_packed_rows_cannot_be_repeated_unawares(tmp_path: Any) -> None:
-    """Repeated in the backward pass, as transformers' own checkpointing does, rows would see each other in silence."""
+def test_gradient_checkpointing_of_transformers_is_refused_for_packed_rows(tmp_path: Any) -> None:
+    """Repeating such a forward in the backward pass would let rows see each other, without any error."""
     model: Any = tiny_model(tmp_path, "llama")
     prepare_for_packing(model)
     model.train()
@@ -287,7 +290,7 @@ def test_a_forward_of_packed_rows_cannot_be_repeated_unawares(tmp_path: Any) -> 
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_activations_of_packed_rows_are_computed_again(tmp_path: Any, family: str) -> None:
+def test_recomputed_activations_of_packed_rows_have_the_same_bits(tmp_path: Any, family: str) -> None:
     model = tiny_model(tmp_path, family)
     prepare_for_packing(model)
     rows = random_rows([5, 19, 9])
@@ -298,7 +301,7 @@ def test_activations_of_packed_rows_are_computed_again(tmp_path: Any, family: st
 
 
 def test_a_step_of_packed_rows_equals_one_of_padded_rows(tmp_path: Any) -> None:
-    """And on long-tailed lengths nothing is padding, in as many micro-batches as their tokens need."""
+    """Packing long-tailed lengths also needs no padding and fewer micro-batches."""
     tiny_tokenizer(tmp_path)
     tiny_model(tmp_path, "gemma3", scale=0.2)
     tail = [120, 60, 40, *range(4, 30)]
@@ -323,7 +326,7 @@ def test_a_step_of_packed_rows_equals_one_of_padded_rows(tmp_path: Any) -> None:
         assert (packed.stages["logprobs"][row] == packed.stages["proximal_logprobs"][row]).all()
 
 
-def test_an_engine_whose_model_cannot_pack_pads(tmp_path: Any) -> None:
+def test_an_engine_pads_if_its_model_cannot_pack(tmp_path: Any) -> None:
     tiny_tokenizer(tmp_path)
     tiny_model(tmp_path, "mamba")
     engine = TrainEngine(make_config(tmp_path))

@@ -1,4 +1,4 @@
-"""A client waits until its engine is healthy. The engine takes connections and never answers."""
+"""A client waits for its engine to become healthy. The engine accepts connections but never answers."""
 
 import socket
 import threading

@@ -1,4 +1,4 @@
-"""A shell started an engine that only answers 503, and a client that tries a thousand million times."""
+"""A client retries a billion times. Its engine, which a shell started, answers every request with 503."""
 
 import http.server
 import subprocess

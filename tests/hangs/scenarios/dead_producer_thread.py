@@ -1,4 +1,4 @@
-"""The thread that fills the buffer has died of an exception."""
+"""The thread that fills the buffer died of an exception; the trainer waits for a batch that never comes."""
 
 import queue
 import threading

@@ -1,4 +1,4 @@
-"""A reward server without threads keeps rank 0's connection; rank 1 waits on its own, and rank 0 for rank 1."""
+"""A single-threaded server is stuck on rank 0's idle connection. Rank 1 gets no answer; rank 0 waits for rank 1."""
 
 import http.client
 import http.server

@@ -1,4 +1,4 @@
-"""Rank 0 uploads a checkpoint to a server that takes it slowly; the other waits in a barrier."""
+"""Rank 0 uploads a checkpoint to a server that reads slowly; rank 1 waits in a barrier."""
 
 import multiprocessing as mp
 import socket
