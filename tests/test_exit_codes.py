@@ -22,6 +22,7 @@ ENDS: dict[str, BaseException | None] = {
     "broken": RuntimeError("a defect"),
     "interrupted": Interrupted("before step 3"),
     "by-hand": KeyboardInterrupt(),
+    "without-a-reader": BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE)),
 }
 
 
@@ -49,6 +50,7 @@ def run(how: str) -> None:
         ("broken", 70),
         ("interrupted", 130),
         ("by-hand", 130),
+        ("without-a-reader", 141),
     ],
 )
 def test_a_command_ends_with(how: str, code: int) -> None:

@@ -70,6 +70,7 @@ def hang(
     from clew.hang.collect import with_native
     from clew.hang.dumps import read_dumps
     from clew.hang.report import Report
+    from clew.record.files import write_bytes
 
     given = [each is not None for each in (run, pid, torchrun, job, dumps)]
     if sum(given) > 1:
@@ -99,11 +100,11 @@ def hang(
     else:
         print(report.in_text())  # first, so that the verdict is shown even if a file cannot be written
         if json_file is not None:
-            _write_text(json_file, json.dumps(report.as_json(), indent=1))
+            write_bytes(json_file, json.dumps(report.as_json(), indent=1).encode())
     if html_file is not None:
         from clew.hang.html_report import as_html
 
-        _write_text(html_file, as_html(report))
+        write_bytes(html_file, as_html(report).encode())
     if report.verdict.exit_code:
         raise SystemExit(report.verdict.exit_code)
 
@@ -149,12 +150,3 @@ def _list_jobs() -> None:
         print(f"clew hang --torchrun {pid}")
     if not listed and not launchers:
         print("No torch job runs on this machine. Give a run directory, or --pid.")
-
-
-def _write_text(path: Path, text: str) -> None:
-    from clew.errors import RecordError
-
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise RecordError(f"Cannot write {path}: {error.strerror}. Choose another file.") from error

@@ -26,7 +26,7 @@ app = typer.Typer(
     help="Reinforcement learning for LLM agents in which every training step leaves a thread back to its cause.",
     epilog="The examples in --help use what `make demo` and the examples of the commands above them have written. "
     "Exit codes: 0 sound; 1 something was found (a difference, an unfit agent); 2 could not run (bad input, or a run "
-    "that ended before its last step); 3 not judged; 70 a defect of Clew; 130 interrupted.",
+    "that ended before its last step); 3 not judged; 70 a defect of Clew; 130 interrupted; 141 nobody read its output.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -63,6 +63,9 @@ COULD_NOT_RUN = 2
 
 DEFECT = 70
 """Exit code after an error that Clew did not raise on purpose."""
+
+BROKEN_PIPE = 141
+"""Exit code if the reader of the output has gone, such as `head`: 128 + SIGPIPE, as other programs have it."""
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, and after SIGTERM if the run can be continued: 128 + SIGINT."""
@@ -120,6 +123,8 @@ def _main() -> None:
         if isinstance(ended, KeyboardInterrupt) or ended.code == INTERRUPTED:
             again = "train, sft, serve, rollout and learn continue when started again"
             _exit_with(Interrupted(f"interrupted; nothing recorded is lost. {again}."))
+        if isinstance(ended.__context__, OSError) and ended.__context__.errno == errno.EPIPE:
+            raise SystemExit(BROKEN_PIPE) from None  # Click and Rich end with 1
         if ended.code:
             report_failure(ended)
         raise

@@ -55,12 +55,11 @@ def show(
     path = run_path_of(run)
     if plot is not None:
         from clew.record.bundle import opened
-        from clew.record.files import explain_disk_errors
         from clew.view.learning_curve import draw_curves
 
         if what is not None or steps is not None or tokens or prompt is not None or off_policy:
             raise typer.BadParameter("--plot draws a whole run: leave out the other options")
-        with opened(path) as (directory, _), explain_disk_errors(plot):
+        with opened(path) as (directory, _):
             draw_curves(directory, plot)
         print(f"plot: {plot}")
         return

@@ -18,6 +18,7 @@ from rich.text import Text
 from clew import config as configuration
 from clew.config import Config
 from clew.console import EscapingConsole
+from clew.diagnose.causes import with_sections_at
 from clew.diagnose.recorded_model import RecordedModel, interactions_of, resources_of
 from clew.errors import ConfigError, EngineError, RecordError
 from clew.gateway.agent_session import Limits
@@ -72,6 +73,7 @@ def replay_agent(run: RunDirectory, rows: Sequence[Row], *, agent: str | None, b
         EngineError: The server at `base_url` does not answer, is a gateway, or takes no token IDs.
     """
     config = configuration.load(run.config_path, ["launch.mode=local"])
+    config = with_sections_at(run, config, rows[0].admitted_version, "rollout", "sampling", "eval")
     path = agent or config.rollout.agent
     if path is None:
         raise ConfigError(
@@ -118,12 +120,14 @@ async def _replay(
         if found is not None:
             await gateway.call(found.engine.close())
         gateway.stop()
+    failed = rows[0].finish_reason == "error"
     return Replay(
         model=model,
         rewards=rewards,
         error=failure,
-        recorded_rewards=None if rows[0].error else [row.reward for row in rows],
-        recorded_error=rows[0].error,
+        # An episode that did not fail may have an error, too: why its group was rejected.
+        recorded_rewards=None if failed else [row.reward for row in rows],
+        recorded_error=rows[0].error if failed else None,
     )
 
 

@@ -6,6 +6,7 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncIterator
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -132,7 +133,7 @@ async def _with_provider(
     began, failed = time.monotonic(), False
     arguments = extra_kwargs_of(agent.run, {"base_url": base_url, "api_key": api_key, "http_client": client})
     try:
-        value = await call_run(agent, dict(row), arguments)
+        value = await call_run(agent, deepcopy(row), arguments)
         returned = str(checked(value, "the agent's run"))
     except (Exception, SystemExit, asyncio.CancelledError) as error:  # the user's code
         if was_cancelled(error):

@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from omegaconf import OmegaConf
+from pydantic import ValidationError
 from rich.table import Table
 
+from clew.config import Config
 from clew.console import numbers_table, tracked
-from clew.errors import RecordError
+from clew.errors import RecordError, first_line
 from clew.loop.differences import Difference
 from clew.printing import print
 from clew.reading import flat, read_json, read_yaml
@@ -102,11 +105,33 @@ def table_of_changes(
 
 def values_at(run: RunDirectory, step: int) -> dict[str, Any]:
     """Return the configuration at a step by dotted names, from config.yaml, later changes and the step's own record."""
+    return _without_changes_after(run, step) | flat(run.steps.read(step).get("config", {}))
+
+
+def with_sections_at(run: RunDirectory, config: Config, step: int, *sections: str) -> Config:
+    """Return the run's configuration with its seed and these sections, such as "sampling", as they were at a step.
+
+    Raises RecordError if run.json has changes that do not fit.
+    """
+    then, values = OmegaConf.create({section: {} for section in sections}), _without_changes_after(run, step)
+    for name, value in values.items():
+        if name.partition(".")[0] in sections:
+            OmegaConf.update(then, name, value)
+    parts: Any = OmegaConf.to_container(then)
+    try:
+        update = {name: type(getattr(config, name)).model_validate(part) for name, part in parts.items() if part}
+    except ValidationError as error:
+        raise RecordError(f"{run.run_json} has changes that do not fit this Clew: {first_line(error)}") from None
+    return config.model_copy(update=update | {"seed": values.get("seed", config.seed)})
+
+
+def _without_changes_after(run: RunDirectory, step: int) -> dict[str, Any]:
+    """Return config.yaml by dotted names, with the values that later changes have replaced."""
     configured = flat(read_yaml(run.config_path) if run.config_path.exists() else {})
     for change in reversed(run.facts().get("changes", [])):  # config.yaml is that of the newest step
         if change["step"] > step:
             configured |= {name: old for name, (old, _) in change["fields"].items()}
-    return configured | flat(run.steps.read(step).get("config", {}))
+    return configured
 
 
 def code_at(run: RunDirectory, step: int) -> dict[str, str]:

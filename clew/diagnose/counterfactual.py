@@ -10,18 +10,15 @@ import os
 import shlex
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from omegaconf import OmegaConf
-from pydantic import ValidationError
 
 from clew import config as configuration
 from clew.config import Config
 from clew.console import EscapingConsole
-from clew.diagnose.causes import table_of_changes, values_at
+from clew.diagnose.causes import table_of_changes, with_sections_at
 from clew.diagnose.stages import read_batch_with_warning
-from clew.errors import ConfigError, Interrupted, RecordError, first_line
+from clew.errors import ConfigError, Interrupted, RecordError
 from clew.loop.differences import differs
 from clew.loop.replay import configuration_at
 from clew.loop.tolerance import TOLERANCES, Tolerance
@@ -116,8 +113,7 @@ def _agree(recorded: float | None, found: float | None, near: Tolerance) -> bool
 
 def _configured(run: RunDirectory, first: int, overrides: list[str], root: Path | None) -> Config:
     """Return the configuration of the new run, which begins with step `first`; without a `root`, beside `run`."""
-    recorded = configuration_at(run, first)
-    recorded = recorded.model_copy(update=_parts_at(run, recorded, first))
+    recorded = with_sections_at(run, configuration_at(run, first), first, "rollout", "sampling", "reward")
     if root is None:
         folder = Path(os.path.normpath(run.path / ".."))  # Path(".").parent is "." again
         moved = folder.resolve().name != recorded.experiment  # the run was copied or renamed
@@ -152,22 +148,6 @@ def _configured(run: RunDirectory, first: int, overrides: list[str], root: Path 
         model = config.model.model_copy(update={"path": str(begun)})
         config = config.model_copy(update={"model": model, "algorithm": algorithm})
     return config
-
-
-def _parts_at(run: RunDirectory, config: Config, step: int) -> dict[str, Any]:
-    """Return the parts of the configuration that say how the episodes of a committed step were made.
-
-    Raises RecordError if run.json has changes that do not fit.
-    """
-    parts = OmegaConf.create({"rollout": {}, "sampling": {}, "reward": {}})
-    for name, value in values_at(run, step).items() if step < run.steps.count() else ():
-        if name.startswith(("rollout.", "sampling.", "reward.")):
-            OmegaConf.update(parts, name, value)
-    values: Any = OmegaConf.to_container(parts)
-    try:
-        return {name: type(getattr(config, name)).model_validate(part) for name, part in values.items() if part}
-    except ValidationError as error:
-        raise RecordError(f"{run.run_json} has changes that do not fit this Clew: {first_line(error)}") from None
 
 
 def _quoted(value: object) -> str:

@@ -163,6 +163,7 @@ def _settings(models: Sequence[str], data: str | None, reward: str | None, overr
         "launch": {"mode": "local"},  # inline mode has no time limit for rewards
         "rollout": {"max_lag": 0} | ({} if reward is None else {"reward": reward}),
         "eval": {} if data is None else {"path": data},
+        "training": {"objective": "sft"},  # that of a run of `clew sft` may be dpo, which has no held-out loss
     }
     for section, fields in given.items():
         values[section] = {**(values.get(section) or {}), **fields}

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Iterable
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from traceback import format_exception
@@ -130,7 +131,7 @@ async def recompute_rewards(
                 model, trace = RecordedModel(shared, interactions_of(rows), episode_id, sampling=False), ""
                 data = as_read.get(ENCODER.encode(rows[0].data), rows[0].data)
                 try:
-                    now: dict[str, float] | str = by_name(await workflow.run_episode(model, dict(data)))
+                    now: dict[str, float] | str = by_name(await workflow.run_episode(model, deepcopy(data)))
                     now = next((parts for _, _, parts in with_returns(model, now)), now)
                 except ConfigError:  # the other episodes would fail in the same way
                     raise

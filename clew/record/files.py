@@ -24,11 +24,15 @@ log = logging.getLogger("clew.record")
 def write_bytes(path: Path, content: bytes | memoryview, *, private: bool = False) -> None:
     """Write `content` to `path` atomically. Raises RecordError if the disk is full, or this user may not write there.
 
-    Only this user can read a `private` file (mode 0600), even before it has any content.
+    Only this user can read a `private` file (mode 0600), even before it has any content. A pipe or a device, such as
+    /dev/stdout, is written to as it is.
     """
     opener = (lambda name, flags: os.open(name, flags, 0o600)) if private else None
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     with explain_disk_errors(path):
+        if path.exists() and not path.is_file():
+            path.write_bytes(content)
+            return
         try:
             beside.unlink(missing_ok=True)
             with open(beside, "xb", opener=opener) as file:

@@ -335,17 +335,18 @@ class RunDirectory:
     def read_evals(self) -> list[dict[str, Any]]:
         return [read_evaluation(path) for path in sorted(self.evals.glob("version-*.json"))]
 
+    def comparable(self, evals: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the evaluations since the last change of what they measure; all of them if there are none since."""
+        changed = [c["step"] for c in self.facts().get("changes", []) if any(map(MEASURES.match, c["fields"]))]
+        return [each for each in evals if each["version"] > max(changed, default=-1)] or evals
+
     def best_eval(self, versions: Collection[int]) -> int | None:
         """Return which of these versions has the best evaluation; None if none of them is evaluated.
 
-        Only evaluations since the last change of what they measure are compared, if there are any. The best has the
-        highest pass@1. Ties are broken by the highest reward, then the lowest loss, then the earliest
-        version, whose weights have moved least from the first model.
+        The best has the highest pass@1. Ties are broken by the highest reward, then the lowest loss, then the earliest
+        version, whose weights have moved least from the first model. See `comparable` for those that are compared.
         """
-        evaluated = [each for each in self.read_evals() if each["version"] in versions]
-        changed = [c["step"] for c in self.facts().get("changes", []) if any(map(MEASURES.match, c["fields"]))]
-        newer = [each for each in evaluated if each["version"] > max(changed, default=-1)]
-        evaluated = newer or evaluated  # others were measured in another way
+        evaluated = self.comparable([each for each in self.read_evals() if each["version"] in versions])
         scores = [  # None: all of its episodes failed
             (
                 *(-math.inf if each.get(name) is None else each[name] for name in ("pass@1", "reward")),

@@ -135,6 +135,8 @@ async def _reward_of(
             f"{counted(len(engine.interactions), 'response')}."
         ) from None
     reward = checked(returned, name)
+    if not math.isfinite(sum(map(abs, [*by_name(reward).values(), *engine.turn_rewards.values()]))):
+        raise EpisodeError(f"{name} returned {returned!r}. The sum of its rewards is too large for a float.")
     if not engine.interactions:
         raise EpisodeError(
             f"{name} returned {returned!r} without a response of the model, so there is nothing to train on."

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from typing import TYPE_CHECKING, Any
-
-import orjson
 
 from clew.config import Config
 from clew.data import without_nulls
@@ -78,7 +77,8 @@ def count_tokens(
                 continue
             texts[False].append((place, str(rendered)))
         else:
-            texts[True].append((place, prompt if isinstance(prompt, str) else orjson.dumps(prompt).decode()))
+            text = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False, default=str)
+            texts[True].append((place, text))
     for special, group in texts.items():
         if group:
             encoded: Any = tokenizer([text for _, text in group], add_special_tokens=special)

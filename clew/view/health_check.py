@@ -39,7 +39,7 @@ def judge(run: RunDirectory, history: History, rejected: Rejected, warned: Seque
     concerns = [
         health_rules.reward(history, changes_of(run)),
         health_rules.negative_rewards(history, _highest_reward(run, last)),
-        health_rules.evaluations(history, run.read_evals()),
+        health_rules.evaluations(history, run.comparable(run.read_evals())),
         health_rules.contradiction(history),
         health_rules.gradients(history, _positive(config.get("training.spike_factor")), supervised=run.supervised),
         health_rules.mismatch(history),

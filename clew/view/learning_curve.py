@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from clew.errors import RecordError
-from clew.record.files import only_shown
+from clew.record.files import only_shown, write_bytes
 from clew.record.run import RunDirectory
 from clew.record.summary import spent
 from clew.view.find_episode import settings_of
@@ -72,9 +73,8 @@ def draw_curves(run: RunDirectory, path: Path) -> None:
     path_of_run = run.path.absolute()
     experiment = settings_of(run).get("experiment", path_of_run.parent.name)  # a bundle is in a folder of any name
     figure.suptitle(f"{experiment} / {path_of_run.name}", parse_math=False)
-    beside = path.with_name(f".{path.name}")  # renamed when it is whole, so that nobody opens half a picture
-    figure.savefig(beside, dpi=110, format="png")
-    beside.replace(path)
+    figure.savefig(drawn := BytesIO(), dpi=110, format="png")
+    write_bytes(path, drawn.getvalue())
 
 
 def _draw_seconds(axis: Any, steps: list[dict[str, Any]]) -> None:

@@ -212,7 +212,8 @@ class Progress:
         self._next = self._first = run.steps.count()
         self._recent: list[tuple[str, ...]] = []
         self._evaluated = set(run.evals.glob("version-*.json"))
-        self._live = Live(console=self._console, refresh_per_second=4) if live and self._console.is_terminal else None
+        draws = live and self._console.is_terminal and not self._console.is_dumb_terminal
+        self._live = Live(console=self._console, refresh_per_second=4) if draws else None
         self._shown = 0.0
         self._shows_warnings = warnings
         self._warned_to = run.warnings_path.stat().st_size if run.warnings_path.exists() else 0

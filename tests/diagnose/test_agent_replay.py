@@ -193,3 +193,17 @@ def test_an_episode_that_is_not_there(tmp_path: Path, episode: str) -> None:
     run = recorded(tmp_path, "Once")
     with pytest.raises(Exception, match="has no"):
         replayed(run, episode)
+
+
+def test_an_episode_is_judged_by_the_configuration_that_it_was_made_with(tmp_path: Path) -> None:
+    run = recorded(tmp_path, "Turns")
+    config = configuration.load(run.config_path, ["sampling.max_new_tokens=3", "seed=7"])
+    run.describe(config, step=1)
+    run.config_path.write_text(configuration.dump(config))
+    assert replayed(run, "g000000.e1").same
+
+
+def test_the_reason_why_a_group_was_rejected_is_no_error_of_its_episodes(tmp_path: Path) -> None:
+    run = recorded(tmp_path, "Turns", drop_equal_rewards=True)
+    again = replayed(run, "g000000.e1")
+    assert again.same and again.recorded_error is None and again.rewards == again.recorded_rewards

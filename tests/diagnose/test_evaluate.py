@@ -78,6 +78,14 @@ def test_checkpoints_and_a_model_are_compared_on_the_same_prompts(
     assert "reward is above 0.3" in shown
 
 
+def test_a_run_of_preferences_can_be_evaluated(run: RunDirectory, held_out: str, tmp_path: Path) -> None:
+    copy = shutil.copytree(run.path, tmp_path / "preferences")
+    values = yaml.safe_load((copy / "config.yaml").read_text())
+    values["training"]["objective"], values["algorithm"]["kl_coef"] = "dpo", 0.1
+    (copy / "config.yaml").write_text(yaml.safe_dump(values))
+    assert "5 prompts" in evaluated(copy, data=held_out)
+
+
 def test_a_prompt_too_long_for_one_model_is_left_out_for_all(run: RunDirectory, folder: Path, tmp_path: Path) -> None:
     path, to = tmp_path / "rows.jsonl", tmp_path / "episodes.parquet"
     path.write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in ("123456 + 2 =", "1 + 2 =")))

@@ -18,7 +18,7 @@ from clew.config import Config
 from clew.errors import RecordError
 from clew.record import rows
 from clew.record.batch_digest import digest_rows
-from clew.record.files import explain_disk_errors
+from clew.record.files import explain_disk_errors, write_bytes
 from clew.record.rejected import count_rejected
 from clew.record.run import RunDirectory, Server, open_run
 from tests.record.test_rows import a_sequence, same
@@ -379,6 +379,14 @@ def test_a_full_disk_is_said_and_loses_nothing(tmp_path: Path) -> None:
             shutil.copytree(tmp_path / "from", mounted / "to")
     finally:
         subprocess.run(["umount", mounted], check=True)
+
+
+def test_a_pipe_is_written_to_and_stays_a_pipe(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    reading = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    write_bytes(tmp_path / "pipe", b"report")
+    assert os.read(reading, 10) == b"report" and (tmp_path / "pipe").is_fifo()
+    os.close(reading)
 
 
 def test_whoever_only_reads_a_run_makes_no_folder(tmp_path: Path) -> None:

@@ -223,13 +223,13 @@ def test_hopeless_runs_stop_whatever_share_is_allowed(tmp_path):
 
 @pytest.mark.parametrize(("value", "says"), [
     ("nan", "returned nan"), ("inf", "returned inf"), ("none", "returned None"), ("text", "returned '0.5'"),
-    ("empty", "returned {}"),
+    ("empty", "returned {}"), ("large", "returned {'a': 1e+308, 'b': 1e+308}. The sum of its rewards is too large"),
 ])  # fmt: skip
 def test_a_workflow_that_returns_no_number(tmp_path, value, says):
     config = config_for(tmp_path, rollout={"workflow": f"{CODE}.Returns", "workflow_kwargs": {"value": value}})
     with pytest.raises(RolloutError) as raised:
         drive(tmp_path, config, Scripted(), range(5))
-    assert f"{CODE}.Returns.run_episode {says}" in str(raised.value) and "expected" in str(raised.value)
+    assert f"{CODE}.Returns.run_episode {says}" in str(raised.value)
 
 
 @pytest.mark.parametrize(("error", "says"), [("exit", "SystemExit: 3"), ("cancelled", "CancelledError: ")])

@@ -106,7 +106,8 @@ class Returns:
 
     async def run_episode(self, engine, data):
         await engine.generate(engine.tokenizer(data["prompt"]).input_ids)
-        return {"nan": float("nan"), "inf": float("inf"), "none": None, "text": "0.5", "empty": {}}[self.value]
+        special = {"nan": float("nan"), "inf": float("inf"), "none": None, "text": "0.5", "empty": {}}
+        return (special | {"large": {"a": 1e308, "b": 1e308}})[self.value]
 
 
 class Opens:

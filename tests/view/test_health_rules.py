@@ -16,6 +16,7 @@ import pytest
 
 from clew.record import rows
 from clew.record.bundle import write_bundle
+from clew.record.files import write_json
 from clew.record.rejected import FILTERED
 from clew.record.run import RunDirectory
 from clew.view.health_rules import WATCHED, Collector, History, find_spikes, gradients, reward
@@ -251,6 +252,10 @@ def test_evaluations_that_fall_while_the_training_reward_rises(tmp_path: Path) -
             run.write_eval(version, [], {"pass@1": value, "reward": value, "intervals": width if half else {}})
         return health(run)
 
+    evaluated("of other prompts", 0.6, 0.6, 0.4, 0.4)
+    changed = RunDirectory(tmp_path / "of other prompts" / "runs" / "test" / "0")
+    write_json(changed.run_json, {**changed.facts(), "changes": [{"step": 15, "fields": {"eval.path": ["a", "b"]}}]})
+    assert "evaluations" not in health(changed)
     found = evaluated("falls", 0.2, 0.5, 0.6, 0.4)["evaluations"]
     assert found.startswith(
         "pass@1 fell from 0.600 at version 20 to 0.400 at version 40, while the training reward rose"
