@@ -42,6 +42,10 @@ EXTRAS = {
 """Extra of pyproject.toml that installs each optional package."""
 
 
+DEFECT = 70
+"""Exit code after an error that Clew did not raise on purpose."""
+
+
 class ClewError(Exception):
     """Base class of the errors that the user can fix."""
 

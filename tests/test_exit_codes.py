@@ -169,6 +169,46 @@ def test_the_last_lines_of_a_rank_that_was_killed_are_shown(
     )
 
 
+LATER = """
+import os, time
+from pathlib import Path
+from clew.errors import ConfigError, Interrupted
+from clew.launch import ranks
+def fail():
+    raise KeyError("foo" if first else "gone")
+first = os.environ["RANK"] == "{first}"
+while not first and not Path(os.environ[ranks.ERROR_VARIABLE]).with_name("rank-{first}.json").exists():
+    time.sleep(0.01)
+print("Traceback of rank", os.environ["RANK"], flush=True)
+try:
+    {cause} if first else fail()
+except BaseException as error:
+    ranks.report_failure(error)
+raise SystemExit({code} if first else 70)
+"""
+
+
+def test_an_interrupted_rank_whose_peers_fail_over_it_is_an_interruption(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cause = "ranks.report_failure(Interrupted('before step 3'))"
+    stand_in(tmp_path, monkeypatch, LATER.format(first=0, cause=cause, code=130))
+    with pytest.raises(Interrupted) as ended:
+        run_ranks(2, ["sft"])
+    assert str(ended.value) == "before step 3"
+
+
+def test_a_defect_of_a_rank_is_told_with_its_type_and_last_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(tmp_path, monkeypatch, LATER.format(first=1, cause="fail()", code=70))
+    with pytest.raises(LaunchError) as ended:
+        run_ranks(2, ["sft"], tmp_path)
+    where = f"(full log: {tmp_path / 'trainer-1.log'})"
+    said = f"trainer rank 1 of 2: KeyError at rank.py:7: 'foo'. Its last lines {where}:\nTraceback of rank 1"
+    assert str(ended.value) == said
+
+
 ONE_AFTER_THE_OTHER = """
 import os, signal, time
 from pathlib import Path

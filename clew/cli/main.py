@@ -18,7 +18,7 @@ from clew import __version__
 from clew.cli import record, run
 from clew.cli.agent import agent_app
 from clew.cli.hang import hang
-from clew.errors import ClewError, Interrupted, RecordError, explain_missing
+from clew.errors import DEFECT, ClewError, Interrupted, RecordError, explain_missing
 from clew.printing import VisibleRecord, break_silence, print
 
 app = typer.Typer(
@@ -60,9 +60,6 @@ def _clew(
 
 COULD_NOT_RUN = 2
 """Exit code after a ClewError. Typer uses the same code for a command line that it cannot parse."""
-
-DEFECT = 70
-"""Exit code after an error that Clew did not raise on purpose."""
 
 BROKEN_PIPE = 141
 """Exit code if the reader of the output has gone, such as `head`: 128 + SIGPIPE, as other programs have it."""

@@ -17,7 +17,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from clew.errors import ConfigError, Interrupted, LaunchError, RecordError
+from clew.errors import DEFECT, ClewError, ConfigError, Interrupted, LaunchError, RecordError, described
 from clew.processes import PARENT_VARIABLE, SOCKET_VARIABLE, free_port, how_it_ended, written_since
 
 ERROR_VARIABLE = "TORCHELASTIC_ERROR_FILE"
@@ -78,7 +78,8 @@ def run_ranks(ranks: int, arguments: list[str], logs: Path | None = None) -> Non
             cause = _first_cause(failed, errors, ["", *ends])
             if not cause:  # a rank has said all, and its exit code is the answer
                 raise SystemExit(max(failed.values()))
-            raise Interrupted(cause) if min(failed.values()) > 128 else LaunchError(cause)
+            # The interrupted rank ends; others find only that it is gone.
+            raise Interrupted(cause) if max(failed.values()) > 128 else LaunchError(cause)
 
 
 def rank_variables(rank: int, ranks: int, port: int) -> dict[str, str]:
@@ -101,7 +102,9 @@ def report_failure(error: BaseException) -> bool:
     if path is None:
         return False
     now = time.time()
-    text = "" if isinstance(error, SystemExit) else str(error)
+    text = ""
+    if not isinstance(error, SystemExit):
+        text = str(error) if isinstance(error, ClewError) else described(error)
     # torchrun wants `timestamp`, in whole seconds; `time` tells which of several ranks failed first.
     message = {"message": text, "extraInfo": {"timestamp": str(int(now)), "time": now}}
     with suppress(OSError):
@@ -165,7 +168,7 @@ def _first_cause(failed: dict[int, int], errors: list[Path], ends: list[str]) ->
     Args:
         failed: Exit codes of the ranks that ended before the others were killed.
         errors: File of each rank, see `report_failure`.
-        ends: Last lines of each rank's output, shown for a rank that reported nothing.
+        ends: Last lines of each rank's output, shown for a rank that reported nothing, or a defect.
     """
     ranks = len(errors)
     killed = [rank for rank, code in failed.items() if code < 0]
@@ -176,7 +179,9 @@ def _first_cause(failed: dict[int, int], errors: list[Path], ends: list[str]) ->
     first = min(reported, key=lambda rank: reported[rank][0])
     message = reported[first][1]
     everyone = len(reported) == ranks and all(each == message for _, each in reported.values())
-    return message if everyone or not message else f"trainer rank {first} of {ranks}: {message}"
+    if everyone or not message or failed[first] > 128:
+        return message
+    return f"trainer rank {first} of {ranks}: {message}{ends[first] if failed[first] == DEFECT else ''}"
 
 
 def _last_lines(log: Path, begin: int, *, kept: bool) -> str:
