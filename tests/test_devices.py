@@ -143,6 +143,7 @@ def test_an_interrupt_after_the_last_step_and_before_the_end_is_told(
 WRITES = """
 import signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
+{first}
 with open({file!r}, "ab", buffering=0) as file:
     for _ in range({times}):
         file.write({data!r})
@@ -150,15 +151,36 @@ with open({file!r}, "ab", buffering=0) as file:
 """
 
 
-@pytest.mark.parametrize(("data", "urgent"), [(b"weights", False), (b"", False), (b"weights", True)])
+DIGESTS = """
+from pathlib import Path
+from clew.record.run import CHECKPOINT_WRITTEN
+from clew.waits import Reporter, waiting
+with Reporter(Path({status!r}), "trainer"), waiting(CHECKPOINT_WRITTEN, unblocks="the disk"):
+    time.sleep(1.5)  # until the status is written again, with the wait
+    open({file!r}, "ab").close()
+    time.sleep(3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("data", "urgent", "first"),
+    [(b"weights", False, ""), (b"", False, ""), (b"weights", True, ""), (b"weights", False, DIGESTS)],
+)
 def test_only_a_trainer_that_writes_its_checkpoint_has_longer_to_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], data: bytes, urgent: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    data: bytes,
+    urgent: bool,
+    first: str,
 ) -> None:
     monkeypatch.setattr(supervisor, "GRACE_S", 1.0)
     run, ends = RunDirectory(tmp_path / "e" / "0"), bool(data) and not urgent
     file = run.checkpoints / ".step-000001.123" / "model.safetensors"
     file.parent.mkdir()
-    trainer = child_of(run, "trainer", WRITES.format(file=str(file), times=25 if ends else 1000, data=data))
+    trainer = child_of(
+        run, "trainer", WRITES.format(file=str(file), times=25 if ends else 1000, data=data, first=first)
+    )
     trainer.start()
     while not file.exists():
         assert trainer.process.poll() is None

@@ -43,6 +43,11 @@ GRACE_S = 8.0
 """Seconds between asking a process to end and killing it."""
 
 
+DIGEST_S = 120.0
+"""Seconds for which a checkpoint's files may not grow: all weights are digested before the first, and after the last.
+"""
+
+
 @dataclass
 class Child:
     """One supervised process."""
@@ -270,19 +275,22 @@ def _end_if_hopeless(config: Config, run: RunDirectory, hang: Hang, hung_at: lis
 def _end(children: list[Child], run: RunDirectory, is_urgent: Callable[[], bool]) -> None:
     """Ask the processes to end, and kill those that are still there after `GRACE_S`.
 
-    The trainer may write a checkpoint for longer, as long as its files grow and nobody asks once more.
+    The trainer may take longer for a checkpoint, as long as its files grow and nobody asks once more. They may stand
+    still for `DIGEST_S`.
     """
     started = [child.process for child in children if hasattr(child, "process")]
     for process in started:
         process.terminate()
-    begun, written = time.monotonic(), 0
-    deadline, told = begun + GRACE_S, False
+    begun = grown = time.monotonic()
+    written, told = 0, False
     while any(process.poll() is None for process in started):
-        if time.monotonic() > (begun + GRACE_S if is_urgent() else deadline):
-            break
         if (size := run.unfinished_checkpoint()) > written:
-            written, deadline = size, time.monotonic() + GRACE_S
-        if written and not told and time.monotonic() > begun + GRACE_S:
+            written, grown = size, time.monotonic()
+        late = time.monotonic() > begun + GRACE_S
+        saves = late and run.waits_for_checkpoint()
+        if late and (is_urgent() or time.monotonic() > grown + (DIGEST_S if saves else GRACE_S)):
+            break
+        if late and not told:
             print("the trainer writes its checkpoint; Ctrl-C ends it without", flush=True)
             told = True
         time.sleep(0.05)

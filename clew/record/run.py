@@ -38,6 +38,8 @@ if TYPE_CHECKING:  # not importing the configuration saves a reader of the recor
     from clew.config import Config
     from clew.waits import Reporter
 
+CHECKPOINT_WRITTEN = "the checkpoint to be written"
+"""What the trainer says that it waits for (`clew.waits`) while it digests, collects and writes a checkpoint."""
 MEASURES = re.compile(
     r"eval\.(path|temperature|pass_above)$|rollout\.(reward|agent|workflow|max_turns|max_episode_tokens)$|"
     r"rollout\.workflow_kwargs\."
@@ -205,6 +207,13 @@ class RunDirectory:
             for file in self.checkpoints.glob(".step-*/**/*"):
                 size += file.stat().st_size
         return size
+
+    def waits_for_checkpoint(self) -> bool:
+        """Return whether the trainer's last status says that it waits for its checkpoint to be written."""
+        with suppress(RecordError, LookupError, TypeError):  # such as a status that was cut off
+            waits = read_json(self.status / "trainer.json", dict[str, Any])["waits"]
+            return any(each["what"] == CHECKPOINT_WRITTEN for each in waits)
+        return False
 
     def checkpoint(self, version: int) -> Path:
         return self.checkpoints / f"step-{version:06d}"
