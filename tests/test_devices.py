@@ -178,6 +178,7 @@ def test_only_a_trainer_that_writes_its_checkpoint_has_longer_to_end(
     run, ends = RunDirectory(tmp_path / "e" / "0"), bool(data) and not urgent
     file = run.checkpoints / ".step-000001.123" / "model.safetensors"
     file.parent.mkdir()
+    first = first.format(status=str(run.status), file=str(file))
     trainer = child_of(
         run, "trainer", WRITES.format(file=str(file), times=25 if ends else 1000, data=data, first=first)
     )
