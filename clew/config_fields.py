@@ -225,7 +225,8 @@ class Training(Section):
     warmup_steps: int = Field(default=0, ge=0)
     """Number of optimizer updates over which the learning rate rises from 0."""
     weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """AdamW's decoupled weight decay, for matrices only (not norms and biases)."""
+    """AdamW's decoupled weight decay, for tensors of two or more dimensions: not for norms and biases, unless a mixture
+    of experts stacks the biases of its experts."""
     betas: tuple[DecayRate, DecayRate] = (0.9, 0.95)
     """AdamW's decay rates of the two moments."""
     max_grad_norm: float = Field(default=1.0, gt=0)

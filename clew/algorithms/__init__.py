@@ -42,13 +42,13 @@ WITH_CRITIC = ("gae",)
 LOSSES = {"clip": "ppo", "cispo": "cispo"}
 """Built-in losses, and the page that defines each. Anything else is the dotted path of a function."""
 
-FORMULAS = 4
+FORMULAS = 5
 """Version of Clew's own formulas, so that a replay knows which ones a record was made with.
 
 It is raised when a formula gives other numbers than before from the same inputs, if only by rounding. 2: k3 is computed
 with expm1, and clip_share also counts the tokens that CISPO and the dual clip hold. 3: logits of half precision reach
 the softmax without a float32 copy, so CUDA rounds differently. 4: on the CPU, transformers' own code replaces Clew's
-rotary embedding, RMSNorm and attention of short rows.
+rotary embedding, RMSNorm and attention of short rows. 5: equal rewards have advantages of exactly 0.
 """
 
 

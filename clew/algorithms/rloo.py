@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from clew.algorithms.ppo import loss
-from clew.algorithms.reward_statistics import EPSILON, Rewards, deviation, within_groups
+from clew.algorithms.reward_statistics import EPSILON, Rewards, centred, deviation, within_groups
 
 if TYPE_CHECKING:
     from clew.record.rows import Sequence
@@ -46,7 +46,12 @@ def advantages_std(sequences: SequenceABC[Sequence]) -> np.ndarray:
 
 
 def leave_one_out(rewards_ES: Rewards) -> np.ndarray:
-    """Return for each sequence its reward minus the mean of the group's other episodes: [sequences] float64."""
+    """Return for each sequence its reward minus the mean of the group's other episodes: [sequences] float64.
+
+    If all rewards are equal, it is exactly 0: see `centred`.
+    """
+    if not (same := centred(rewards_ES)).any():
+        return same
     means_E = np.array([np.mean(rewards_S) for rewards_S in rewards_ES])
     others_E = (means_E.sum() - means_E) / (len(rewards_ES) - 1)
     return np.concatenate([np.array(rewards_S) - other for rewards_S, other in zip(rewards_ES, others_E, strict=True)])

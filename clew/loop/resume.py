@@ -115,6 +115,12 @@ def _refuse_changes(config: Config, run: RunDirectory, version: int, committed: 
             f"Cannot continue {run.path} with another model: {', '.join(model)}. A run keeps its model; start another "
             f"trial=NAME for this one."
         )
+    if run.supervised and committed and "training.batch_size" in changed:
+        raise ConfigError(
+            f"Cannot continue {run.path} with batches of another size: {changed['training.batch_size']}. A step's rows "
+            f"are counted from its number, so some would be skipped or repeated. Set it back, or start another "
+            f"trial=NAME."
+        )
     counts = config.training.schedule != "constant" and not run.supervised
     if counts and version and "algorithm.minibatches" in changed:
         raise ConfigError(

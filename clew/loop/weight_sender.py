@@ -30,7 +30,7 @@ from clew.record.weight_broadcast import Broadcast
 from clew.record.weights import BroadcastDigests
 from clew.training.engine import TrainEngine
 from clew.training.published_weights import public_tensors
-from clew.training.sharding import full_tensor
+from clew.training.sharding import each_once, full_tensor
 
 log = logging.getLogger("clew.trainer")
 
@@ -67,7 +67,7 @@ class WeightSender:
         Raises:
             EngineError: A server failed, none has received the weights, and no other can serve instead.
         """
-        tensors = _each_once(engine.policy.model.state_dict(keep_vars=True))
+        tensors = each_once(engine.policy.model.state_dict(keep_vars=True))
         left = self.control.ready() if engine.ranks.leads else []
         if self._sent == engine.version:  # the others serve it already
             left = [server for server in left if server.wants_weights]
@@ -167,14 +167,6 @@ class WeightSender:
         public = public_tensors(engine, {name: tensor})
         self._renamed[name] = public.keys() != {name}
         return public
-
-
-def _each_once(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors without aliases: a tied tensor keeps only the first of its names."""
-    first: dict[int, tuple[str, Tensor]] = {}
-    for name, tensor in state.items():
-        first.setdefault(id(tensor), (name, tensor))
-    return dict(first.values())
 
 
 def buckets(tensors: dict[str, Tensor], limit: int) -> list[int]:

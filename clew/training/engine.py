@@ -270,6 +270,10 @@ class TrainEngine:
         check_tokens(tokens, self.policy.model, "the model")
         if self.critic is not None:
             check_tokens(tokens, self.critic.inner, "the critic")
+            if shown := next((sequence.id for sequence in sequences if sequence.images), ""):
+                raise TrainingError(
+                    f"Cannot train on {shown}: it shows images, which critics do not take. Unset the critic."
+                )
         plan = plan_step(
             tokens.lengths.tolist(),
             [sequence.group_id for sequence in sequences],
@@ -468,6 +472,8 @@ class TrainEngine:
                 "weights": to_hex(self.weights_digests().values()),
             }
         if names := not_finite(self.trained_parameters(), self.ranks):
+            if done.skipped == len(plan) and not names[0].startswith("critic."):
+                raise GradientError(f"step {self.version}: {names[0]} had NaN or infinity before this step already.")
             rate = "algorithm.critic_lr" if names[0].startswith("critic.") else "training.lr"
             raise GradientError(
                 f"step {self.version}: after the update, {names[0]} has NaN or infinity, although all gradients were "

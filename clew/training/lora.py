@@ -103,7 +103,7 @@ class Adapters:
         merged = {name.replace(".base_layer.", "."): tensor for name, tensor in state.items() if ".lora_" not in name}
         for name, layer in self._layers() if state else ():
             a, b = (state[f"{name}.lora_{each}.{NAME}.weight"] for each in "AB")
-            merged[f"{name}.weight"] = _sum(layer, merged[f"{name}.weight"], a, b)
+            merged[f"{name}.weight"] = _sum(layer, merged[f"{name}.weight"], a, b).contiguous()
         return merged
 
     @contextmanager

@@ -44,15 +44,8 @@ def _of_kept(loss: Loss, algorithm: Algorithm, tokens: TrainedTokens) -> PolicyL
 
 
 OPTIONS = (
-    "clip_low",
-    "clip_high",
-    "importance_cap",
-    "kl_estimator",
-    "ratio",
-    "dual_clip",
-    "importance",
-    "entropy_coef",
-)
+    "clip_low", "clip_high", "dual_clip", "ratio", "importance", "importance_cap", "kl_estimator", "entropy_coef",
+)  # fmt: skip
 """Options that a user's loss may take by name, besides kl_coef."""
 
 OPTIONAL = {"reference_N": "algorithm.kl_coef", "entropies_N": "algorithm.entropy_coef"}

@@ -219,7 +219,7 @@ class Policy:
                 yield self._beside_image(tokens, own, min(showing, key=lambda row: tokens.lengths[row]))
             elif own:
                 yield self.micro_batch(tokens, own)
-            elif self.ranks.dp_size > 1:
+            elif any(at_once) and self.ranks.dp_size > 1:
                 yield self.placeholder
 
     def _beside_image(self, tokens: Tokens, rows: list[int], showing: int) -> MicroBatch:

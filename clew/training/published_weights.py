@@ -17,7 +17,7 @@ from clew.record.weights import BROADCAST_FILE, DIGEST_KEY, DIGESTS_KEY, Broadca
 from clew.training.engine import TrainEngine
 from clew.training.saving import written_aside
 from clew.training.scoring import score
-from clew.training.sharding import collect
+from clew.training.sharding import collect, each_once
 
 PROBE_TOKENS = 32
 """Length of the sequence that is scored after each load."""
@@ -45,7 +45,7 @@ def write_weights(engine: TrainEngine, folder: Path, version: int, sent: Broadca
     digest = engine.weights_digest()
     tensors: dict[str, torch.Tensor] = {}  # stays empty after a broadcast
     if sent is None and adapters is None:
-        tensors = _each_once(engine.policy.published_state())
+        tensors = each_once(engine.policy.published_state())
     elif sent is None:
         tensors = collect(dict(engine.policy.parameters(trained=True)), engine.ranks)
     if engine.ranks.leads:
@@ -76,12 +76,6 @@ def public_tensors(engine: TrainEngine, tensors: dict[str, torch.Tensor]) -> dic
 
     public = revert_weight_conversion(engine.policy.model, dict(tensors))
     return {name: tensor.contiguous() for name, tensor in public.items()}
-
-
-def _each_once(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors, with only one of those that share memory."""
-    found = {tensor.data_ptr(): (name, tensor) for name, tensor in reversed(state.items())}
-    return {name: tensor.contiguous() for name, tensor in reversed(found.values())}
 
 
 def _check_sent(engine: TrainEngine, digests: dict[str, str], version: int) -> None:

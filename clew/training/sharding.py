@@ -32,6 +32,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.utils.checkpoint import checkpoint
 
 from clew.config import Training
+from clew.errors import ModelError
 from clew.training.attention import checkpoint_contexts
 from clew.training.isolation import check_causal, prepare_for_packing
 from clew.training.ranks import Ranks
@@ -67,10 +68,14 @@ def shard(model: Any, ranks: Ranks, device: torch.device, *, root: torch.nn.Modu
 
     Args:
         root: Module that holds the model and is called in its place; None: the model itself.
+
+    Raises:
+        ModelError: Parameters that are sharded together have different dtypes, which FSDP2 does not take.
     """
     if ranks.size == 1:
         return
     blocks, outermost = blocks_of(model), root or model
+    _check_dtypes([*blocks, outermost])
     mesh = DeviceMesh(device.type, list(range(ranks.size)))
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if model.dtype == torch.bfloat16 else None)
     with nullcontext(mesh) if ranks.tp == 1 else split(model, blocks, ranks, device, root=root) as mesh_of_blocks:
@@ -83,6 +88,21 @@ def shard(model: Any, ranks: Ranks, device: torch.device, *, root: torch.nn.Modu
                 # Outside the blocks, all tp ranks of a group compute the same gradient, so divide the sum by tp.
                 module.set_gradient_divide_factor(float(ranks.tp) if module is outermost else 1.0)
                 module.set_force_sum_reduction_for_comms(True)  # needed for gloo; NCCL gives the same sum
+
+
+def _check_dtypes(modules: Iterable[torch.nn.Module]) -> None:
+    """Raise ModelError if one of the modules trains parameters of several dtypes, besides those of earlier modules."""
+    seen = set[torch.nn.Parameter]()
+    for module in modules:
+        trained = {name: each for name, each in module.named_parameters() if each.requires_grad and each not in seen}
+        seen.update(trained.values())
+        names = {each.dtype: name for name, each in trained.items()}
+        if len(names) > 1:
+            found = ", ".join(f"{name} in {str(dtype).removeprefix('torch.')}" for dtype, name in names.items())
+            raise ModelError(
+                f"Cannot shard this model over several ranks: its parameters have different dtypes ({found}), which "
+                f"FSDP2 does not take. Use model.dtype=float32, training.lora_rank, or a single rank."
+            )
 
 
 def blocks_of(model: Any) -> list[torch.nn.Module]:
@@ -150,6 +170,14 @@ def collect(named: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
             full = full_tensor(tensor)
             wholes[id(tensor)] = full.cpu().contiguous() if ranks.leads else torch.empty(0)
     return {name: wholes[id(tensor)] for name, tensor in named.items()} if ranks.leads else {}
+
+
+def each_once(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors without aliases: a tied tensor keeps only the first of its names."""
+    first: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in state.items():
+        first.setdefault(id(tensor), (name, tensor))
+    return dict(first.values())
 
 
 def like(tensor: Tensor, full: Tensor) -> Tensor:

@@ -83,6 +83,14 @@ def test_it_learns_and_says_where_the_model_is(settings, capsys):
     assert "Going on from" in capsys.readouterr().out
 
 
+def test_batches_of_another_size_would_skip_or_repeat_rows(settings):
+    settings["training"]["steps"] = 2
+    sft(make_config(**settings))
+    settings["training"] |= {"steps": 4, "batch_size": 2}
+    with pytest.raises(ConfigError, match=r"with batches of another size: training\.batch_size 8 -> 2\."):
+        sft(make_config(**settings))
+
+
 @pytest.mark.slow
 def test_the_held_out_loss_is_recorded_and_its_best_checkpoint_kept(settings, tmp_path, capsys):
     write_rows(tmp_path / "held_out.jsonl", [{"prompt": f"{i:02d}>", "completion": f"{i:02d}"} for i in range(50, 60)])

@@ -28,7 +28,7 @@ from tests.training.sequences import make_batch, make_config
 
 def work(request: dict[str, Any], ranks: Ranks) -> None:
     """request: model, options (of make_config), batch (of make_batch), steps, out; supervised, load, save, publish;
-    refused: the model is; logits: how many are held; media: folder of images, which some rows then show."""
+    untrained: a group; refused: the model is; logits: number held; media: folder of images that some rows show."""
     config = make_config(Path(request["model"]), **request["options"])
     if "refused" in request:
         return _file(request, ranks, [{"refused": _refusal(config, ranks)}], {})
@@ -39,6 +39,9 @@ def work(request: dict[str, Any], ranks: Ranks) -> None:
     said: list[dict[str, Any]] = []
     for _ in range(request["steps"]):
         batch = make_batch(seed=engine.version, **request["batch"])
+        if "untrained" in request:
+            none = {row.id: np.zeros_like(row.loss_mask) for row in batch if row.group_id == request["untrained"]}
+            batch = [replace(row, loss_mask=none.get(row.id, row.loss_mask)) for row in batch]
         if media is not None:
             batch = [show(row, engine, media) if row.id.endswith("e0.s0") else row for row in batch]
         done = engine.train_step(batch)

@@ -363,6 +363,20 @@ def test_weights_that_are_not_finite_name_the_learning_rate_that_made_them(model
         TrainEngine(make_config(model, **sections)).train_step(make_batch())
 
 
+def test_weights_that_were_not_finite_before_the_step_blame_no_update(model):
+    engine = TrainEngine(make_config(model, training={"on_bad_gradient": "skip"}))
+    next(iter(dict(engine.policy.parameters(trained=True)).values())).data.fill_(float("nan"))
+    with pytest.raises(TrainingError, match=r"step 0: .* had NaN or infinity before this step already"):
+        engine.train_step(make_batch())
+
+
+def test_images_for_a_critic(model):
+    batch = make_batch()
+    batch[5] = dataclasses.replace(batch[5], images=["a" * 64])
+    with pytest.raises(TrainingError, match=r"Cannot train on g1\.e2\.s0: it shows images, which critics do not take"):
+        TrainEngine(make_config(model, algorithm={"preset": "ppo"})).train_step(batch)
+
+
 def test_images_for_a_model_that_takes_none(model):
     engine = TrainEngine(make_config(model))
     batch = make_batch()

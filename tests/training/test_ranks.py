@@ -21,7 +21,7 @@ from clew.launch.ranks import rank_variables
 from clew.processes import free_port
 from clew.training.batching import deal
 from clew.training.ranks import ALONE, Ranks
-from clew.training.sharding import blocks_of
+from clew.training.sharding import _check_dtypes, blocks_of
 from clew.training.tensor_parallel import check_plan
 from tests.forked import Forked
 from tests.models import seeing_model, tiny_model, tiny_tokenizer
@@ -162,6 +162,22 @@ def test_logits_in_chunks_and_activations_that_are_computed_again(on_ranks, tmp_
     said, found = on_ranks(2, options=saving, logits=300, **asked)
     assert said[-1]["metrics"]["loss"] == pytest.approx(alone[-1]["metrics"]["loss"], abs=1e-9)
     assert all(torch.allclose(found[name], tensor, rtol=0, atol=1e-9) for name, tensor in kept.items())
+
+
+def test_a_mini_batch_without_a_trained_token_changes_nothing(on_ranks, model):
+    training = {"micro_batch_tokens": 40, "lr": 1e-3, "weight_decay": 0.1}
+    options = {"dtype": "float64", "algorithm": {"minibatches": 3}, "training": training}
+    (_, kept), (_, found) = (
+        on_ranks(ranks, model=model, options=options, batch={"groups": 3}, untrained="g1") for ranks in (1, 2)
+    )
+    assert all(torch.allclose(found[name], tensor, rtol=0, atol=1e-9) for name, tensor in kept.items())
+
+
+def test_parameters_of_several_dtypes_in_one_block_are_refused():
+    block = torch.nn.Sequential(torch.nn.Linear(4, 4, dtype=torch.bfloat16), torch.nn.Linear(4, 4))
+    with pytest.raises(ModelError, match=r"0\.bias in bfloat16, 1\.bias in float32.*model\.dtype=float32"):
+        _check_dtypes([block])
+    _check_dtypes([block[0], block[1], block])  # sharded apart
 
 
 def test_bfloat16_has_its_masters_and_sums_in_float32(on_ranks, tmp_path, model):
