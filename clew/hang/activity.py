@@ -219,14 +219,17 @@ class Place:
 def _cleanup(frames: Sequence[Frame], sources: Mapping[str, str]) -> str:
     """Return the cleanup that a stack is in, see `source.in_cleanup`; "" if it is in none.
 
-    A function with an everyday name (`source.EVERYDAY_NAMES`) does not count if a loop calls it.
+    A function with an everyday name (`source.EVERYDAY_NAMES`) does not count if a loop calls it, nor does `__del__` in
+    a loop that deletes something.
     """
     for place, frame in enumerate(frames):
         if frame.name == "_exit_wrapper" and frame.locals.get("exc_type") != "None":  # a callback of an ExitStack
             return "__exit__"
         word = source.in_cleanup(sources.get(frame.file, ""), frame.line)
-        callers = (each for each in frames[place + 1 :] if each.of_user)
-        looped = (source.loop_at(sources.get(each.file, ""), each.line) for each in callers)
+        callers = [each for each in frames[place + 1 :] if each.of_user]
+        looped = [source.loop_at(sources.get(each.file, ""), each.line) for each in callers]
+        if word == "__del__" and any(looped[:1]) and source.deletes(sources.get(callers[0].file, ""), callers[0].line):
+            continue  # a loop deletes an object in each round
         if word and not (source.EVERYDAY_NAMES.match(word) and any(looped)):
             return word
     return ""

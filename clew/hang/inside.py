@@ -320,6 +320,8 @@ def _numbers(memory: Memory, name: str, address: int, depth: int) -> dict[str, s
                     if memory.type_name(value) == "int":
                         found[f"{name}.{key}"] = memory.show(value)
             return found
+        if kind == "SemLock":  # of multiprocessing: how often this process has acquired it, and the maximum
+            return {f"{name}.count": str(memory.int32(address + 32))} if memory.int32(address + 36) == 1 else {}
         if depth and kind not in ("module", "type", "function"):
             found = {}
             for key, value in memory.attributes(address).items():

@@ -35,6 +35,18 @@ def locked_by(sink: Sink) -> Verdict | None:
     return sink.blame("lock or I/O", [by], why, cause=what).at(waits.activity.site)
 
 
+def kept_locked(sink: Sink) -> Verdict | None:
+    """Find a process that waits for a lock of multiprocessing although it has locked it itself."""
+    for one in (a for a in (*sink.culprits, *sink.waiters) if a.activity.kind == "lock" and not a.moving):
+        count = f"{one.activity.target}._semlock.count"  # read from memory
+        kept = any(frame.locals.get(count) == "1" for frame in one.process.user_frames)
+        if kept and not lock_holders(one, one.activity, sink.sources):
+            lock = one.activity.target
+            why = f"{one.says}. It has locked {lock} itself before, and an exception may have skipped its release()."
+            return sink.blame("lock or I/O", [one], why, cause="lock")
+    return None
+
+
 def locked_crosswise(sink: Sink) -> Verdict | None:
     """Find processes of which each waits for a lock or a file that another one of them has locked."""
     circle = sink.culprits

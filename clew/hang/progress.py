@@ -139,7 +139,7 @@ def counters_in(look: Look, process: Process, sources: Mapping[str, str]) -> dic
                 continue
             text = sources.get(frame.file, "")
             loop = source.outermost_loop(text, frame.line)
-            skipped = polling_counters(text, frame.line) if text else set()
+            skipped = polling_counters(text, frame.line) | source.made_anew(text, frame.line) if text else set()
             until = deadlines(text, frame.line) if text and works else set()
             # A counter that goes back and forth in a `while`, or in a `for` that calls nothing, shows no progress: it
             # is marked with ~. So is one in a function that such a loop calls, if there is nothing but Python to run.

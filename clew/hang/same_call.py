@@ -232,6 +232,15 @@ def two_threads(ranks: Sequence[Actor]) -> Verdict | None:
     if not crossing:
         return None
     odd = [a for a in ranks if a.pid in crossing]
+    for thread in crossing[odd[0].pid]:
+        name = _plain(thread.thread)
+        gone = [a for a in ranks if name not in {_plain(each.name) for each in a.process.threads}]
+        if gone and len(gone) < len(odd):
+            why = (
+                f"{subject(gone, 'has', 'have')} no thread {name} any more. Those of rank {names(odd)} wait for it in "
+                f"{thread.op} of group {thread.group} at {thread.site}; the log may say what ended it."
+            )
+            return verdict_about("dead", gone, why, ranks, cause="dead", sites=(thread.site,))
     told = ", ".join(f"{thread.thread} in {thread.op} at {thread.site}" for thread in crossing[odd[0].pid])
     why = (
         f"Several threads of rank {names(odd)} are in collectives of group {odd[0].activity.group} at once: {told}. "
@@ -239,6 +248,11 @@ def two_threads(ranks: Sequence[Actor]) -> Verdict | None:
     )
     sites = tuple(sorted({each.site for inside in crossing.values() for each in inside}))
     return verdict_about("collective mismatch", odd, why, ranks, cause="threads", confidence="medium", sites=sites)
+
+
+def _plain(thread: str) -> str:
+    """Return a thread's name without its number, such as that of Thread-3 (save)."""
+    return re.sub(r"\d+", "", thread)
 
 
 def other_roots(ranks: list[Actor], elsewhere: Sequence[Actor] = ()) -> Verdict | None:

@@ -240,6 +240,11 @@ def branch_of_rank(text: str, line: int) -> str:
     return ""
 
 
+def deletes(text: str, line: int) -> bool:
+    """Return whether a line belongs to a `del` statement."""
+    return any(isinstance(node, ast.Delete) for node in enclosing(text, line))
+
+
 @lru_cache(maxsize=4096)
 def in_cleanup(text: str, line: int) -> str:
     """Return "finally", "except", WITHOUT_RAISE or the function's name if a line belongs to cleanup; otherwise ""."""
@@ -341,6 +346,17 @@ def filled(loop: ast.AST) -> set[str]:
     targets = [each for node in ast.walk(loop) if isinstance(node, ast.Assign) for each in node.targets]
     grown += [each.value for each in targets if isinstance(each, ast.Subscript)]
     return {dotted(each).rpartition(".")[2] for each in grown}
+
+
+@lru_cache(maxsize=4096)
+def made_anew(text: str, line: int) -> frozenset[str]:
+    """Return, as len(name), the collections that a loop around a line only makes as a whole, anew in each round."""
+    if (loop := outermost_loop(text, line)) is None:
+        return frozenset()
+    whole = (ast.ListComp, ast.SetComp, ast.DictComp)
+    made = [n.targets for n in ast.walk(loop) if isinstance(n, ast.Assign) and isinstance(n.value, whole)]
+    names = {each.id for targets in made for each in targets if isinstance(each, ast.Name)}
+    return frozenset(f"len({name})" for name in names - filled(loop))
 
 
 @lru_cache(maxsize=4096)
