@@ -114,6 +114,12 @@ def test_a_main_thread_that_sleeps_does_not_hide_two_threads_that_lock_each_othe
     assert watched(text, *[threads] * 6).pattern == pattern
 
 
+def test_a_list_that_is_made_anew_in_each_round_does_not_grow() -> None:
+    text = "for row in rows:\n    a = [go(x) for x in row]\n    b = [go(x) for x in row]\n    b.append(1)\n"
+    assert source.made_anew(text, 2) == {"len(a)"}
+    assert source.made_anew("a = [go(x) for x in row]", 1) == frozenset()
+
+
 @pytest.mark.parametrize("event, pattern", [("stop", "slow"), ("batch_ready", "rollout blocked")])
 def test_a_coroutine_that_sleeps_until_it_is_told_to_stop_is_slow(event: str, pattern: str) -> None:
     text = (

@@ -20,6 +20,8 @@ import asyncio, multiprocessing, sys, threading
 class Buffer:
     def __init__(self):
         self.groups, self.stats, self.step = [1, 2, 3], {"rejected": 7}, 41
+        self.taken, self.free, self.slots = multiprocessing.Lock(), multiprocessing.Lock(), multiprocessing.Semaphore(3)
+        self.taken.acquire()
 
     async def fill(self, version=5):
         read = lambda: self.step < version
@@ -75,6 +77,8 @@ def test_a_waiting_coroutine_is_seen_with_its_line_and_its_counters(program: int
     numbers = frames[1].locals
     assert numbers["version"] == "5", "an inner function uses it, so it lies in a cell"
     assert (numbers["self.step"], numbers["len(self.groups)"], numbers["self.stats.rejected"]) == ("41", "3", "7")
+    locks = {name: value for name, value in numbers.items() if name.endswith("_semlock.count")}
+    assert locks == {"self.taken._semlock.count": "1", "self.free._semlock.count": "0"}, "a semaphore has no owner"
     assert [thread.ended for thread in tasks.values() if thread.ended] == ["ValueError"]
 
 
