@@ -454,6 +454,9 @@ def _blocked(sink: Sink) -> Verdict | None:
     idle = unasked and sink.one.rank is not None and bool(sink.blocked_ranks)
     pattern = "missing rank" if idle else pattern
     others = sink.culprits[1:]
+    idle_workers = [a for a in others if _waits_for_its_next_job(a, sink.sources)]
+    # Workers that wait for jobs are no fault: whoever should give them one waits, too.
+    blamed = [sink.one] if others and idle_workers == others else sink.culprits
     guessed = any(a.activity.kind in THROUGH_PIPES and not surely_awaits(a, sink.job) for a in sink.culprits)
     more = f" Meanwhile {others[0].says}. They {'may ' if guessed else ''}wait for one another." if others else ""
     more += f" So do {len(others) - 1} more." if len(others) > 2 else " So does one more." if len(others) > 1 else ""
@@ -466,7 +469,15 @@ def _blocked(sink: Sink) -> Verdict | None:
     locking = sink.act.kind == "lock" or (sink.act.task and sink.act.op == "acquire")
     holders = lock_holders(sink.one, sink.act, sink.sources) if locking else {}
     why += "".join(f" {held}." for held in [*holders][:2]) or left_locked(sink)
-    return sink.blame(pattern, sink.culprits, why, confidence=confidence, cause=sink.act.kind).at(*holders.values())
+    return sink.blame(pattern, blamed, why, confidence=confidence, cause=sink.act.kind).at(*holders.values())
+
+
+def _waits_for_its_next_job(actor: Actor, sources: Mapping[str, str]) -> bool:
+    """Return whether a process waits for an item in a queue as the first thing that an endless loop does."""
+    loop = source.loop_at(sources.get(actor.activity.file, ""), actor.activity.line)
+    endless = isinstance(loop, ast.While) and isinstance(loop.test, ast.Constant)
+    first = endless and loop.body[0].lineno <= actor.activity.line <= (loop.body[0].end_lineno or 0)
+    return actor.activity.kind == "queue" and first and "put(" not in actor.activity.text
 
 
 def _condition(sink: Sink) -> str:

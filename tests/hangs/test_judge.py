@@ -668,6 +668,19 @@ def test_children_that_poll_for_one_another_are_no_idle_workers(asks: str, sets:
     assert ("Its children wait for one another" in verdict.explanation) is (len(pids) > 1)
 
 
+@pytest.mark.parametrize("line, pids", [(3, (100,)), (5, (100, 101))])
+def test_a_worker_without_a_job_is_not_at_fault(line: int, pids: tuple[int, ...]) -> None:
+    text = (
+        "def worker():\n    while True:\n        job = tasks.get()\n        work(job)\n        more = tasks.get()\n"
+        "batch = results.get()\n"
+    )
+    gets = within("Queue.get", "multiprocessing/queues.py")
+    shared: dict[str, Any] = {"pipes": ("pipe:[1]", "pipe:[2]"), "waits_in": "pipe_read"}
+    every = (below(100, gets, at(6, "<module>"), **shared), below(101, gets, at(line, "worker"), **shared))
+    verdict = judge(Snapshot(processes=every, seconds=3.0, sources={"train.py": text}))
+    assert (verdict.pattern, verdict.pids) == ("rollout blocked", pids)
+
+
 @pytest.mark.parametrize("line, steps, pattern", [(4, 9, "healthy"), (4, 0, "external wait"), (5, 9, "external wait")])
 def test_a_process_that_sleeps_between_its_rounds_does_not_stop_another(line: int, steps: int, pattern: str) -> None:
     def one(pid: int, line: int, parent: int, steps: int, *library: Frame) -> Process:
