@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # not importing the configuration saves a reader of the recor
     from clew.waits import Reporter
 
 CHECKPOINT_WRITTEN = "the checkpoint to be written"
-"""What the trainer says that it waits for (`clew.waits`) while it digests, collects and writes a checkpoint."""
+"""Wait that the trainer reports (`clew.waits`) while it digests, collects and writes a checkpoint."""
 MEASURES = re.compile(
     r"eval\.(path|temperature|pass_above)$|rollout\.(reward|agent|workflow|max_turns|max_episode_tokens)$|"
     r"rollout\.workflow_kwargs\."
