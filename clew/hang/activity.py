@@ -107,6 +107,8 @@ class Activity:
     """Ranks of the group; None for the default group, or if they are not known."""
     peers: tuple[int, ...] = ()
     """Ranks that a send or recv waits for."""
+    sends: tuple[int, ...] = ()
+    """Ranks to which a batch of messages sends, while it receives from `peers`."""
     tag: str = ""
     """Tag of a send or recv."""
     shape: tuple[int, ...] = ()
@@ -572,9 +574,9 @@ def _work(base: Activity, call: ast.Call, place: Place) -> Activity | None:
     if op == "batch_isend_irecv":
         messages = _messages_of(one, place)
         received = [each for each in messages if each.args and source.dotted(each.args[0]).endswith("irecv")]
-        peers = [_peer(source.keyword(each, "peer", 2), place) for each in received or messages]
-        known = tuple(sorted({each for each in peers if each is not None})) if None not in peers else ()
-        return replace(base, kind="recv" if received else "send", op=op, group=group, peers=known)
+        sent = [each for each in messages if each not in received] if received else []
+        peers, sends = (_peers(each, place) for each in (received or messages, sent))
+        return replace(base, kind="recv" if received else "send", op=op, group=group, peers=peers, sends=sends)
     if op in POINT_TO_POINT:
         way = "send" if "send" in op else "recv"
         peer = _peer(source.keyword(one, "dst" if way == "send" else "src", 1), place)
@@ -597,6 +599,12 @@ def _peer(node: ast.expr | None, place: Place) -> int | None:
     except (expressions.Unknown, TypeError, ValueError):
         return None
     return value if isinstance(value, int) else None
+
+
+def _peers(messages: list[ast.Call], place: Place) -> tuple[int, ...]:
+    """Return the ranks that P2POp(...) calls name; () if one of them is not known."""
+    peers = [_peer(source.keyword(each, "peer", 2), place) for each in messages]
+    return tuple(sorted({each for each in peers if each is not None})) if None not in peers else ()
 
 
 def _messages_of(call: ast.Call, place: Place) -> list[ast.Call]:

@@ -95,7 +95,22 @@ def _only_messages(sink: Sink) -> Verdict | None:
         if differ and (ahead := _a_message_ahead(culprits, sink.sources)):
             why += f" Rank {ahead.rank} is further on: it may have left a message out, or counted one too many."
             return sink.blame(pattern, [ahead], why, structural=True, confidence="medium")
+        if odd := _with_other_partners([*culprits, *sink.waiters]):
+            why += f" Rank {odd.rank} has a part in each message that only one side expects: it has other partners."
+            return sink.blame(pattern, [odd], why, structural=True, confidence="medium")
     return with_callers(sink.blame(pattern, culprits, why, structural=True), culprits)
+
+
+def _with_other_partners(ranks: Sequence[Actor]) -> Actor | None:
+    """Return the one rank of batches of messages that has a part in each message which only one side expects; or None.
+
+    Batches send and receive at once, as in a ring of which one rank has another order.
+    """
+    known = all(a.activity.sends and a.activity.peers for a in ranks)
+    sent = {(a.rank, peer) for a in ranks for peer in a.activity.sends}
+    odd = sent ^ {(peer, a.rank) for a in ranks for peer in a.activity.peers}
+    common = [a for a in ranks if all(a.rank in message for message in odd)]
+    return common[0] if known and odd and len(common) == 1 else None
 
 
 def _a_message_ahead(ranks: Sequence[Actor], sources: Mapping[str, str]) -> Actor | None:
