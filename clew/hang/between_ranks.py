@@ -294,7 +294,30 @@ def _crossed_groups(sink: Sink) -> Verdict | None:
     sides = Counter((key_of(a.activity), a.activity.site) for a in [*culprits, *beside])
     alone = [a for a in culprits if sides[key_of(a.activity), a.activity.site] == 1]
     odd = alone if len(sides) == 2 and max(sides.values()) > 2 and alone else culprits
+    if len(odd) > 1 and len(early := [a for a in culprits if _is_early(a, [*culprits, *beside])]) == 1:
+        odd, call = early, early[0].activity
+        why += f" Others call {call.op} of group {call.group} only after that; rank {odd[0].rank} calls it before."
     return sink.blame("crossed groups", odd, why, structural=True)
+
+
+def _is_early(one: Actor, ranks: Sequence[Actor]) -> bool:
+    """Return whether a rank is in a call that another rank came to further down, beyond where a third one waits."""
+    call = key_of(one.activity), one.activity.site
+    same = [a for a in ranks if a is not one and (key_of(a.activity), a.activity.site) == call]
+    others = [a for a in ranks if key_of(a.activity) != call[0]]
+    lines = (_lines_apart(one, waits, later) for waits in others for later in same)
+    return any(each == tuple(sorted(each)) for each in lines if each)
+
+
+def _lines_apart(*ranks: Actor) -> tuple[int, ...]:
+    """Return the lines of ranks in the outermost function in which all of them part; () if there is none."""
+    for frames in zip(*(reversed(a.process.user_frames) for a in ranks), strict=False):
+        lines = tuple(frame.line for frame in frames)
+        if len({(frame.file, frame.function) for frame in frames}) > 1 or 1 < len({*lines}) < len(lines):
+            return ()
+        if len({*lines}) == len(lines):
+            return lines
+    return ()
 
 
 def _different_collectives(sink: Sink) -> Verdict:
