@@ -153,10 +153,11 @@ with open({file!r}, "ab", buffering=0) as file:
 
 DIGESTS = """
 from pathlib import Path
-from clew.record.run import CHECKPOINT_WRITTEN
-from clew.waits import Reporter, waiting
-with Reporter(Path({status!r}), "trainer"), waiting(CHECKPOINT_WRITTEN, unblocks="the disk"):
-    time.sleep(1.5)  # until the status is written again, with the wait
+from clew.record.run import WRITES_CHECKPOINT
+from clew.waits import Reporter
+with Reporter(Path({status!r}), "trainer") as reporter:
+    reporter.set(doing=WRITES_CHECKPOINT)
+    reporter.write()
     open({file!r}, "ab").close()
     time.sleep(3)
 """

@@ -79,4 +79,4 @@ def centred(rewards_ES: Rewards) -> np.ndarray:
     """Return reward - mean for each sequence, [sequences] float64: exactly 0 if all rewards are equal."""
     rewards = np.concatenate([np.array(rewards_S, np.float64) for rewards_S in rewards_ES])
     # The mean of equal rewards may be rounded, and AdamW makes a whole step out of the smallest difference.
-    return rewards - (rewards[0] if np.ptp(rewards) == 0 else mean(rewards_ES))
+    return rewards - (rewards[0] if (rewards == rewards[0]).all() else mean(rewards_ES))

@@ -120,10 +120,10 @@ def _main() -> None:
         if isinstance(ended, KeyboardInterrupt) or ended.code == INTERRUPTED:
             again = "train, sft, serve, rollout and learn continue when started again"
             _exit_with(Interrupted(f"interrupted; nothing recorded is lost. {again}."))
-        if isinstance(ended.__context__, OSError) and ended.__context__.errno == errno.EPIPE:
-            raise SystemExit(BROKEN_PIPE) from None  # Click and Rich end with 1
         if ended.code:
             report_failure(ended)
+        if isinstance(ended.__context__, OSError) and ended.__context__.errno == errno.EPIPE:
+            raise SystemExit(BROKEN_PIPE) from None  # Click and Rich end with 1
         raise
     except Exception as error:
         if (explained := _disk_error(error)) is not None:

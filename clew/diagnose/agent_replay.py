@@ -73,7 +73,9 @@ def replay_agent(run: RunDirectory, rows: Sequence[Row], *, agent: str | None, b
         EngineError: The server at `base_url` does not answer, is a gateway, or takes no token IDs.
     """
     config = configuration.load(run.config_path, ["launch.mode=local"])
-    config = with_sections_at(run, config, rows[0].admitted_version, "rollout", "sampling", "eval")
+    # What changed at version N, and was noted with step N, came after the evaluation of version N.
+    step = rows[0].admitted_version - rows[0].group_id.startswith("v")
+    config = with_sections_at(run, config, step, "rollout", "sampling", "eval")
     path = agent or config.rollout.agent
     if path is None:
         raise ConfigError(

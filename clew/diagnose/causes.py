@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from omegaconf import OmegaConf
 from pydantic import ValidationError
 from rich.table import Table
 
@@ -105,33 +104,44 @@ def table_of_changes(
 
 def values_at(run: RunDirectory, step: int) -> dict[str, Any]:
     """Return the configuration at a step by dotted names, from config.yaml, later changes and the step's own record."""
-    return _without_changes_after(run, step) | flat(run.steps.read(step).get("config", {}))
+    configured = flat(read_yaml(run.config_path) if run.config_path.exists() else {})
+    return configured | _replaced_after(run, step) | flat(run.steps.read(step).get("config", {}))
 
 
 def with_sections_at(run: RunDirectory, config: Config, step: int, *sections: str) -> Config:
     """Return the run's configuration with its seed and these sections, such as "sampling", as they were at a step.
 
-    Raises RecordError if run.json has changes that do not fit.
+    Raises:
+        RecordError: run.json has changes that do not fit.
     """
-    then, values = OmegaConf.create({section: {} for section in sections}), _without_changes_after(run, step)
-    for name, value in values.items():
-        if name.partition(".")[0] in sections:
-            OmegaConf.update(then, name, value)
-    parts: Any = OmegaConf.to_container(then)
+    values = config.model_dump(mode="json")
+    for name, old in _replaced_after(run, step).items():
+        if name.partition(".")[0] in (*sections, "seed"):
+            _put(values, name, old)
     try:
-        update = {name: type(getattr(config, name)).model_validate(part) for name, part in parts.items() if part}
+        update = {name: type(getattr(config, name)).model_validate(values[name]) for name in sections}
     except ValidationError as error:
         raise RecordError(f"{run.run_json} has changes that do not fit this Clew: {first_line(error)}") from None
-    return config.model_copy(update=update | {"seed": values.get("seed", config.seed)})
+    return config.model_copy(update=update | {"seed": values["seed"]})
 
 
-def _without_changes_after(run: RunDirectory, step: int) -> dict[str, Any]:
-    """Return config.yaml by dotted names, with the values that later changes have replaced."""
-    configured = flat(read_yaml(run.config_path) if run.config_path.exists() else {})
-    for change in reversed(run.facts().get("changes", [])):  # config.yaml is that of the newest step
-        if change["step"] > step:
-            configured |= {name: old for name, (old, _) in change["fields"].items()}
-    return configured
+def _replaced_after(run: RunDirectory, step: int) -> dict[str, Any]:
+    """Return the values that changes after a step have replaced, by dotted names; see `RunDirectory.changes`."""
+    later = [each["fields"] for each in run.facts().get("changes", []) if each["step"] > step]
+    return {name: old for fields in reversed(later) for name, (old, _) in fields.items()}
+
+
+def _put(values: dict[str, Any], name: str, value: Any, depth: int = 0) -> None:
+    """Set a value by its dotted name. Keys of options may have dots; None removes an option, as in workflow_kwargs."""
+    head, _, rest = name.partition(".")
+    if rest and name not in values:
+        if not isinstance(values.get(head), dict):
+            values[head] = {}
+        _put(values[head], rest, value, depth + 1)
+    elif value is None and depth > 1:
+        values.pop(name, None)
+    else:
+        values[name] = value
 
 
 def code_at(run: RunDirectory, step: int) -> dict[str, str]:

@@ -42,8 +42,9 @@ def kept_locked(sink: Sink) -> Verdict | None:
         kept = any(frame.locals.get(count) == "1" for frame in one.process.user_frames)
         if kept and not lock_holders(one, one.activity, sink.sources):
             lock = one.activity.target
-            why = f"{one.says}. It has locked {lock} itself before, and an exception may have skipped its release()."
-            return sink.blame("lock or I/O", [one], why, cause="lock")
+            why = f"{one.says}. This process has locked {lock} itself, and an exception may have skipped its release()."
+            alone = sum(bool(thread.user_frames) for thread in one.process.threads) == 1
+            return sink.blame("lock or I/O", [one], why, cause="lock", confidence="high" if alone else "medium")
     return None
 
 

@@ -237,10 +237,10 @@ def two_threads(ranks: Sequence[Actor]) -> Verdict | None:
         gone = [a for a in ranks if name not in {_plain(each.name) for each in a.process.threads}]
         if gone and len(gone) < len(odd):
             why = (
-                f"{subject(gone, 'has', 'have')} no thread {name} any more. Those of rank {names(odd)} wait for it in "
-                f"{thread.op} of group {thread.group} at {thread.site}; the log may say what ended it."
+                f"{subject(gone, 'has', 'have')} no thread {name}: it has ended, or was never started. Those of rank "
+                f"{names(odd)} wait for it in {thread.op} of group {thread.group} at {thread.site}."
             )
-            return verdict_about("dead", gone, why, ranks, cause="dead", sites=(thread.site,))
+            return verdict_about("dead", gone, why, ranks, cause="dead", sites=(thread.site,), confidence="medium")
     told = ", ".join(f"{thread.thread} in {thread.op} at {thread.site}" for thread in crossing[odd[0].pid])
     why = (
         f"Several threads of rank {names(odd)} are in collectives of group {odd[0].activity.group} at once: {told}. "

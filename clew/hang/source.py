@@ -354,8 +354,8 @@ def made_anew(text: str, line: int) -> frozenset[str]:
     if (loop := outermost_loop(text, line)) is None:
         return frozenset()
     whole = (ast.ListComp, ast.SetComp, ast.DictComp)
-    made = [n.targets for n in ast.walk(loop) if isinstance(n, ast.Assign) and isinstance(n.value, whole)]
-    names = {each.id for targets in made for each in targets if isinstance(each, ast.Name)}
+    made = [n for n in ast.walk(loop) if isinstance(n, ast.Assign) and isinstance(n.value, whole)]
+    names = {name for each in made for name in names_in(*each.targets) - names_in(each.value)}  # not: jobs of jobs
     return frozenset(f"len({name})" for name in names - filled(loop))
 
 

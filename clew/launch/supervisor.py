@@ -44,8 +44,7 @@ GRACE_S = 8.0
 
 
 DIGEST_S = 120.0
-"""Seconds for which a checkpoint's files may not grow: all weights are digested before the first, and after the last.
-"""
+"""Seconds for which a checkpoint's files may stand still: all is digested before the first and after the last."""
 
 
 @dataclass
@@ -276,9 +275,10 @@ def _end(children: list[Child], run: RunDirectory, is_urgent: Callable[[], bool]
     """Ask the processes to end, and kill those that are still there after `GRACE_S`.
 
     The trainer may take longer for a checkpoint, as long as its files grow and nobody asks once more. They may stand
-    still for `DIGEST_S`.
+    still for `DIGEST_S` while its status says that it writes one.
     """
     started = [child.process for child in children if hasattr(child, "process")]
+    trainers = [child.process for child in children if child.role == "trainer" and child.process in started]
     for process in started:
         process.terminate()
     begun = grown = time.monotonic()
@@ -287,7 +287,7 @@ def _end(children: list[Child], run: RunDirectory, is_urgent: Callable[[], bool]
         if (size := run.unfinished_checkpoint()) > written:
             written, grown = size, time.monotonic()
         late = time.monotonic() > begun + GRACE_S
-        saves = late and run.waits_for_checkpoint()
+        saves = late and any(each.poll() is None for each in trainers) and run.writes_checkpoint()
         if late and (is_urgent() or time.monotonic() > grown + (DIGEST_S if saves else GRACE_S)):
             break
         if late and not told:

@@ -34,10 +34,9 @@ from clew.loop.step_summary import summarize, write_stages
 from clew.loop.surroundings import OnStep, Surroundings
 from clew.record.batch_digest import digest_rows
 from clew.record.chain import committed_digest
-from clew.record.run import CHECKPOINT_WRITTEN, RunDirectory
+from clew.record.run import RunDirectory
 from clew.training import checkpoint
 from clew.training.engine import TrainEngine
-from clew.waits import waiting
 
 log = logging.getLogger("clew.trainer")
 
@@ -122,5 +121,4 @@ def train_again(config: Config, run: RunDirectory, engine: TrainEngine, around: 
 def save_checkpoint(run: RunDirectory, engine: TrainEngine) -> None:
     """Write a checkpoint of the engine's version. All ranks call this together."""
     follows = committed_digest(run.steps, engine.version - 1)
-    with waiting(CHECKPOINT_WRITTEN, unblocks="the disk"):
-        checkpoint.save(engine, run.checkpoint(engine.version), follows=follows)
+    checkpoint.save(engine, run.checkpoint(engine.version), follows=follows)

@@ -85,7 +85,7 @@ class Publisher:
         if not engine.ranks.leads:
             return None
         self._run.announce_weights(ref)
-        self._note(sender.control.load(ref, servers))
+        self._note(sender.servers.load(ref, servers))
         return ref
 
     def wanted(self) -> bool:

@@ -20,7 +20,7 @@ from clew.loop.interrupt import Interrupts
 from clew.loop.loop import save_checkpoint, train
 from clew.loop.resume import restore
 from clew.loop.surroundings import OnStep, Surroundings
-from clew.record.run import RunDirectory, changes_in_words
+from clew.record.run import WRITES_CHECKPOINT, RunDirectory, changes_in_words
 from clew.record.weights import WeightRef
 from clew.training.engine import make_deterministic
 from clew.training.optimizer import GradientError
@@ -184,6 +184,7 @@ def train_here(
         written = run.checkpoint(engine.version).exists()
         if together and engine.between_steps and engine.version == run.steps.count() and not written:
             try:
+                reporter.set(doing=WRITES_CHECKPOINT)
                 save_checkpoint(run, engine)  # so that it can go on with another configuration
             except RecordError as failed:  # such as a full disk, which must not hide why the run ends
                 log.warning("no checkpoint of version %d was written: %s", engine.version, failed)

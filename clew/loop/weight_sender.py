@@ -44,9 +44,9 @@ TRIES = 3
 class WeightSender:
     """The trainer's side of broadcasts."""
 
-    def __init__(self, config: Config, control: InferenceServers) -> None:
-        """Prepare to send to the servers that `control` asks."""
-        self.control = control
+    def __init__(self, config: Config, servers: InferenceServers) -> None:
+        """Prepare to send to these servers."""
+        self.servers = servers
         self._workers = int(config.inference.shares)
         self._public = config.inference.backend != "embedded"
         self._renamed: dict[str, bool] = {}
@@ -68,7 +68,7 @@ class WeightSender:
             EngineError: A server failed, none has received the weights, and no other can serve instead.
         """
         tensors = each_once(engine.policy.model.state_dict(keep_vars=True))
-        left = self.control.ready() if engine.ranks.leads else []
+        left = self.servers.ready() if engine.ranks.leads else []
         if self._sent == engine.version:  # the others serve it already
             left = [server for server in left if server.wants_weights]
         self._sent = engine.version
@@ -82,10 +82,10 @@ class WeightSender:
                 digests, received, lost = self._broadcast(engine, tensors, left[number : number + 1])
                 reached += received
                 failed |= lost
-        if failed and not reached and not self.control.serves_without(list(failed)):
+        if failed and not reached and not self.servers.serves_without(list(failed)):
             raise EngineError(f"Version {engine.version} reached no server in {TRIES} broadcasts: {_reasons(failed)}")
         for server, reason in failed.items():
-            self.control.take_out(server, "receive the weights", reason)
+            self.servers.take_out(server, "receive the weights", reason)
         return digests, reached
 
     def _broadcast(
@@ -124,7 +124,7 @@ class WeightSender:
             for number, server in enumerate(servers)
         }
         # Once a server fails, the others need not wait for it at the meeting point, nor the trainer.
-        with self.control.receiving(sent, meeting.clear) as outcome:
+        with self.servers.receiving(sent, meeting.clear) as outcome:
             group, error = None, ""
             try:
                 group = weight_group.Group(store, name, backend, 0, size)

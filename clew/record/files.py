@@ -24,13 +24,13 @@ log = logging.getLogger("clew.record")
 def write_bytes(path: Path, content: bytes | memoryview, *, private: bool = False) -> None:
     """Write `content` to `path` atomically. Raises RecordError if the disk is full, or this user may not write there.
 
-    Only this user can read a `private` file (mode 0600), even before it has any content. A pipe or a device, such as
-    /dev/stdout, is written to as it is.
+    Only this user can read a `private` file (mode 0600), even before it has any content. A link, a pipe or a device,
+    such as /dev/stdout, is not replaced, but written to.
     """
     opener = (lambda name, flags: os.open(name, flags, 0o600)) if private else None
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     with explain_disk_errors(path):
-        if path.exists() and not path.is_file():
+        if path.is_symlink() or (path.exists() and not path.is_file()):
             path.write_bytes(content)
             return
         try:
@@ -54,7 +54,8 @@ def explain_disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if isinstance(error, RecordError):  # a FileMissing is both, and explains itself
+        # A FileMissing is both, and explains itself. A pipe without a reader ends the command in silence.
+        if isinstance(error, RecordError | BrokenPipeError):
             raise
         raise disk_error(path, error) from error
 

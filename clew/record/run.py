@@ -38,8 +38,8 @@ if TYPE_CHECKING:  # not importing the configuration saves a reader of the recor
     from clew.config import Config
     from clew.waits import Reporter
 
-CHECKPOINT_WRITTEN = "the checkpoint to be written"
-"""Wait that the trainer reports (`clew.waits`) while it digests, collects and writes a checkpoint."""
+WRITES_CHECKPOINT = "writing a checkpoint"
+"""Phrase in the trainer's status while it digests, collects and writes a checkpoint at its end."""
 MEASURES = re.compile(
     r"eval\.(path|temperature|pass_above)$|rollout\.(reward|agent|workflow|max_turns|max_episode_tokens)$|"
     r"rollout\.workflow_kwargs\."
@@ -208,11 +208,10 @@ class RunDirectory:
                 size += file.stat().st_size
         return size
 
-    def waits_for_checkpoint(self) -> bool:
-        """Return whether the trainer's last status says that it waits for its checkpoint to be written."""
-        with suppress(RecordError, LookupError, TypeError):  # such as a status that was cut off
-            waits = read_json(self.status / "trainer.json", dict[str, Any])["waits"]
-            return any(each["what"] == CHECKPOINT_WRITTEN for each in waits)
+    def writes_checkpoint(self) -> bool:
+        """Return whether the trainer's last status says that it writes a checkpoint."""
+        with suppress(RecordError, LookupError):  # such as a status that was cut off
+            return read_json(self.status / "trainer.json", dict[str, Any])["doing"] == WRITES_CHECKPOINT
         return False
 
     def checkpoint(self, version: int) -> Path:
@@ -345,9 +344,10 @@ class RunDirectory:
         return [read_evaluation(path) for path in sorted(self.evals.glob("version-*.json"))]
 
     def comparable(self, evals: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the evaluations since the last change of what they measure; all of them if there are none since."""
+        """Return the newest evaluations that measure the same: those between two changes of what they measure."""
         changed = [c["step"] for c in self.facts().get("changes", []) if any(map(MEASURES.match, c["fields"]))]
-        return [each for each in evals if each["version"] > max(changed, default=-1)] or evals
+        spans = [sum(step < each["version"] for step in changed) for each in evals]
+        return [each for each, span in zip(evals, spans, strict=True) if span == max(spans)]
 
     def best_eval(self, versions: Collection[int]) -> int | None:
         """Return which of these versions has the best evaluation; None if none of them is evaluated.

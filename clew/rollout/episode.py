@@ -19,7 +19,7 @@ from clew.gateway.interactions import TOKENS
 from clew.gateway.sequences import sequences_of
 from clew.printing import counted
 from clew.record.rows import ALIGNED, Sequence
-from clew.rollout.reward_function import Reward, by_name, checked, total
+from clew.rollout.reward_function import Reward, by_name, checked, shortened, total
 
 T = TypeVar("T")
 
@@ -136,7 +136,9 @@ async def _reward_of(
         ) from None
     reward = checked(returned, name)
     if not math.isfinite(sum(map(abs, [*by_name(reward).values(), *engine.turn_rewards.values()]))):
-        raise EpisodeError(f"{name} returned {returned!r}. The sum of its rewards is too large for a float.")
+        raise EpisodeError(
+            f"{name} returned {shortened(returned)}. The sum of its rewards is too large for a float: use smaller ones."
+        )
     if not engine.interactions:
         raise EpisodeError(
             f"{name} returned {returned!r} without a response of the model, so there is nothing to train on."

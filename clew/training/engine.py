@@ -473,7 +473,10 @@ class TrainEngine:
             }
         if names := not_finite(self.trained_parameters(), self.ranks):
             if done.skipped == len(plan) and not names[0].startswith("critic."):
-                raise GradientError(f"step {self.version}: {names[0]} had NaN or infinity before this step already.")
+                raise GradientError(
+                    f"step {self.version}: {names[0]} had NaN or infinity before this step already. Start another "
+                    f"trial=NAME from an earlier checkpoint, or with another model.path."
+                )
             rate = "algorithm.critic_lr" if names[0].startswith("critic.") else "training.lr"
             raise GradientError(
                 f"step {self.version}: after the update, {names[0]} has NaN or infinity, although all gradients were "

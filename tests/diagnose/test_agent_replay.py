@@ -14,6 +14,7 @@ from clew import config as configuration
 from clew.cli.main import app
 from clew.diagnose import agent_run
 from clew.diagnose.agent_replay import Replay, replay_agent
+from clew.diagnose.causes import with_sections_at
 from clew.diagnose.recorded_model import RecordedModel, first_difference
 from clew.gateway.episode_engine import resources
 from clew.record.run import RunDirectory
@@ -201,6 +202,20 @@ def test_an_episode_is_judged_by_the_configuration_that_it_was_made_with(tmp_pat
     run.describe(config, step=1)
     run.config_path.write_text(configuration.dump(config))
     assert replayed(run, "g000000.e1").same
+
+
+def test_options_of_any_form_are_put_back_as_they_were(tmp_path: Path) -> None:
+    run, then = recorded(tmp_path, "Turns"), {"prices": {"gpt-4.1": 0.4}, "tools": {}, "was": 2, "gone": 1}
+    configure(run, tmp_path, "Turns", workflow_kwargs=then)
+    before = configuration.load(run.config_path)
+    now = {"prices": {"gpt-4.1": 0.5}, "tools": {"add": 1}, "was": {"b": 3}, "new": 4}
+    run.describe(
+        before.model_copy(update={"rollout": before.rollout.model_copy(update={"workflow_kwargs": now})}), step=1
+    )
+    config = configuration.load(run.config_path)
+    assert config.rollout.workflow_kwargs == now
+    assert with_sections_at(run, config, 0, "rollout") == before
+    assert with_sections_at(run, config, 1, "rollout") == config
 
 
 def test_the_reason_why_a_group_was_rejected_is_no_error_of_its_episodes(tmp_path: Path) -> None:

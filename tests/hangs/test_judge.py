@@ -118,6 +118,7 @@ def test_a_list_that_is_made_anew_in_each_round_does_not_grow() -> None:
     text = "for row in rows:\n    a = [go(x) for x in row]\n    b = [go(x) for x in row]\n    b.append(1)\n"
     assert source.made_anew(text, 2) == {"len(a)"}
     assert source.made_anew("a = [go(x) for x in row]", 1) == frozenset()
+    assert source.made_anew("while jobs:\n    jobs = [job for job in jobs if not job.done()]\n", 2) == frozenset()
 
 
 @pytest.mark.parametrize("event, pattern", [("stop", "slow"), ("batch_ready", "rollout blocked")])
