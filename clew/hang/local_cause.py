@@ -475,9 +475,10 @@ def _blocked(sink: Sink) -> Verdict | None:
 def _waits_for_its_next_job(actor: Actor, sources: Mapping[str, str]) -> bool:
     """Return whether a process waits for an item in a queue as the first thing that an endless loop does."""
     loop = source.loop_at(sources.get(actor.activity.file, ""), actor.activity.line)
-    endless = isinstance(loop, ast.While) and isinstance(loop.test, ast.Constant)
-    first = endless and loop.body[0].lineno <= actor.activity.line <= (loop.body[0].end_lineno or 0)
-    return actor.activity.kind == "queue" and first and "put(" not in actor.activity.text
+    if not isinstance(loop, ast.While) or not isinstance(loop.test, ast.Constant):
+        return False
+    first = loop.body[0].lineno <= actor.activity.line <= (loop.body[0].end_lineno or 0)
+    return first and actor.activity.kind == "queue" and "put(" not in actor.activity.text
 
 
 def _condition(sink: Sink) -> str:
