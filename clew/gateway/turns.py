@@ -53,6 +53,9 @@ CHECKED_CHARACTERS = 16
 """Number of characters per token of the context. Of a longer prompt, only a beginning of this length is tokenized to
 see whether it can fit."""
 
+WORDS = 16
+"""Number of characters by which a plain text shows that it goes on after a completion."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Turn:
@@ -202,10 +205,14 @@ class Turns:
             tail_ids = self._encode_after(follows.all_ids[-1], text[len(whole) :])
             return Prompt(input_ids=follows.all_ids + tail_ids, rendered=text, follows=follows)
         # A client does not send the end token back. The tokens of an output that has one are not continued.
+        rewritten = (turn for turn in earlier if _goes_on_after(text, turn))
+        follows = follows or max(rewritten, key=lambda turn: len(turn.rendered), default=None)
         return Prompt(input_ids=self._encode(text, special=True), rendered=text, follows=follows)
 
     def branch(self, turn: Turn) -> Branch | None:
         """Return how a turn differs from the conversation that it should have continued; None if it is no branch."""
+        if turn.request.text is not None:
+            return self._branch_of_text(turn)
         sent = [key_of(message) for message in turn.request.messages]
         candidates = self._should_continue(turn, sent)
         if not candidates:
@@ -223,6 +230,28 @@ class Turns:
         message = difference.index + 1 if difference is not None else None
         return Branch(of=best, kind=kind, message=message, why=why, tokens=tokens)
 
+    def _branch_of_text(self, turn: Turn) -> Branch | None:
+        """Return how a plain text differs from the longest prompt and completion that it goes on after."""
+        text, kept = turn.rendered, len(turn.follows.rendered) if turn.follows is not None and turn.extends else -1
+        others = [
+            other for other in self._turns if other.request is not turn.request and other.request.text is not None
+        ]
+        candidates = (other for other in others if len(other.rendered) > kept and _goes_on_after(text, other))
+        best = max(candidates, key=lambda other: len(other.rendered), default=None)
+        if best is None or any(other.rendered == text for other in others):
+            return None
+        whole, words = best.rendered + best.raw, best.reply.content.strip()
+        place = text.find(words, len(best.rendered))
+        repeated = place + len(words) if place >= 0 else common_length(whole, text)
+        complete = text.startswith(best.rendered + best.reply.content) and best.all_ids[-1] in self._special_ids
+        return Branch(
+            of=best,
+            kind="end token" if complete else "text",
+            message=None,
+            why=f"the text differs {excerpt(whole, text)}",
+            tokens=len(turn.reply.interaction.input_ids) - len(self._encode(text[repeated:])),
+        )
+
     def _should_continue(self, turn: Turn, sent: Sequence[str]) -> list[Turn]:
         """Return the turns that a turn should have continued, besides the one that it extends. `sent` are its keys.
 
@@ -230,8 +259,6 @@ class Turns:
         of the reply. A request with neither (from a sub-agent, say) is a conversation of its own. A request that was
         made before, and is made again for another answer, continues nothing either.
         """
-        if turn.request.text is not None:
-            return []
         extended = turn.follows if turn.extends else None
         begin = 0 if extended is None else self._turns.index(extended) + 1  # only later turns can continue it
         others = [
@@ -405,6 +432,12 @@ def goes_on_in(message: Message, reply: Reply) -> bool:
     """Return whether the client continued the model's message after the stop string that had ended it."""
     said = message.get("content") if message.get("role") == "assistant" else None
     return reply.stop_string is not None and str(said).startswith(reply.content + reply.stop_string)
+
+
+def _goes_on_after(text: str, turn: Turn) -> bool:
+    """Return whether a text begins with that turn's prompt and, but for white space, with the words of its reply."""
+    words = turn.reply.content.strip()[:WORDS]
+    return bool(words) and text.startswith(turn.rendered) and text[len(turn.rendered) :].lstrip().startswith(words)
 
 
 def _goes_on_from(sent: Sequence[str], reworded: int, turn: Turn) -> bool:

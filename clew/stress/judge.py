@@ -219,6 +219,8 @@ def judge_warnings(warned: Mapping[str, Mapping[str, str]], crowd: Wave) -> list
     """
     by_start: dict[str, list[Mapping[str, str]]] = defaultdict(list)
     for kind, warnings in list(warned.items()):
+        if kind == "a branch (end token)":
+            continue  # the stand-in ends all its texts with one, also where a model would stop at a stop string
         if start := next(filter(kind.startswith, WARNINGS), None):
             by_start[start].append(warnings)
     verdicts = []

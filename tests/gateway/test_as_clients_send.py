@@ -208,9 +208,27 @@ def test_a_text_that_goes_on_after_its_completion(told: Told) -> None:
     prompt += told.post("/completions", {"prompt": prompt})["choices"][0]["text"]
     assert told.sequences() == [[0, 1, 2]]
     told.post("/completions", {"prompt": f"{prompt}\n"})  # without the end token, which the client never saw
-    assert told.sequences() == [[0, 1, 2], [3]] and told.session.warnings == []
+    assert told.sequences() == [[0, 1, 2], [3]]
+    (warning,) = told.session.warnings
+    assert "i3 does not continue" in warning and "7<|im_end|>' became" in warning
     follows = [each.details.get("follows") for each in told.session.engine.interactions]
     assert follows == [None, *(each.id for each in told.session.engine.interactions[:3])]
+
+
+def test_a_text_that_does_not_keep_its_completion_is_a_branch(told: Told) -> None:
+    """An agent with one growing text strips the completion, or cuts off what the model went on to imagine."""
+    told.says = [" I must add.\n<|im_end|>", "Thought: 3\nObservation: 4<|im_end|>", "Done<|im_end|>", "No.<|im_end|>"]
+    begin = "1+2?\nThought:"
+    prompt = f"{begin} I must add.\nObservation: 3\n"
+    for text in (begin, prompt, f"{prompt}Thought: 3\nObservation: 3\n", f"{begin}Another question?"):
+        told.post("/completions", {"prompt": text, "max_tokens": 100})
+    assert told.sequences() == [[0], [1], [2], [3]]
+    branches = [each.details.get("branch") for each in told.session.engine.interactions]
+    ids = [each.id for each in told.session.engine.interactions]
+    assert [each and each["of"] for each in branches] == [None, ids[0], ids[1], None]
+    whole, new = (len(told.engine.tokenizer(text)["input_ids"]) for text in (prompt, "\nObservation: 3\n"))
+    assert branches[1] is not None and branches[1]["tokens"] == whole - new
+    assert len(told.session.warnings) == 2
 
 
 def test_a_text_goes_on_after_the_one_of_two_completions_whose_tokens_it_keeps(told: Told) -> None:

@@ -440,6 +440,21 @@ class SendsFirstParagraph(Talks):
         return {**message, "content": message["content"].strip().split("\n")[0]}
 
 
+class StripsText:
+    """One growing text, to which the completion is added without the white space around it."""
+
+    async def run(self, data: dict, base_url: str, api_key: str, http_client: httpx2.AsyncClient) -> float:
+        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client)
+        text = f"{data['prompt']}\nThought:"
+        for _turn in range(3):
+            reply = await client.completions.create(model="policy", prompt=text, max_tokens=1024)
+            text += f"{self.reword(reply.choices[0].text)}\nObservation: none\nThought:"
+        return float(len(text))
+
+    def reword(self, text: str) -> str:
+        return f" {text.strip()}"
+
+
 class SendsNoReasoning(Talks):
     def reword(self, message: dict) -> dict:
         return {"role": "assistant", "content": message["content"]}

@@ -253,6 +253,13 @@ class Trims(agents_faulty.Talks):
         return {**message, "content": message["content"].strip()}
 
 
+class GrowsText(agents_faulty.StripsText):
+    """Adds each completion as it came."""
+
+    def reword(self, text: str) -> str:
+        return text
+
+
 class MustCall(agents_faulty.ToolAgent):
     """Each turn has to call the tool."""
 

@@ -33,7 +33,7 @@ from clew.stress.elsewhere import Elsewhere, judge_elsewhere
 from clew.stress.frames import Code, Place, is_clew, stack_of_coroutine, stack_of_thread
 from clew.stress.gateway import Noted
 from clew.stress.growth import Sample, grows
-from clew.stress.judge import _held, judge
+from clew.stress.judge import _held, judge, judge_warnings
 from clew.stress.origins import Origins, Written, judge_written
 from clew.stress.process_state import ProcessState
 from clew.stress.repeat import Behaviour
@@ -602,6 +602,13 @@ def test_what_one_process_showed_is_judged_although_the_other_could_not_be_run()
     assert differs.what.startswith("1 of 1 episodes differ in another process") and "(killed)" in note
     same = Elsewhere(tried=[([Episode("a", {}, reward=1.0)], [request("a", "p", "x")])], why_not="killed")
     assert judge_elsewhere(crowd, same, origins, Sources()) == ([], [note])
+
+
+def test_the_end_token_that_the_stand_in_writes_is_no_fault_of_an_agent_with_one_growing_text() -> None:
+    crowd = rewarded(a=1.0, b=1.0)
+    assert judge_warnings({"a branch (end token)": {"a": "why"}}, crowd) == []
+    [verdict] = judge_warnings({"a branch (text)": {"a": "why"}}, crowd)
+    assert (verdict.kind, verdict.certain) == ("rewrites", True)
 
 
 def test_episodes_that_differ_are_counted_among_those_that_were_compared() -> None:

@@ -64,6 +64,7 @@ FAULTS = {
     agents_faulty.Random: ("differs", ""),
     agents_faulty.FailsInCompany: ("fails", "FailsInCompany.run"),
     agents_faulty.SendsFirstParagraph: ("rewrites", "Talks.run"),
+    agents_faulty.StripsText: ("rewrites", "StripsText.run"),
     agents_faulty.SlidingWindow: ("rewrites", "Talks.run"),
     agents_faulty.ClearsResults: ("rewrites", "ToolAgent.run"),
     agents_faulty.Greedy: ("sampling", "Greedy.ask"),
@@ -89,6 +90,7 @@ SOUND = [
     agents_sound.Trims,
     agents_sound.MustCall,
     agents_sound.ToolsOfAnthropic,
+    agents_sound.GrowsText,
     agents_sound.TriesAgain,
 ]
 
