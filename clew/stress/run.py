@@ -132,6 +132,9 @@ class Stress:
             for copy in range(asked["group"])
             for number in range(self._prompts)
         ]
+        side_by_side = WATCHED // min(2, asked["group"])
+        self._watched = [job for i, job in enumerate(self._jobs) if i % self._prompts < side_by_side][:WATCHED]
+        """Jobs of the waves that are examined after each step: two of each row, because they may share an object."""
         self._process = ProcessState(runner.code)
         self._sampler = growth.Sampler(runner.code, runner.origins, sessions)
         self._leftovers = growth.Complaints(runner.code)
@@ -195,7 +198,7 @@ class Stress:
             state.stepped(episode)
             self._process.stepped(episode)
 
-        await self._wave("watched", self._jobs[:WATCHED], WATCHED, stepped)
+        await self._wave("watched", self._watched, WATCHED, stepped)
         changes = list(state.changes)
         suspects = shared.suspects(changes)
         uses = Uses(suspects, self._runner.code)
@@ -209,7 +212,7 @@ class Stress:
 
         if suspects:
             with uses:
-                await self._wave("read", self._jobs[:WATCHED], WATCHED, used)
+                await self._wave("read", self._watched, WATCHED, used)
         return state, changes, uses
 
     async def _make_trouble(self) -> None:

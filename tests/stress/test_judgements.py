@@ -25,7 +25,7 @@ import clew
 from clew.gateway.output_parser import parse_output
 from clew.inference.protocol import Completion, GenerateRequest, SamplingParams
 from clew.record.writer import Writer
-from clew.stress import agent_steps, gateway, growth, repeat, serial, shared, watch
+from clew.stress import agent_steps, gateway, growth, repeat, serial, shared, watch, waves
 from clew.stress.agent_steps import Episode
 from clew.stress.busy import sleeps_in_a_call
 from clew.stress.crossings import crossed_answers, crossed_rows
@@ -39,6 +39,7 @@ from clew.stress.process_state import ProcessState
 from clew.stress.repeat import Behaviour
 from clew.stress.report import Report, seconds_of_parts
 from clew.stress.requests import Request, Requests
+from clew.stress.run import Stress
 from clew.stress.serial import Crowd, Waits
 from clew.stress.shared import ObjectChange
 from clew.stress.standin import StandIn, byte_tokenizer, offered_tools
@@ -136,6 +137,17 @@ def test_a_generator_with_a_seed_is_no_chance() -> None:
         return [line.rpartition(".")[2] for line in origins.drawn.elements()]
 
     assert asyncio.run(drawn()) == ["unseeded", "unseeded"]
+
+
+def test_two_episodes_of_each_row_are_watched_side_by_side() -> None:
+    async def watched(batch: int, group: int) -> list[str]:
+        runner: Any = waves.WaveRunner(Holder(), None, None, timeout_s=1.0, stuck_s=1.0, say=print)  # type: ignore[arg-type]
+        rows = [{"prompt": str(number)} for number in range(16)]
+        return [id for id, _ in Stress(Holder(), rows, runner, None, int, batch=batch, group=group, dp=1)._watched]
+
+    assert asyncio.run(watched(8, 3)) == [f"g00000{row}.e{copy}" for copy in (0, 1) for row in range(4)]
+    assert asyncio.run(watched(16, 1)) == [f"g00000{row}.e0" for row in range(8)]
+    assert len(asyncio.run(watched(1, 16))) == 8
 
 
 @pytest.fixture(scope="module")
