@@ -192,14 +192,16 @@ def _differing(warm: Wave, alone: Wave, crowd: Wave, again: Wave, origins: Origi
     differ_in_crowd = repeat.differences(crowd.behaviour, again.behaviour)
     differ, wave = (differ_in_crowd, crowd) if differ_in_crowd else (differ_alone, warm)
     if differ:
-        drawn = [place for place, _ in origins.drawn.most_common(3)]
+        drawn, clocks = ([place for place, _ in lines.most_common(3)] for lines in (origins.drawn, origins.clocks))
         hint = []
         if warm.behaviour and not differ_alone:
-            drawn, hint = [], ["alone, an episode repeats: look at what they share"]
-        elif drawn:
-            hint = [f"random numbers or the clock are read at {', '.join(drawn)}: seed a random.Random with the row"]
+            drawn, clocks, hint = [], [], ["alone, an episode repeats: look at what they share"]
+        if drawn:
+            hint.append(f"random numbers are drawn at {', '.join(drawn)}: seed a random.Random with the row")
+        if clocks:
+            hint.append(f"a clock is read at {', '.join(clocks)}: keep its time out of what is sent and of the reward")
         what = f"{len(differ)} of {len(wave.episodes)} episodes differ when run again with the same seeds and answers"
-        where = drawn[0] if drawn else crowd.asked_at(differ[0][0])
+        where = next(iter(drawn + clocks), "") or crowd.asked_at(differ[0][0])
         evidence = [f"{episode}: {difference}" for episode, difference in differ[:4]] + hint
         return [Verdict(kind="differs", what=what, where=where, evidence=evidence)]
     by_company = repeat.differences(alone.behaviour, crowd.behaviour)[:4]

@@ -32,7 +32,7 @@ DRAWS: dict[ModuleType, tuple[str, ...]] = {
     uuid: ("uuid1", "uuid4"),
     secrets: ("token_hex", "token_urlsafe", "token_bytes", "choice", "randbelow"),
     os: ("urandom",),
-    time: ("time", "time_ns"),
+    time: (CLOCKS := ("time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns")),
 }
 """Functions whose results differ in each run."""
 
@@ -72,7 +72,9 @@ class Origins:
         """Line that connected each socket, by file descriptor."""
         self.processes: Counter[str] = Counter()
         self.drawn: Counter[str] = Counter()
-        """Lines that drew random numbers or read the clock, with counts."""
+        """Lines that drew random numbers, with counts."""
+        self.clocks: Counter[str] = Counter()
+        """Lines that read a clock, with counts."""
 
     async def __aenter__(self) -> Origins:
         _add_hook()
@@ -138,7 +140,8 @@ class Origins:
         if function == "default_rng" and any(each is not None for each in (*arguments, *named.values())):
             return  # it has a seed
         if self._code.is_user(caller.f_code.co_filename) and current_episode.get() is not None:
-            self.drawn[line_in_words((caller.f_code, caller.f_lineno))] += 1
+            lines = self.clocks if function in CLOCKS else self.drawn
+            lines[line_in_words((caller.f_code, caller.f_lineno))] += 1
 
 
 _listening: list[Origins] = []

@@ -33,7 +33,7 @@ from clew.stress.elsewhere import Elsewhere, judge_elsewhere
 from clew.stress.frames import Code, Place, is_clew, stack_of_coroutine, stack_of_thread
 from clew.stress.gateway import Noted
 from clew.stress.growth import Sample, grows
-from clew.stress.judge import _held, judge, judge_warnings
+from clew.stress.judge import _differing, _held, judge, judge_warnings
 from clew.stress.origins import Origins, Written, judge_written
 from clew.stress.process_state import ProcessState
 from clew.stress.repeat import Behaviour
@@ -137,6 +137,26 @@ def test_a_generator_with_a_seed_is_no_chance() -> None:
         return [line.rpartition(".")[2] for line in origins.drawn.elements()]
 
     assert asyncio.run(drawn()) == ["unseeded", "unseeded"]
+
+
+def test_only_the_users_own_lines_read_a_clock() -> None:
+    def timed() -> None:
+        time.perf_counter()
+
+    async def read() -> Origins:
+        async with Origins(Code(object())) as origins:
+            token = agent_steps.current_episode.set(Episode("a", {}))
+            timed()
+            asyncio.get_running_loop().time()
+            await asyncio.sleep(0)
+            agent_steps.current_episode.reset(token)
+        return origins
+
+    origins = asyncio.run(read())
+    assert [line.rpartition(".")[2] for line in origins.clocks.elements()] == ["timed"] and not origins.drawn
+    first, second = rewarded(a=1.0), rewarded(a=2.0)
+    [verdict] = _differing(first, second, first, second, origins)
+    assert "timed" in verdict.where and "a clock is read" in verdict.evidence[-1]
 
 
 def test_two_episodes_of_each_row_are_watched_side_by_side() -> None:
