@@ -2,8 +2,9 @@
 
 Results differ there if they depend on the order of a set, on `hash()`, or on what earlier episodes left in the process.
 
-A child process (`python -m clew.stress.elsewhere`) reads its task as JSON from standard input and answers in JSON. It
-uses this process's gateway.
+A child process (`python -m clew.stress.elsewhere`) reads its task as a line of JSON from standard input. It uses this
+process's gateway. When an episode ends, it writes the ID and waits for a line: the episode's session is then closed, as
+in training, and what the episode left running gets no more answers. Its last line has the results.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -93,9 +94,10 @@ async def _run_child(
         The reason why the episodes could not be run; empty on success.
     """
     async with AsyncExitStack() as stack:
-        jobs = []
+        jobs, sessions = [], {}
         for episode in episodes:
-            base_url, key, _ = await stack.enter_async_context(open_episode(episode.id))
+            sessions[episode.id] = session = await stack.enter_async_context(AsyncExitStack())
+            base_url, key, _ = await session.enter_async_context(open_episode(episode.id))
             jobs.append({"id": episode.id, "data": episode.data, "base_url": base_url, "key": key})
         task = {"path": source.path, "arguments": source.arguments, "jobs": jobs}
         try:
@@ -117,10 +119,8 @@ async def _run_child(
             assert process.stdin is not None and process.stdout is not None
             limit = START_S + timeout_s * len(jobs)
             try:
-                process.stdin.write(task_json.encode())
-                process.stdin.close()
-                # Read only one line: processes that the agent started may keep the pipe open.
-                answer = await asyncio.wait_for(process.stdout.readline(), limit)
+                process.stdin.write(f"{task_json}\n".encode())
+                answer = await asyncio.wait_for(_results(process.stdin, process.stdout, sessions), limit)
             except TimeoutError:
                 return f"it did not end within {limit:g} s"
             finally:
@@ -136,6 +136,17 @@ async def _run_child(
     for episode in episodes:
         episode.reward, episode.error, episode.at = results[episode.id]
     return ""
+
+
+async def _results(
+    to_child: asyncio.StreamWriter, from_child: asyncio.StreamReader, sessions: Mapping[str, AsyncExitStack]
+) -> bytes:
+    """Close the session of each episode that ends, and return the child's last line; empty if it has ended before."""
+    # Do not read to the end: processes that the agent started may keep the pipe open.
+    while (line := await from_child.readline()) and (ended := line.decode().strip()) in sessions:
+        await sessions[ended].aclose()
+        to_child.write(b"\n")
+    return line
 
 
 def judge_elsewhere(
@@ -159,7 +170,8 @@ def judge_elsewhere(
         differences += repeat.differences(crowd.behaviour, repeat.behaviour_by_episode(episodes, requests))
     if not differences:
         return [], notes
-    used = sources.lines_with_sets()
+    only_counts = all(" requests, then " in what or " request, then " in what for _, what in differences)
+    used = sources.lines_with_sets() if not only_counts else []
     drawn = [place for place, _ in origins.drawn.most_common(1)]
     advice = ["look for the clock, for chance, for the environment and for what earlier episodes left behind"]
     if used:
@@ -189,29 +201,40 @@ def also_elsewhere(crossing: Crossing, crowd: Wave, elsewhere: Elsewhere) -> boo
     return True
 
 
-async def _work(task: dict[str, Any]) -> dict[str, tuple[Any, str | None, str]]:
+async def _work(task: dict[str, Any], say_ended: Callable[[str], None]) -> dict[str, tuple[Any, str | None, str]]:
     from clew.rollout.agents import SharedClient, load_agent
 
     agent = load_agent(task["path"], task["arguments"])
     client, code, results = SharedClient(), Code(agent), {}
+    sessions = {job["id"]: (job["base_url"], job["key"], client) for job in task["jobs"]}
+
+    @contextlib.asynccontextmanager
+    async def open_episode(id: str) -> AsyncIterator[tuple[str, str, SharedClient]]:
+        try:
+            yield sessions[id]
+        finally:
+            say_ended(id)
+
     for job in task["jobs"]:
-        session = contextlib.nullcontext((job["base_url"], job["key"], client))
         episode = Episode(id=job["id"], data=job["data"])
-        await run_episode(
-            agent, episode, lambda _, own=session: own, timeout_s=task["timeout_s"], stepped=None, code=code
-        )
+        await run_episode(agent, episode, open_episode, timeout_s=task["timeout_s"], stepped=None, code=code)
         results[episode.id] = (episode.reward, episode.error, episode.at)
     return results
 
 
 def main() -> None:
     die_with_parent()
-    task = json.loads(sys.stdin.buffer.read())
-    sys.path[:] = task["sys_path"]
-    answers = os.fdopen(os.dup(1), "w")
+    orders, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what the agent prints is not the answer
-    answers.write(json.dumps(asyncio.run(_work(task))) + "\n")
-    answers.flush()
+    task = json.loads(orders.readline())
+    sys.path[:] = task["sys_path"]
+
+    def say_ended(id: str) -> None:
+        print(id, file=answers, flush=True)
+        orders.readline()
+
+    print(json.dumps(asyncio.run(_work(task, say_ended))), file=answers, flush=True)
     os._exit(0)  # ends whatever the agent left running
 
 

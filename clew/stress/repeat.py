@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from clew.printing import common_length
+from clew.printing import common_length, counted
 from clew.stress.agent_steps import Episode
 from clew.stress.requests import Request
 
@@ -67,7 +67,7 @@ def _difference(a: Behaviour, b: Behaviour) -> str:
     if own_a is None and own_b is None:
         return "" if a.earned == b.earned else f"the reward is {a.reward!r}, then {b.reward!r}"
     if own_a is None or own_b is None:
-        return f"{len(asked_a)} requests, then {len(asked_b)}"
+        return f"{counted(len(asked_a), 'request')}, then {len(asked_b)}"
     one, other = asked_a[own_a], asked_b[own_b]
     start = max(0, common_length(one, other) - 20)
     shown = f"{one[start : start + 80]!r}, then {other[start : start + 80]!r}"

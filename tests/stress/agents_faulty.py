@@ -440,6 +440,20 @@ class SendsFirstParagraph(Talks):
         return {**message, "content": message["content"].strip().split("\n")[0]}
 
 
+class AsksAfterwards(Agent):
+    """Returns before a request in the background has been answered; a set holds the task."""
+
+    def __init__(self) -> None:
+        self.background: set[asyncio.Task] = set()
+
+    async def run(self, data: dict, **given: Any) -> float:
+        reward = await super().run(data, **given)
+        task = asyncio.ensure_future(self.ask("What did you learn?", **given))
+        self.background.add(task)
+        task.add_done_callback(self.background.discard)
+        return reward
+
+
 class StripsText:
     """One growing text, to which the completion is added without the white space around it."""
 

@@ -667,7 +667,7 @@ def test_a_model_that_answers_by_chance_is_no_difference_of_the_agents() -> None
     side_by_side = [("s", "1"), ("l", "2"), ("l 2", "3"), ("s 1", "4")]
     assert found(side_by_side, [("s", "1"), ("s 1", "4"), ("l", "x"), ("l x", "5")]) == chance
     assert found(side_by_side, [("l", "2"), ("s", "1"), ("s 1", "4"), ("l 2", "3")]) == ["chance []"]
-    assert found([("p", "x")], [("p", "x"), ("p", "x")]) == ["1 requests, then 2"]
+    assert found([("p", "x")], [("p", "x"), ("p", "x")]) == ["1 request, then 2"]
     assert found([("p", "x"), ("q", "y")], [("p", "x"), ("r", "y")]) == ["request 1 differs: 'q', then 'r'"]
 
 

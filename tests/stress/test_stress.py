@@ -149,6 +149,16 @@ def test_a_sound_agent_gets_no_verdict(agent: type) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_request_after_the_end_of_an_episode_is_not_answered_in_another_process_either() -> None:
+    tokenizer = byte_tokenizer()
+    gateway = EngineGateway(StandIn(tokenizer, latency_s=LATENCY_S), tokenizer, None)
+    report = judged(agents_faulty.AsksAfterwards, gateway, elsewhere=True)
+    assert not [verdict for verdict in report.verdicts if verdict.kind == "differs"], str(report.verdicts)
+    assert any("nobody looked at their errors" in verdict.what for verdict in report.verdicts)
+
+
+@pytest.mark.slow
 def test_reasoning_that_is_not_sent_back_is_suspected() -> None:
     report = stressed(agents_faulty.SendsNoReasoning)
     [perhaps] = report.verdicts
