@@ -98,6 +98,11 @@ class Requests:
         by_episode = grouped(asked, lambda each: each[0])
         return {episode: union([(came, done) for _, came, done in each]) for episode, each in by_episode.items()}
 
+    def count(self, episode: str) -> int:
+        """Return the number of an episode's requests since the last `take`, those in progress included."""
+        made = [request.episode for request in list(self._requests)]
+        return [*made, *(each for each, _ in list(self._open.values()))].count(episode)
+
     def now_asking(self) -> set[str]:
         """Return the IDs of the episodes that have a request with the model now."""
         return {episode for episode, _ in list(self._open.values())}

@@ -39,6 +39,9 @@ A wave is stuck when, for that long and for at least `stuck_s`, no episode has e
 nothing has computed.
 """
 
+MANY = 32
+"""Number of requests from which an episode that does not end seems to ask again without a limit."""
+
 AGAIN_S = 3.0
 """Seconds that replace `stuck_s` after a wave was stuck."""
 
@@ -265,6 +268,9 @@ class WaveRunner:
                 why = f"it ran for {now - episode.started:.0f} s"
             else:
                 continue
+            made = self.requests.count(episode.id)
+            why += f", with {counted(made, 'request')} to the model"
+            why += "; bound the number of tries" if made >= MANY else ""
             episode.stopped, episode.stopped_at = f"did not end: {why}", now
             episode.at = str(serial.waits_at(episode, self.code) or "")
             tasks[episode].cancel()

@@ -440,6 +440,13 @@ class SendsFirstParagraph(Talks):
         return {**message, "content": message["content"].strip().split("\n")[0]}
 
 
+class AsksUntilItIsRight(Agent):
+    async def run(self, data: dict, **given: Any) -> float:
+        while await self.ask(data["prompt"], **given) != "yes":
+            pass
+        return 1.0
+
+
 class AsksAfterwards(Agent):
     """Returns before a request in the background has been answered; a set holds the task."""
 

@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import os
+import re
 import signal
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -210,6 +211,15 @@ def test_an_episode_that_swallows_its_cancellation_is_stopped(agent: type, monke
     assert f"{agent.__name__}.run" in report.verdicts[0].where
     [failure] = report.failures
     assert failure.error.startswith("did not end: nothing moved for")
+
+
+def test_an_episode_that_asks_without_a_limit_is_told_with_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waves, "MANY", 3)
+    tokenizer = byte_tokenizer()
+    gateway = EngineGateway(StandIn(tokenizer, latency_s=LATENCY_S), tokenizer, None)
+    report = run.stressed(agents_faulty.AsksUntilItIsRight(), ROWS, gateway=gateway, batch=2, group=1, timeout_s=0.4)
+    [verdict] = report.verdicts
+    assert verdict.kind == "hangs" and re.search(r"\d+ requests to the model; bound the number", verdict.evidence[0])
 
 
 @pytest.mark.slow
