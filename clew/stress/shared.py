@@ -309,12 +309,19 @@ def suspects(changes: Sequence[ObjectChange]) -> set[str]:
 
 
 def judge_changes(
-    changes: Sequence[ObjectChange], *, matters: bool, sources: Sources = NO_SOURCES, uses: Uses | None = None
+    changes: Sequence[ObjectChange],
+    *,
+    matters: bool,
+    rewards_differ: bool = False,
+    sources: Sources = NO_SOURCES,
+    uses: Uses | None = None,
 ) -> list[Verdict]:
     """Return one verdict for each object, facts first and suspicions last.
 
     Args:
         matters: True if episodes were seen to depend on one another.
+        rewards_differ: True if rewards did. Then objects that episodes change one after another are suspected, too: a
+            reward may depend on those before it, such as on their mean.
         sources: Names the lines that change an object.
         uses: Reads and writes of the suspects. None: they were not traced.
     """
@@ -322,19 +329,21 @@ def judge_changes(
     by_top: dict[str, list[tuple[str, Verdict]]] = defaultdict(list)
     for (name, key), made in grouped(changes, lambda change: change.place).items():
         pair = _overlapping(made)
-        if pair is None:
+        if pair is None and (not rewards_differ or len({change.episode.id for change in made}) < 2):
             continue
         variable, full = made[0].variable, full_name(name, key)
         suspicion = _suspicion(made, several_rows, matters)
         if not suspicion and uses is not None and _replace(made) and uses.take_turns(variable, matters=matters):
             suspicion = "perhaps in turns: none was seen to read what another had left there"
         lines = sources.lines_that_change(variable)
-        evidence = [_overlap(*pair), f"changed by {listed(change.episode.id for change in made)}"]
+        evidence = [*([_overlap(*pair)] if pair else []), f"changed by {listed(change.episode.id for change in made)}"]
         if uses is not None and variable in uses.crossed:
-            evidence.insert(1, uses.crossed[variable])
+            evidence.insert(len(evidence) - 1, uses.crossed[variable])
         if lines[1:]:
             evidence.append(f"also changed at {', '.join(lines[1:4])}")
         what = f"{full} is changed by episodes that run at the same time"
+        if pair is None:
+            what, suspicion = f"{full} is changed by one episode after another", "perhaps what their rewards depend on"
         what += f", {suspicion}" if suspicion else "; each sees the other's"
         where = f"{full}, changed at {lines[0]}" if lines else full
         verdict = Verdict(kind="shared", what=what, where=where, evidence=evidence, certain=not suspicion)

@@ -595,6 +595,9 @@ def test_episodes_one_after_another_may_use_the_same_attribute() -> None:
     assert len(shared.judge_changes(changes, matters=True)) == 1
     first.finished = (changes[0].at + changes[1].at) / 2
     assert shared.judge_changes(changes, matters=True) == []
+    [perhaps] = shared.judge_changes(changes, matters=True, rewards_differ=True)
+    assert not perhaps.certain and "agent.task is changed by one episode after another" in perhaps.what
+    assert shared.judge_changes(changes[:1], matters=True, rewards_differ=True) == []
 
 
 def test_a_difference_is_the_agents_only_if_the_model_said_the_same() -> None:
