@@ -42,7 +42,6 @@ NUMPY_DRAWS = (
 )
 """Functions of numpy.random whose results differ in each run. They are watched only if it has been imported."""
 
-STARTS_THREAD = ("_thread.start_new_thread", "_thread.start_joinable_thread")
 STARTS_PROCESS = ("subprocess.Popen", "os.fork", "os.posix_spawn")
 
 
@@ -85,6 +84,8 @@ class Origins:
             modules[sys.modules["numpy.random"]] = NUMPY_DRAWS
         draws = [(module, name) for module, names in modules.items() for name in names]
         self._entered.enter_context(calls_noted(draws, self._note_draw))
+        # Python 3.11 raises no audit event for a thread.
+        self._entered.enter_context(calls_noted([(threading.Thread, "start")], self._note_thread))
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -105,10 +106,6 @@ class Origins:
         elif event == "socket.connect":
             if place := self._place():
                 self.sockets[arguments[0].fileno()] = place
-        elif event in STARTS_THREAD:
-            thread = getattr(arguments[0], "__self__", None)
-            if isinstance(thread, threading.Thread) and (place := self._place()):
-                self.threads[thread] = place
         elif event in STARTS_PROCESS and (place := self._place()):
             self.processes[place] += 1
 
@@ -136,6 +133,10 @@ class Origins:
         if running is not None:
             self.written.append(Written(path=path, where=str(running), episode=episode))
 
+    def _note_thread(self, caller: FrameType, function: str, thread: threading.Thread) -> None:
+        if place := self._place():
+            self.threads[thread] = place
+
     def _note_draw(self, caller: FrameType, function: str, /, *arguments: Any, **named: Any) -> None:
         if function == "default_rng" and any(each is not None for each in (*arguments, *named.values())):
             return  # it has a seed
@@ -159,7 +160,7 @@ def _add_hook() -> None:
 
 
 @contextmanager
-def calls_noted(functions: Iterable[tuple[ModuleType, str]], note: Callable[..., None]) -> Iterator[None]:
+def calls_noted(functions: Iterable[tuple[ModuleType | type, str]], note: Callable[..., None]) -> Iterator[None]:
     """Call `note` with the caller's frame, the function's name and the arguments before each call, while entered."""
 
     def noting(name: str, original: Callable[..., Any]) -> Callable[..., Any]:

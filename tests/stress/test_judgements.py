@@ -159,6 +159,22 @@ def test_only_the_users_own_lines_read_a_clock() -> None:
     assert "timed" in verdict.where and "a clock is read" in verdict.evidence[-1]
 
 
+def test_the_line_that_started_a_thread_is_known() -> None:
+    def started() -> threading.Thread:
+        thread = threading.Thread(target=print)
+        thread.start()
+        return thread
+
+    async def lines() -> list[str]:
+        async with Origins(Code(object())) as origins:
+            thread = started()
+            thread.join()
+            return [origins.threads[thread].rpartition(".")[2]]
+
+    assert asyncio.run(lines()) == ["started"]
+    assert "calls_noted" not in threading.Thread.start.__qualname__
+
+
 def test_two_episodes_of_each_row_are_watched_side_by_side() -> None:
     async def watched(batch: int, group: int) -> list[str]:
         runner: Any = waves.WaveRunner(Holder(), None, None, timeout_s=1.0, stuck_s=1.0, say=print)  # type: ignore[arg-type]
