@@ -20,6 +20,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
+from clew.errors import EpisodeError
 from clew.rollout.agents import call_run, extra_kwargs_of
 from clew.rollout.episode import was_cancelled
 from clew.rollout.reward_function import checked
@@ -119,8 +120,9 @@ async def run_episode(
         # The user's code: whatever it raises is an episode that failed.
         if was_cancelled(failure):
             raise
-        episode.error = f"{type(failure).__name__}: {failure}".strip()
-        episode.at = str(code.place(stack_of_error(failure)) or "")
+        of_reward = isinstance(failure, EpisodeError)  # raised by `checked`
+        episode.error = str(failure) if of_reward else f"{type(failure).__name__}: {failure}".strip()
+        episode.at = str(code.place(stack_of_error(failure)) or code.defined_at)
         if limit.expired():
             episode.error = f"did not end within {timeout_s:g} s"
     finally:

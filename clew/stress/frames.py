@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import sysconfig
@@ -49,6 +50,9 @@ class Code:
         file = getattr(sys.modules.get(package), "__file__", None)
         self._own = str(Path(file).parent) + os.sep if file and Path(file).name == "__init__.py" else file
         self.is_user = cache(self._is_user)
+        run = getattr(inspect.unwrap(getattr(agent, "run", agent)), "__code__", None)  # type: ignore[arg-type]
+        self.defined_at = line_in_words((run, run.co_firstlineno)) if run is not None else ""
+        """Line where the agent's `run` is defined; empty if it is unknown."""
 
     def _is_user(self, file: str) -> bool:
         if file.startswith(("<", _CLEW)):

@@ -182,6 +182,7 @@ class WaveRunner:
                 self._longest_s = max(self._longest_s, episode.seconds)
             if episode.error is None and episode.id not in asked:
                 waited_s = given_up.get(episode.id)
+                episode.at = self.code.defined_at
                 episode.error = (
                     "it made no request to the model with the API key that it was given"
                     if waited_s is None
@@ -195,7 +196,7 @@ class WaveRunner:
                     if not (unnamed and isinstance(episode.reward, dict)):
                         reward_of_agent(episode.reward, name_of(self._agent), ids=ids, own=own)
                 except EpisodeError as error:
-                    episode.error = str(error)
+                    episode.error, episode.at = str(error), self.code.defined_at
                 episode.reward = own if episode.reward is None else episode.reward
         wave = Wave(
             name=name,

@@ -440,6 +440,11 @@ class SendsFirstParagraph(Talks):
         return {**message, "content": message["content"].strip().split("\n")[0]}
 
 
+class PaysNothingDefined(Agent):
+    async def run(self, data: dict, **given: Any) -> float:
+        return (await super().run(data, **given)) * float("nan")
+
+
 class AsksUntilItIsRight(Agent):
     async def run(self, data: dict, **given: Any) -> float:
         while await self.ask(data["prompt"], **given) != "yes":

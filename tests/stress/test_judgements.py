@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import importlib
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -47,6 +49,7 @@ from clew.stress.variables import Sources, Uses
 from clew.stress.verdict import Verdict
 from clew.stress.waves import Wave
 from tests.models import tiny_tokenizer
+from tests.stress import agents_faulty
 
 PARAMS = SamplingParams(max_new_tokens=40)
 
@@ -157,6 +160,17 @@ def test_only_the_users_own_lines_read_a_clock() -> None:
     first, second = rewarded(a=1.0), rewarded(a=2.0)
     [verdict] = _differing(first, second, first, second, origins)
     assert "timed" in verdict.where and "a clock is read" in verdict.evidence[-1]
+
+
+def test_a_failure_without_a_line_is_placed_at_the_agents_run() -> None:
+    agent, episode = agents_faulty.PaysNothingDefined(), Episode("a", {"prompt": "p"})
+    agent.ask = lambda *_, **__: asyncio.sleep(0, "words")  # type: ignore[method-assign]
+    session = contextlib.nullcontext(("http://", "key", None))
+    asyncio.run(
+        agent_steps.run_episode(agent, episode, lambda _: session, timeout_s=None, stepped=None, code=Code(agent))
+    )
+    assert episode.error is not None and episode.error.startswith("PaysNothingDefined.run returned nan")
+    assert re.search(r"agents_faulty\.py:\d+ PaysNothingDefined\.run$", episode.at)
 
 
 def test_the_line_that_started_a_thread_is_known() -> None:
