@@ -15,7 +15,7 @@ from clew.stress.requests import plain
 from clew.stress.shared import State
 from clew.stress.verdict import Kind, Verdict, grouped
 from clew.stress.watch import judge_blocks
-from clew.stress.waves import Wave
+from clew.stress.waves import NO_REQUEST, Wave
 
 FAILED_SHARE = 0.1
 """Share of episodes with an error, or with a warning of one kind, above which the agent is at fault."""
@@ -68,7 +68,7 @@ def judge(
             f"Run the stress without --base-url: the stand-in repeats its answers."
         )
     verdicts += waits + judge_answers(waves, state, repeats=not by_chance)
-    return verdicts + differing + _failing(alone, crowd, again), notes
+    return verdicts + differing + _failing(alone, crowd, again, state), notes
 
 
 def waits_for_one_another(waves: Sequence[Wave]) -> Verdict | None:
@@ -157,16 +157,16 @@ def hanging(waves: Sequence[Wave]) -> list[Verdict]:
     ]
 
 
-def _failing(alone: Wave, crowd: Wave, again: Wave) -> list[Verdict]:
+def _failing(alone: Wave, crowd: Wave, again: Wave, state: State) -> list[Verdict]:
     failed_alone = sum(episode.error is not None for episode in alone.ended)
     crowded = [*crowd.ended, *again.ended]
     failed = sum(episode.error is not None for episode in crowded)
     if not failed_alone and failed <= FAILED_SHARE * len(crowded):
         return []
     commonest = failures([*alone.ended, *crowded])[0]
-    what = f"{failed} of {len(crowded)} episodes failed at {crowd.width} at once, {failed_alone} of "
+    what = f"{failed} of {len(crowded)} episodes failed in two waves of {crowd.width} at once, {failed_alone} of "
     what += f"{len(alone.ended)} alone"
-    kind, evidence, refused = "fails", [commonest.error], []
+    where, kind, evidence, refused = commonest.at, "fails", [commonest.error], []
     for wave in (alone, crowd, again):  # the last request decides
         last = {request.episode: request.refused for request in wave.requests}
         refused += [last[each.id] for each in wave.episodes if each.error is not None and last.get(each.id)]
@@ -176,7 +176,13 @@ def _failing(alone: Wave, crowd: Wave, again: Wave) -> list[Verdict]:
     if "has ended: its episode is over" in commonest.error:  # the session of the API key
         kind = "shared"
         evidence.append("it is another's: make the client anew in each run, with the base_url and api_key of this run")
-    return [Verdict(kind=kind, what=what, where=commonest.at, evidence=evidence)]
+    if commonest.error == NO_REQUEST:
+        said = (plain(each.answered.rpartition(THINK_CLOSES)[2])[:MARK] for each in [*alone.requests, *crowd.requests])
+        holder = next(filter(None, (state.place_of(text) for text in said if len(text) >= LEAST_OF_ANSWER)), "")
+        if holder:
+            where, kind = holder, "shared"
+            evidence.append("replies are cached across episodes; each episode must ask for itself")
+    return [Verdict(kind=kind, what=what, where=where, evidence=evidence)]
 
 
 def _refusals(refused: Sequence[str]) -> str:

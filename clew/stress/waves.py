@@ -48,6 +48,9 @@ AGAIN_S = 3.0
 LOOK_S = 0.5
 """Seconds between two checks of whether anything moves."""
 
+NO_REQUEST = "it made no request to the model with the API key that it was given"
+"""Error of an episode that returned a reward although it had not asked the model."""
+
 SAY_S = 10.0
 """Seconds between two lines of progress."""
 
@@ -184,7 +187,7 @@ class WaveRunner:
                 waited_s = given_up.get(episode.id)
                 episode.at = self.code.defined_at
                 episode.error = (
-                    "it made no request to the model with the API key that it was given"
+                    NO_REQUEST
                     if waited_s is None
                     else f"it ended without an answer from the model: it gave up its request after {waited_s:.1f} s"
                 )

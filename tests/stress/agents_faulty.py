@@ -440,6 +440,15 @@ class SendsFirstParagraph(Talks):
         return {**message, "content": message["content"].strip().split("\n")[0]}
 
 
+class CachesReplies(Agent):
+    replies: ClassVar[dict[str, str]] = {}
+
+    async def ask(self, prompt: Any, *given: Any) -> str:
+        if prompt not in self.replies:
+            self.replies[prompt] = await super().ask(prompt, *given)
+        return self.replies[prompt]
+
+
 class PaysNothingDefined(Agent):
     async def run(self, data: dict, **given: Any) -> float:
         return (await super().run(data, **given)) * float("nan")

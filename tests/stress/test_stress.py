@@ -222,6 +222,16 @@ def test_an_episode_that_asks_without_a_limit_is_told_with_its_requests(monkeypa
     assert verdict.kind == "hangs" and re.search(r"\d+ requests to the model; bound the number", verdict.evidence[0])
 
 
+def test_an_episode_that_takes_anothers_reply_is_told_where_it_lies() -> None:
+    agents_faulty.CachesReplies.replies.clear()
+    report = stressed(agents_faulty.CachesReplies)
+    verdict = report.verdicts[0]
+    assert (verdict.kind, verdict.certain) == ("shared", True) and "CachesReplies.replies" in verdict.where
+    assert "replies are cached across episodes; each episode must ask for itself" in verdict.evidence
+    assert "episodes failed in two waves of 8 at once" in verdict.what
+    assert all("CachesReplies" in each.at or "Agent.run" in each.at for each in report.failures)
+
+
 @pytest.mark.slow
 def test_a_failure_while_a_finding_is_confirmed_is_reported() -> None:
     agents_faulty.FailsLate.runs = itertools.count(1)
