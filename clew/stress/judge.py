@@ -218,12 +218,13 @@ def _differing(warm: Wave, alone: Wave, crowd: Wave, again: Wave, origins: Origi
     return [Verdict(kind="shared", what=what, where=crowd.asked_at(by_company[0][0]), evidence=evidence)]
 
 
-def judge_warnings(warned: Mapping[str, Mapping[str, str]], crowd: Wave) -> list[Verdict]:
+def judge_warnings(warned: Mapping[str, Mapping[str, str]], crowd: Wave, troubled: int) -> list[Verdict]:
     """Return verdicts on warnings.
 
     Args:
         warned: Texts of the warnings, by their kind and then by the ID of their episode.
         crowd: Wave in which the warned episodes ran.
+        troubled: Number of episodes in the wave whose server fails, from which the warnings about rewards are.
     """
     by_start: dict[str, list[Mapping[str, str]]] = defaultdict(list)
     for kind, warnings in list(warned.items()):
@@ -244,7 +245,8 @@ def judge_warnings(warned: Mapping[str, Mapping[str, str]], crowd: Wave) -> list
         certain = certain or len(set(texts)) < len(texts)
         certain = certain and (kind == "rewards" or len(episodes) > FAILED_SHARE * len(crowd.episodes))
         where, evidence = crowd.asked_at(min(episodes)), [next(iter(warnings.values())) for warnings in several[:4]]
-        what = f"{len(episodes)} of {len(crowd.episodes)} episodes {what}"
+        count = f"{troubled} troubled" if kind == "rewards" else str(len(crowd.episodes))
+        what = f"{len(episodes)} of {count} episodes {what}"
         verdicts.append(Verdict(kind=kind, what=what, where=where, evidence=evidence, certain=certain))
     return verdicts
 

@@ -259,7 +259,7 @@ class Stress:
         """Return all verdicts, and notes on what could not be judged."""
         runner, crowd, again = self._runner, self._waves[3], self._waves[4]
         verdicts, notes = judge(self._waves[:5], self._confirming, runner.origins, state)
-        verdicts += judge_warnings(runner.requests.warned, crowd)
+        verdicts += judge_warnings(runner.requests.warned, crowd, min(WATCHED, len(self._jobs)))
         crossings = crossed_rows_in(crowd, again)
         tested = False
         if self._source is not None and not any(v.kind in ("differs", "hangs", "fails") for v in verdicts):

@@ -114,9 +114,9 @@ class Wave:
         return behaviour_by_episode(self.episodes, self.requests)
 
     def asked_at(self, episode: str) -> str:
-        """Return the place where an episode asks the model, as `asked at ...`; empty if it is unknown."""
+        """Return the user's line where an episode asks the model, as `asked at ...`; empty if it is unknown."""
         place = self.waits.asked_at.get(episode)
-        return f"asked at {place}" if place is not None else ""
+        return f"asked at {place.where}" if place is not None else ""
 
 
 class StoodStill(Exception):

@@ -66,7 +66,7 @@ def is_found(agent: type, report: Report) -> bool:
 @pytest.mark.slow
 def test_where_it_asked_is_not_where_it_worked_after_that() -> None:
     found = next(each for each in stressed(wild.AsksThenWorks, 0.2).verdicts if each.kind == "differs")
-    assert re.search(r"asked at .*agents_in_the_wild\.py:\d+ ask,", found.where)
+    assert re.search(r"asked at .*agents_in_the_wild\.py:\d+ ask$", found.where)
 
 
 @pytest.mark.slow

@@ -671,9 +671,18 @@ def test_what_one_process_showed_is_judged_although_the_other_could_not_be_run()
 
 def test_the_end_token_that_the_stand_in_writes_is_no_fault_of_an_agent_with_one_growing_text() -> None:
     crowd = rewarded(a=1.0, b=1.0)
-    assert judge_warnings({"a branch (end token)": {"a": "why"}}, crowd) == []
-    [verdict] = judge_warnings({"a branch (text)": {"a": "why"}}, crowd)
+    assert judge_warnings({"a branch (end token)": {"a": "why"}}, crowd, 2) == []
+    [verdict] = judge_warnings({"a branch (text)": {"a": "why"}}, crowd, 2)
     assert (verdict.kind, verdict.certain) == ("rewrites", True)
+
+
+def test_rewards_after_a_failure_are_counted_among_the_episodes_that_had_trouble() -> None:
+    crowd = rewarded(a=1.0, b=1.0, c=1.0)
+    stack = Place("mine.py:3 Mine.run", "anyio/_backends/_asyncio.py:1431 SocketStream.receive")
+    crowd.waits.asked_at["a"] = stack
+    [verdict] = judge_warnings({"a fault": {"a": "why"}}, crowd, 2)
+    assert verdict.what.startswith("1 of 2 troubled episodes give a reward")
+    assert verdict.where == "asked at mine.py:3 Mine.run"
 
 
 def test_episodes_that_differ_are_counted_among_those_that_were_compared() -> None:
