@@ -232,7 +232,7 @@ def main() -> None:
 
     def say_ended(id: str) -> None:
         print(id, file=answers, flush=True)
-        orders.readline()
+        orders.readline()  # it blocks the event loop, so that nothing is asked before the session is closed
 
     print(json.dumps(asyncio.run(_work(task, say_ended))), file=answers, flush=True)
     os._exit(0)  # ends whatever the agent left running

@@ -685,6 +685,18 @@ def test_rewards_after_a_failure_are_counted_among_the_episodes_that_had_trouble
     assert verdict.where == "asked at mine.py:3 Mine.run"
 
 
+def test_a_set_is_not_blamed_for_one_request_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sources, "lines_with_sets", lambda self: ["mine.py:3 Mine.run"])
+    crowd, origins = rewarded(a=1.0), Origins(Code(Holder()))
+
+    def where(*asked: str) -> str:
+        ran = Elsewhere(tried=[([Episode("a", {}, reward=1.0)], [request("a", each, "x") for each in asked])])
+        [differs], _ = judge_elsewhere(crowd, ran, origins, Sources())
+        return differs.where
+
+    assert where("p", "p") == "" and where("q") == "mine.py:3 Mine.run"
+
+
 def test_episodes_that_differ_are_counted_among_those_that_were_compared() -> None:
     code = Code(Holder())
     alone, crowd = rewarded(a=1.0), rewarded(a=1.0, b=1.0, c=1.0)
