@@ -67,7 +67,7 @@ LINES = {
     "top": 3400,  # weights.via; launch.devices; mappings that replace; digests of users' files; half surrogate pairs
     "algorithms": 780,  # rejection.py: the corrections that other systems have for lag and mismatch; equal rewards
     "cli": 1095,  # clew hang, on several nodes; clew sft and clew learn watch themselves; outputs without a reader
-    "diagnose": 3105,  # the search of clew diff; broken GPUs; settings that episodes were made with; docstrings with Args
+    "diagnose": 3105,  # the search of clew diff; broken GPUs; settings of episodes; docstrings with Args
     "gateway": 4950,  # stop strings twice in a token, forced calls after <think>, texts that go on after a completion
     "hang": 8665,  # main threads that only sleep; closed pools; cells; RAS, Ray; engines; kept locks; partners in rings
     "inference": 6800,  # vLLM and SGLang in training; lost weights, of one version but other digests; second restarts
