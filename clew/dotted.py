@@ -215,6 +215,10 @@ def _bound(node: ast.AST) -> Iterator[str]:
                 yield other or name.partition(".")[0]
             case ast.Name(id=name, ctx=ast.Store()):
                 yield name
+            case ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp() | ast.Lambda():
+                pass  # their variables are their own
+            case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
+                yield from (name, *_bound(child))
             case _:
                 yield from _bound(child)
 

@@ -20,6 +20,9 @@ try:
 except OSError: missing = None
 first, (second, *rest) = 1, (2, 3)
 counted: int = 3
+match counted:
+    case {"a": [captured, *others]} | [captured, others]: pass
+listed = [item for item in rest]
 class Agent:
     field = 1
 async def waits(): ...
@@ -34,14 +37,17 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize(
     "name",
-    ["os", "np", "parse", "inside", "stream", "missing", "first", "second", "rest", "counted", "Agent", "waits"],
+    [
+        *("os", "np", "parse", "inside", "stream", "missing", "first", "second", "rest", "counted", "captured"),
+        *("others", "listed", "Agent", "waits"),
+    ],
 )
 def test_what_a_module_binds_is_found_without_running_it(here: Path, name: str) -> None:
     (here / "looked_into.py").write_text(SOURCE)
     check_defined(f"looked_into.{name}", "rollout.reward")
 
 
-@pytest.mark.parametrize("name", ["local", "field", "agent", "json", "loads"])
+@pytest.mark.parametrize("name", ["local", "field", "agent", "json", "loads", "item"])
 def test_what_it_does_not_bind_is_not(here: Path, name: str) -> None:
     (here / "looked_into.py").write_text(SOURCE)
     with pytest.raises(ConfigError, match=rf"rollout\.reward=looked_into\.{name}: .*looked_into\.py has no '{name}'"):
