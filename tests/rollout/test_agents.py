@@ -15,7 +15,7 @@ from rich.console import Console
 import clew
 from clew.config import Config
 from clew.errors import ConfigError
-from clew.gateway.sequences import turn_returns
+from clew.gateway.turn_returns import turn_returns
 from clew.launch.preflight import check_named
 from clew.record.rows import Sequence, from_table, read_table
 from clew.record.run import RunDirectory
