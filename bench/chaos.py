@@ -1,12 +1,14 @@
-"""Kill -9 any process at any moment, start `clew train` again, and check and tabulate what must hold then.
+"""Kill random processes of a run with SIGKILL, start `clew train` again, and check that the run is still sound.
 
     make chaos                                  100 kills over several runs, about a quarter of an hour
-    python -m bench.chaos --kills 10 --seed 3   10 others
+    python -m bench.chaos --kills 10 --seed 3   10 kills at other moments
 
-After each kill: every step that was recorded before has the same digests. After each death of the supervisor or the
-trainer: no process of the run is left. At the end of each run: every group that was ever seen finished was
-trained on once, was rejected, or still waits in the inbox. The whole run, trained again from its first checkpoint
-alone, has the same weights at every step as were recorded.
+A run is sound if
+
+- after each kill, every step recorded before still has the same digests;
+- after each death of the supervisor or the trainer, no process of the run is left;
+- at its end, every finished group that was seen was trained on once, was rejected, or still waits in the inbox;
+- trained again from its first checkpoint alone, it has the recorded weights at every step.
 """
 
 from __future__ import annotations
@@ -179,7 +181,11 @@ class Run:
         tally.replayed = self.replay()
 
     def replay(self) -> str:
-        """Train the whole run again in a copy with only the first checkpoint. `clew learn` verifies each step."""
+        """Train the whole run again in a copy with only the first checkpoint. `clew learn` verifies each step.
+
+        Returns:
+            "equal", or the end of the error output.
+        """
         copy = self.folder / "copy" / "chaos" / "0"
         shutil.copytree(self.run.path, copy)
         for checkpoint in copy.glob("checkpoints/step-*"):

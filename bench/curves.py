@@ -1,11 +1,11 @@
-"""Learning curves of the addition example through each engine: from one start model, with the same seeds.
+"""Train the addition example through each engine, from one start model with the same seeds: compare the curves.
 
     CLEW_VLLM_PYTHON=... CLEW_SGLANG_PYTHON=... python -m bench.curves
 
 Each variable names the Python of an environment with that server (tests/engines/install.py builds one and prints its
-Python); an engine without one is left out. The start model is the demo's imitator, trained once in --folder. The runs
-take turns: the first seed through each engine, then the second. Engines draw other tokens from the same seed, so what
-can agree is the curve. The measure of noise is the difference between two seeds of the embedded engine.
+Python); an engine whose variable is not set is left out. The start model is the demo's, trained once in --folder by
+`clew sft`. The first seed runs through each engine, then the second. Engines draw different tokens from the same seed,
+so only their curves can agree. The difference between two seeds of one engine shows how much of a gap is noise.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Curve:
     held_out: tuple[float, float]
     """Share of held-out problems that are solved, before and after."""
     k3: float
-    """Largest mismatch_k3 of a step: trainer against engine, tokens without lag alone."""
+    """Largest mismatch_k3 of any step: how far trainer and engine disagree about tokens without lag."""
     lag: float
-    """Mean lag of the trained tokens, in versions."""
+    """Mean over the steps of lag_mean, in versions."""
     step_s: float
     """Median of the seconds between two commits."""
 
@@ -71,7 +71,7 @@ HEADER = """\
 
 
 def clew(*arguments: str) -> None:
-    """Run a command of Clew; print what it wrote if it fails."""
+    """Run a Clew command. If it fails, end this program and print the command's output."""
     command = [sys.executable, "-m", "clew", *arguments]
     ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if ended.returncode != 0:

@@ -1,4 +1,4 @@
-"""Packed rows against padded ones, on long-tailed lengths; logits in chunks against all at once: memory and time."""
+"""Measure packed against padded rows on long-tailed lengths, and logits in chunks against all logits at once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WARM_UP = 1
 
 
 def batch_of(lengths: list[int]) -> list[Sequence]:
-    """Prompts of 16 tokens and responses of these lengths, in groups of 8."""
+    """Return sequences with prompts of 16 tokens and responses of these lengths, in groups of 8."""
     return [
         make_sequence(f"g{i // 8}.e{i % 8}.s0", prompt=16, response=length, reward=float(i % 3), vocab=90)
         for i, length in enumerate(lengths)
@@ -40,7 +40,7 @@ def batch_of(lengths: list[int]) -> list[Sequence]:
 
 
 def race(folder: Path, lengths: list[int], rounds: int) -> None:
-    """Steps of the same batch, packed and padded in turns; of each, what forward and backward took."""
+    """Train on one batch, packed and padded in turns. Print the ratio of forward and backward times, and padding."""
     build_model().save_pretrained(str(folder))
     tiny_tokenizer(folder, chat=False)
     batch = batch_of(lengths)
@@ -69,7 +69,11 @@ def race(folder: Path, lengths: list[int], rounds: int) -> None:
 
 
 def peak(logits: int) -> None:
-    """Print how many bytes of memory the logprobs of TOKENS tokens and their gradient take at most, and seconds."""
+    """Print the rise of peak memory, in bytes, and the seconds that TOKENS logprobs and their gradient take.
+
+    Args:
+        logits: Maximum number of logits that are held at once.
+    """
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=VOCAB,

@@ -74,9 +74,11 @@ class Rollout(Section):
     sequences: Literal["concat", "individual"] = "concat"
     """concat: turns that extend one another become one sequence; individual: each turn becomes its own."""
     reward: str | None = None
-    """Dotted path of the reward function, (completion, data) -> number or named numbers. An agent gives its own."""
+    """Dotted path of the reward function: (completion, data) -> number or named numbers, or TRL's (prompts,
+    completions, **columns) -> list. An agent gives its own."""
     reward_timeout_s: float = Field(default=30.0, gt=0)
-    """Seconds after which a call of the reward is killed and the episode fails."""
+    """Seconds after which a call of the reward function is stopped and the episode fails; no limit with
+    launch.mode=inline."""
     reward_workers: int = Field(default=1, ge=1)
     """Number of processes that compute rewards; async rewards run without them."""
     n_samples: int = Field(default=8, ge=1)
@@ -358,12 +360,14 @@ class Algorithm(Section):
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the KL divergence (Schulman, joschu.net/blog/kl-approx.html)."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Add the KL term to each token's loss, or subtract its sum over a sequence from the reward."""
+    """Add the KL term to each token's loss, or subtract it from the reward: its sum over the sequence, or with a critic
+    each token's term from that token's reward."""
     kl_times_ratio: bool = False
     """Multiply the KL term of the loss by current over proximal probability (DeepSeek-V3.2, arXiv 2512.02556, section
     3.1)."""
     entropy_coef: float = Field(default=0.0, ge=0)
-    """Weight of the entropy that is subtracted from each token's loss (arXiv 1707.06347, equation 9)."""
+    """Weight of the entropy bonus: this multiple of each token's entropy, in nats, is subtracted from its loss (arXiv
+    1707.06347, equation 9)."""
     loss_mean: Literal["token", "sequence", "constant"] = "token"
     """Mean over all tokens of a mini-batch (DAPO); within sequences, then over them (GRPO); or the sum over a sequence
     divided by loss_constant, then the mean over sequences (Dr. GRPO)."""
@@ -447,7 +451,8 @@ class Debug(Section):
     format: Literal["parquet", "pt"] = "parquet"
     """Format of dumped batches: the record's own, or padded tensors for torch.load."""
     first_step: int = Field(default=0, ge=0)
-    """Step to replay from. The run starts with what the run directory debug.path had learned before that step."""
+    """Step to replay from. The run starts with the state, such as weights and optimizer, that the run in debug.path had
+    before that step."""
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Debug:
@@ -487,10 +492,10 @@ class Launch(Section):
     """Let training and inference take turns on one device: while a step is trained, inference stops and frees its
     cache's memory."""
     restarts: int = Field(default=3, ge=0)
-    """Number of times that a dead server or rollout process is started again."""
+    """Maximum number of times that each server or rollout process is started again after it was killed."""
     threads: int | None = Field(default=None, ge=1)
-    """Number of torch threads in each process; null: one per core, half of that if server and trainer compute side by
-    side; ranks share them."""
+    """Number of torch threads in each process; null: one per core, or half of that if server and trainer compute side
+    by side, divided among the trainer's ranks."""
 
     @model_validator(mode="after")
     def _ranks_are_processes(self) -> Launch:

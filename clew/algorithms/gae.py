@@ -8,17 +8,22 @@ from clew.algorithms.reward_statistics import EPSILON
 
 
 def gae(rewards_N: np.ndarray, values_N: np.ndarray, *, gamma: float, lam: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return advantages and returns of one sequence's N actions, [N] float64. The value after the last action is 0.
+    """Return the advantages and the returns of one sequence's N actions: two arrays, [N] float64.
+
+    The value after the last action counts as 0.
 
     delta_t = r_t + gamma V_{t+1} - V_t,  A_t = delta_t + gamma lam A_{t+1}   (equation 16)
 
-    R_t = A_t + V_t. With lam = 1 it is the sum of the discounted rewards from t on; with lam = 0 it is
-    r_t + gamma V_{t+1}.
+    The return is R_t = A_t + V_t. With lam = 1, R_t is the sum of the discounted rewards from t on; with lam = 0, R_t
+    is r_t + gamma V_{t+1}.
 
     Args:
+        rewards_N: Reward of each action.
         values_N: Value of the state before each action.
+        gamma: Discount per action.
+        lam: Decay of later deltas, from 0 to 1; the paper's lambda.
     """
-    # Python's floats: indexing an array for each token would take several times as long.
+    # The loop computes with Python floats: arithmetic on NumPy scalars takes several times as long.
     values, advantages = values_N.astype(np.float64).tolist(), np.zeros(len(values_N))
     after = after_value = 0.0
     for t in reversed(range(len(values))):

@@ -32,7 +32,10 @@ OPTIONS = {
 
 
 def loss(tokens: TrainedTokens, options: Algorithm) -> PolicyLoss:
-    """Return the negative of min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), equation 7, with `decoupled`'s terms."""
+    """Return the loss -w min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), equation 7, plus the terms of `decoupled`.
+
+    w is the importance weight, a constant. With dual_clip, dual_clip x A bounds the minimum from below where A < 0.
+    """
     ratio_N, advantages_N = ratios(tokens, options), tokens.advantages_N
     plain_N = ratio_N * advantages_N
     clipped_N = ratio_N.clamp(1 - options.clip_low, 1 + options.clip_high) * advantages_N
@@ -47,12 +50,14 @@ def loss(tokens: TrainedTokens, options: Algorithm) -> PolicyLoss:
 def advantages(
     rewards: SequenceABC[np.ndarray], values: SequenceABC[np.ndarray], options: Algorithm
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Return the advantages, whitened over the step, and the returns of the trained tokens of each sequence.
+    """Return the advantages, whitened over the step, and the returns: [N] float64 for each sequence's trained tokens.
+
+    The critic is fitted to the returns, see `clew.algorithms.value_loss.value_loss`.
 
     Args:
         rewards: Reward of each trained token, [N] for each sequence.
-        values: The critic's value of the state before each of these tokens, computed before the step's first update.
-            The critic's loss is `clew.algorithms.value_loss.value_loss`.
+        values: The critic's value of the state before each of these tokens, [N] for each sequence, computed before the
+            step's first update.
     """
     results = [gae(*pair, gamma=options.gamma, lam=options.gae_lambda) for pair in zip(rewards, values, strict=True)]
     ends = np.cumsum([len(advantages_N) for advantages_N, _ in results])[:-1]

@@ -41,7 +41,7 @@ from clew.record.weights import WeightRef
 from clew.waits import waiting
 
 PAUSE_LEASE_S = 60.0
-"""Seconds that a pause lasts if the caller names no lease_s."""
+"""Seconds that a pause lasts if the caller names no lease_s, and that memory stays released outside a pause."""
 
 MAX_LEASE_S = 600.0
 """Maximum seconds of a pause; a caller who needs a longer one renews it."""
@@ -71,9 +71,9 @@ class Application:
         folder = Path(model_path).expanduser()
         self.model_path = str(folder.resolve()) if folder.is_dir() else model_path
         self.ready = asyncio.Event()
-        """Set while the newest weights are loaded."""
+        """Set when the newest weights have been loaded. Until then, requests for generation are refused or wait."""
         self.updating = asyncio.Lock()
-        """Lock that each weight update holds, so that `clew serve` does not load the trainer's weights once more."""
+        """Lock held during each weight update, so that `clew serve` does not load the same weights again."""
         administration = _Administration(self)
         routes = administration.routes()
         self._admin = Starlette(routes=routes, exception_handlers={EngineError: administration.refused})
@@ -255,9 +255,9 @@ class _SequenceStream:
             self._version = self._application.engine.core.version
         self._output.append(token)
         self._logprobs.append(logprob)
-        # The token that ends the completion is sent only in the last event. If it came earlier and the last event were
-        # lost, a client would submit the request again, and continue after its end. Only when
-        # the next token comes is it known that a token does not complete a stop string.
+        # The token that ends the completion is sent only in the last event. If it were sent earlier and the last event
+        # were lost, a client would send the request again and continue past its end. With stop strings, the newest
+        # token is held back, too: it may complete one.
         ready = len(self._output) - bool(self._request.params.stop)
         if token in self._ends or not ready:
             return
@@ -286,6 +286,9 @@ async def _disconnected(receive: Receive, work: asyncio.Future[Any]) -> None:
 
 def weight_ref(body: dict[str, Any], next_version: int) -> WeightRef:
     """Return the weights that the body of `/update_weights_from_disk` names.
+
+    Args:
+        next_version: Version of the weights if the body has no weight_version.
 
     Raises:
         EngineError: A field is wrong; the message names it.
@@ -411,7 +414,7 @@ class _Administration:
         return Response(status_code=200)
 
     async def receive_weights(self, request: Request) -> Response:
-        """Take part in the trainer's broadcast; `update_weights_from_disk` then names its digests.
+        """Receive the weights that the trainer broadcasts. `/update_weights_from_disk` then serves them.
 
         SGLang does not have this endpoint.
         """

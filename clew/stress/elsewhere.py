@@ -230,11 +230,15 @@ def main() -> None:
     task = json.loads(orders.readline())
     sys.path[:] = task["sys_path"]
 
+    def say(line: str) -> None:
+        answers.write(f"{line}\n")
+        answers.flush()
+
     def say_ended(id: str) -> None:
-        print(id, file=answers, flush=True)
+        say(id)
         orders.readline()  # it blocks the event loop, so that nothing is asked before the session is closed
 
-    print(json.dumps(asyncio.run(_work(task, say_ended))), file=answers, flush=True)
+    say(json.dumps(asyncio.run(_work(task, say_ended))))
     os._exit(0)  # ends whatever the agent left running
 
 

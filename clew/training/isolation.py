@@ -1,6 +1,6 @@
 """Checks that a model is causal and keeps packed rows apart.
 
-Both are tried out, since they depend on all of an architecture's code.
+Both checks run the model on a few tokens, because the result depends on all of an architecture's code.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ TOLERANCE = 1e-4
 """Largest allowed difference of a token's logprob, in nats, for float32 and wider types. For a value model, which has
 no logprobs: of a hidden state that is normalized to length 1."""
 LOW_TOLERANCE = 0.1
-"""Largest such difference in lower precisions, between rows that differ only in their last token."""
+"""Largest such difference that `check_causal` allows in lower precisions."""
 SHARES = (0.1, 0.01)
-"""Largest differences in lower precisions, relative to the difference when each row sees the one before it.
+"""Largest differences that `prepare_for_packing` allows in lower precisions, as shares of the difference that it
+measures when a row does see the row before it.
 
-The first is for packed against separate rows, whose rounding differs. The second is for a row that is packed beside one
-row and beside another, where most rounding is the same.
+The first compares packed with separate rows, whose rounding differs. The second compares one row packed beside two
+different rows, where most rounding is equal.
 """
 
 log = logging.getLogger("clew.training")
@@ -39,9 +40,9 @@ log = logging.getLogger("clew.training")
 
 @torch.no_grad()
 def check_causal(model: Any) -> None:
-    """Raise ModelError when a token's logprob depends on later tokens, or its value does.
+    """Raise ModelError if a token's logprob or value depends on later tokens.
 
-    No policy can sample with such logprobs, and no critic can know such values.
+    Later tokens do not exist yet when a token is sampled, so such logprobs cannot be those of the sampling policy.
     """
     row = _tokens(model, _lengths(model)[1], 0)
     otherwise = torch.cat([row[:-1], row[:1]])
@@ -56,7 +57,7 @@ def check_causal(model: Any) -> None:
 
 @torch.no_grad()
 def prepare_for_packing(model: Any) -> None:
-    """Make a model compute its attention for packed rows, if that gives the logprobs or values of separate rows.
+    """Switch a model to attention for packed rows, if these then get the logprobs or values of separate rows.
 
     Otherwise the model is left as it was, and the log says why.
     """
@@ -109,10 +110,10 @@ def _tokens(model: Any, length: int, number: int) -> Tensor:
 
 
 def _predictions(model: Any, ids_T: Tensor, lengths: list[int]) -> Tensor:
-    """Return what the model predicts for each token but the first of each packed row: the token's logprob.
+    """Return the logprob of each token except the first of each row: [N].
 
-    A value model's head may be zero. So its prediction is the hidden state from which the value is computed, normalized
-    to length 1.
+    For a value model, return the hidden states from which the values are computed, [N, D], normalized to length 1: the
+    values themselves say nothing if the model's head is still zero.
     """
     rows_N = torch.cat([torch.full((length - 1,), row) for row, length in enumerate(lengths)]).to(ids_T.device)
     columns_N = torch.cat([torch.arange(1, length) for length in lengths]).to(ids_T.device)

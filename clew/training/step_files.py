@@ -31,12 +31,13 @@ def export_steps(run: RunDirectory, form: str, steps: str, folder: Path) -> list
     """Write the batch and stages of each chosen step to a file, and return the files.
 
     Args:
-        form: A key of `FORMS`.
+        form: Format of the files, a key of `FORMS`.
         steps: The steps, as `choose_steps` takes them.
+        folder: Folder for the files, which is made if it does not exist.
 
     Raises:
-        ConfigError: There is no such form.
-        RecordError: The steps are not there, or the folder belongs to the record.
+        ConfigError: The format is unknown.
+        RecordError: A step or its data is missing, the folder lies inside the record, or it cannot be written to.
     """
     if form not in FORMS:
         raise ConfigError(f"Cannot export as {form!r}: expected {', '.join(FORMS)}.")
@@ -56,7 +57,11 @@ def export_steps(run: RunDirectory, form: str, steps: str, folder: Path) -> list
 
 
 def choose_steps(run: RunDirectory, steps: str) -> list[int]:
-    """Return the committed steps that `steps` names (see `parse_steps`); "" means all whose data is there."""
+    """Return the committed steps that `steps` names (see `parse_steps`); "" means all whose data is there.
+
+    Raises:
+        RecordError: `steps` names no committed step, or the data of a step that it names is missing.
+    """
     meant = parse_steps(steps or ":", run.steps.count())
     there = [step for step in meant if run.steps.has_data(step)]
     if not there or (steps and there != list(meant)):
@@ -66,7 +71,14 @@ def choose_steps(run: RunDirectory, steps: str) -> list[int]:
 
 def import_steps(files: Sequence[Path], folder: Path, group_size: int | None) -> None:
     """Make a run directory from .pt files, one step each, in this order. The directory appears complete or not at all.
-    `group_size` is for files that name no groups, see `load_padded`."""
+
+    Args:
+        folder: The new run directory.
+        group_size: Number of consecutive rows per group, for files that name no groups; see `load_padded`.
+
+    Raises:
+        RecordError: The folder exists, or a file cannot be read or holds no valid batch.
+    """
     if folder.exists():
         raise RecordError(f"{folder} exists already; expected the name of a new run directory. Choose another --to.")
     with written_aside(folder) as aside, Writer(aside, trainer=IMPORTED) as writer:

@@ -52,7 +52,8 @@ HEADS = ("num_attention_heads", "num_key_value_heads")
 TOKENS = 16
 """Number of tokens on which a model is tried before and after it is split."""
 TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""Largest allowed difference between the whole and the split model's results, relative to their size, by dtype."""
+"""Largest allowed relative difference, by dtype: between the outputs of the whole and the split model's last block, and
+between the gradients that two ranks compute for one parameter."""
 
 
 @contextmanager
@@ -61,10 +62,12 @@ def split(
 ) -> Iterator[DeviceMesh]:
     """Make each rank of a group keep and compute its share of every block, on its device.
 
-    Inside the `with` block, the caller shards the model's blocks over the yielded mesh: the ranks with the same share.
-    When it ends, the split model is tried out. Every rank must have the whole model.
+    Every rank must have the whole model. Inside the `with` block, the caller shards the model's blocks over the yielded
+    mesh: the ranks with the same share. When the block ends, the split model is compared with the whole one.
 
     Args:
+        blocks: The model's transformer blocks.
+        device: Device that the split modules are moved to.
         root: Module that holds the model and is called in its place; None: the model itself.
 
     Raises:
@@ -141,7 +144,7 @@ def _numbers_of_heads(model: Any) -> list[tuple[str, int]]:
 
 
 def _try_out(model: Any, blocks: list[nn.Module], root: nn.Module | None) -> tuple[Tensor, Tensor]:
-    """Return a model's results for a few tokens: its numbers (logprobs or values), and the output of its last block."""
+    """Run a model on a row of T tokens. Return its logprobs or values, [N], and its last block's output, [1, T, D]."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
     length = min(TOKENS, context_in(model.config)[0] or TOKENS)
     ids_BT = 7919 * torch.arange(1, length + 1, device=model.device)[None] % vocabulary
@@ -165,9 +168,9 @@ def _check_split(
 ) -> None:
     """Raise ModelError when the split model does not work.
 
-    Its output must be that of the whole model (`whole_BTD`, from `_try_out`), and ranks of a group must get equal
-    gradients of each parameter that all of them have; otherwise the plan is incomplete. Only a trial can tell, because
-    this depends on all of an architecture's code.
+    The output of its last block must be that of the whole model (`whole_BTD`, from `_try_out`). If any parameter is
+    trained, the ranks of a group must get equal gradients for each parameter that is not split among them; otherwise
+    the plan is incomplete. Only a trial can tell, because this depends on all of an architecture's code.
     """
     trained = any(parameter.requires_grad for parameter in model.parameters())
     with torch.set_grad_enabled(trained):

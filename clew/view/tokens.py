@@ -1,4 +1,4 @@
-"""View of the tokens of a sequence, each coloured by what training made of it."""
+"""View of the tokens of a sequence, each coloured by its advantage."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from clew.view.text import MISSING, number, visible
 LEGEND = "underlined: generated; green: advantage above 0, red: below 0, stronger where it is larger"
 LEGEND_UNTRAINED = "underlined: generated; no advantages on record (no committed step trained on this sequence)"
 REPEATED = 8
-"""Minimum number of equal tokens in a row that are shown as one if they were not generated, as in an image."""
+"""Minimum length of a run of equal tokens, such as those of an image, that is shown as one token. Generated tokens are
+always shown one by one."""
 _BYTES = 4
 """Maximum number of tokens that one character may be spread over."""
 
@@ -30,7 +31,10 @@ class Tokenizer(Protocol):
 
 
 def load_tokenizer(run: RunDirectory, console: Console) -> Tokenizer | None:
-    """Return the tokenizer of the newest checkpoint. If it cannot be read, print why and return None."""
+    """Return the tokenizer of the newest checkpoint that has one.
+
+    If no checkpoint has one, or it cannot be read, print why and return None.
+    """
     path = max(run.checkpoints.glob("step-*/tokenizer.json"), default=None)
     if path is None:
         console.print(Text("Tokens are shown by their ids: no checkpoints/step-*/tokenizer.json."))
@@ -116,7 +120,7 @@ def show_tokens(
 
 
 def _columns(sequence: Sequence, stages: dict[str, np.ndarray]) -> dict[str, tuple[int, Callable[[int], str]]]:
-    """Return width and content, by the token's position, of each column that only generated tokens have."""
+    """Return the columns that only generated tokens fill, by name: width, and function from position to text."""
 
     def stage(name: str) -> Callable[[int], str]:
         return lambda place: number(stages[name][place], ".4f") if name in stages else MISSING

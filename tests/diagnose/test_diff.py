@@ -1,4 +1,4 @@
-"""Two runs: the first place where they part, and what explains it."""
+"""`clew diff`: where two runs first differ, and what explains the difference."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_evaluations_and_code_that_changes_after_the_first_difference(
 def test_an_altered_advantage(run: RunDirectory, other: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     position = generated_at(other, 4, 2)
     name = change_stage(other, 4, "advantages", 2, position, 0.5)
-    path = other.steps.json_path(4)  # somebody who trained on it has other gradients, too
+    path = other.steps.json_path(4)  # training on the altered advantage gives other gradients, too
     text = path.read_text()
     digest = run.steps.read(4)["digests"]["gradients"][0]
     path.write_text(text.replace(digest, digest[::-1]))
@@ -232,7 +232,7 @@ def test_other_tokens_of_a_prompt_and_a_longer_answer(
 def test_parameters_are_compared_by_name(
     run: RunDirectory, other: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The other run does not train the last parameter, so it comes first there."""
+    """The other run lists the last parameter first, as if it were not trained there."""
     facts = json.loads(other.run_json.read_text())
     *rest, last = facts["parameters"]
     other.run_json.write_text(json.dumps(facts | {"parameters": [last, *rest]}))
@@ -313,7 +313,7 @@ def test_a_setting_that_changed_in_the_middle_of_a_run_counts_from_there(
 def test_what_follows_from_the_configuration_comes_before_noise_of_sampling(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two sequences side by side instead of 128: the engine rounds their logprobs otherwise from step 0 on."""
+    """The second run generates 2 sequences at a time instead of 128, so its logprobs are rounded differently."""
     runs = []
     for trial, lr, running in (("a", "1e-3", 128), ("b", "2e-3", 2)):
         own = (f"root={tmp_path}", f"trial={trial}", f"training.lr={lr}", f"inference.max_running={running}")
@@ -437,7 +437,7 @@ def test_a_run_with_other_instruction_sets_differs_by_rounding(
     shown = capsys.readouterr().out
     assert "then within 0.001" in shown or "compared within 0.001" in shown
     assert "(variables " in shown and "MKL_CBWR=COMPATIBLE" in shown
-    path = limited.steps.json_path(0)  # which tells nothing of itself: what is more than rounding is told there, too
+    path = limited.steps.json_path(0)  # below, without its instruction sets: larger differences are still found
     said = json.loads(path.read_text())
     del said["environment"]["rounding"]
     path.write_text(json.dumps(said))

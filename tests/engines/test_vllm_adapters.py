@@ -1,4 +1,4 @@
-"""Adapters that travel alone, from Clew's trainer to a real vLLM, and how an update that went wrong is found."""
+"""Updates that send only LoRA adapters from Clew's trainer to a real vLLM, and how a failed update is detected."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Extension(vllm_worker.Extension):
         for tensor in self.model_runner.model.parameters():
             tensor.data.zero_()
 """
-"""Extension that can do to a server on a CPU what sleep level 2 and waking up do to one on a GPU."""
+"""Worker extension that can zero all weights. It stands in for sleep level 2 and waking up, which need a GPU."""
 
 
 class Served:
@@ -158,7 +158,7 @@ def test_what_is_served_is_the_sum_although_only_adapters_travel(served: Served)
 
 
 class Swallows(VLLMEngine):
-    """A server that answers 200 and loads nothing."""
+    """Client that never sends the adapters, as if the server answered 200 and loaded nothing."""
 
     async def _post(self, path: str, body: dict[str, Any], *take: Any) -> Any:
         return {} if path == LOAD_ADAPTER else await super()._post(path, body, *take)
@@ -171,7 +171,7 @@ def test_adapters_that_were_never_loaded(served: Served) -> None:
 
 
 def test_adapters_that_were_loaded_by_half(served: Served) -> None:
-    """The server finds a file without one layer, which is there again when the update is verified."""
+    """The file lacks the adapter of one projection while the server loads it, and is whole again for the check."""
     ref = served.published(5)
     file = Path(ref.path) / "adapter_model.safetensors"
     with safe_open(file, "pt") as opened:

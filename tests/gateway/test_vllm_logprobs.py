@@ -1,4 +1,4 @@
-"""The kind of logprobs that a vLLM reports is found out when it is attached; who would train on wrong ones is told."""
+"""Clew detects which logprobs an attached vLLM server reports, and warns users before they train on wrong ones."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Reference = Callable[[list[int]], torch.Tensor]
 
 
 def reported(mode: str, logits: torch.Tensor, body: dict[str, Any]) -> torch.Tensor:
-    """Return what vLLM reports in this mode; it knows top_k alone."""
+    """Return what vLLM reports in this mode. Temperature and top_k are imitated, and no other sampling option."""
     if mode == "raw_logprobs":
         return torch.log_softmax(logits, -1)
     scaled = logits / (body["temperature"] or 1.0)
@@ -53,7 +53,7 @@ def reported(mode: str, logits: torch.Tensor, body: dict[str, Any]) -> torch.Ten
 
 @asynccontextmanager
 async def stand_in(mode: str, logits: torch.Tensor = LOGITS, model: str = "m") -> AsyncIterator[str]:
-    """A server in vLLM's shape that always says the likeliest token, in the given --logprobs-mode; its URL."""
+    """Serve vLLM's API, always with the likeliest token, in the given --logprobs-mode. Yield the URL."""
 
     async def models(request: web.Request) -> web.Response:
         listed = {"id": "m", "owned_by": "vllm", "max_model_len": 128, "root": model}
@@ -110,8 +110,8 @@ SAMPLINGS = [
 
 
 async def largest_differences(url: str, reference: Reference) -> tuple[str, list[tuple[bool, float]]]:
-    """The mode that was found, and for each of SAMPLINGS: whether the logprobs are said to be wrong, and by how many
-    nats they are at most."""
+    """Return the detected mode, and for each of SAMPLINGS: whether its logprobs are reported as wrong, and their
+    largest error in nats."""
     found = await find_engine(url)
     assert isinstance(found, FoundEngine) and isinstance(found.engine, VLLMEngine)
     results = []

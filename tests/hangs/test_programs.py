@@ -30,7 +30,7 @@ def waits_for_program(line: int = 3, call: str = "_try_wait", **known) -> Proces
 
 
 def program(pid: int, parent: int, name: str, *, state: str = "S", **per_s: float) -> Process:
-    """Return a native program of which these counters of a look rise so much per second, with rank 0's environment."""
+    """Return a native program with rank 0's environment, seen in six looks; `per_s` is how fast its counters rise."""
     error = "no Python was found in this process (state S, 0.0 s of CPU time)"
     looks = []
     for at in (0.5 * n for n in range(6)):

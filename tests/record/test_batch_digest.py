@@ -88,7 +88,7 @@ def test_a_row_that_is_read_has_the_digests_that_it_was_written_with() -> None:
 
 
 def test_an_origin_worked_out_by_hand() -> None:
-    """No version of a library may spell it otherwise: 6.02e23, and what is no ASCII."""
+    """The digest must not change with a library that writes 6.02e23 or non-ASCII characters differently."""
     row = dataclasses.replace(
         a_sequence("a", 2), data={"ü": 6.02e23, "tiny": 1e-7}, turn_ids=np.array([-1, 0], np.int32)
     )

@@ -82,7 +82,7 @@ TOOLS = {"search", "calculator", "browser", "python", "shell"}
 
 
 class SetOrder:
-    """The order of a set of strings is another in each process."""
+    """Agent that lists a set of strings, whose order differs from process to process."""
 
     async def run(self, data: dict, **given: Any) -> float:
         names = [name for name in TOOLS if name != "none"]
@@ -101,7 +101,7 @@ class SetInAFunction:
 
 
 class HashShard:
-    """hash() of a string is another in each process."""
+    """Agent that puts hash() of a string into its request; the value differs from process to process."""
 
     async def run(self, data: dict, **given: Any) -> float:
         shard = hash(data["prompt"]) % 1000
@@ -149,7 +149,7 @@ class LeaksConnections:
 
 
 class LeaksBesidePool:
-    """A log of its own for each episode, beside a pool that closes idle connections."""
+    """Agent that leaves a log file open in each episode, beside a pool that does close its idle connections."""
 
     open: list[Any] = []  # noqa: RUF012
     pool: httpx2.AsyncClient | None = None
@@ -219,7 +219,7 @@ def lookup() -> str:
 
 
 class Monkeypatches:
-    """A function of the module is replaced by one that knows the present row."""
+    """Agent that replaces a function of its module by one that returns the current episode's prompt."""
 
     async def run(self, data: dict, **given: Any) -> float:
         global lookup
@@ -232,7 +232,7 @@ LOCAL = threading.local()
 
 
 class ThreadsRemember:
-    """A worker's thread keeps what an earlier episode left in it."""
+    """Agent whose worker threads keep the prompts of earlier episodes in thread-local storage."""
 
     pool = ThreadPoolExecutor(3)
 
@@ -247,7 +247,7 @@ class ThreadsRemember:
 
 
 class RetryStorm:
-    """A service that takes one at a time; whoever is refused tries again a little later."""
+    """Agent whose service takes one call at a time; all other episodes try again every 20 ms."""
 
     busy = 0
 
@@ -263,7 +263,7 @@ class RetryStorm:
 
 
 class OneBrowser:
-    """Browsers wait in a queue, of which there is one."""
+    """Agent whose episodes take turns with the only browser, which they get from a queue."""
 
     browsers: asyncio.Queue[str] | None = None
 
@@ -324,7 +324,7 @@ def embedded(text: str) -> bytes:
 
 
 class SeedsAll:
-    """The seed of the whole process, and a draw after an await."""
+    """Agent that seeds the process's global generator, and draws from it only after an await."""
 
     async def run(self, data: dict, **given: Any) -> float:
         random.seed(data["prompt"])
@@ -372,7 +372,7 @@ class RightKey:
 
 
 class ManyWorkers:
-    """Tools in threads, as many as there are episodes."""
+    """Agent whose tools run in a pool with more threads than there are episodes at once."""
 
     pool = ThreadPoolExecutor(32)
 
@@ -418,7 +418,7 @@ class FewShot:
 
 
 class Traces:
-    """Random names and the clock, in what no request and no reward depends on; sets that are sorted."""
+    """Agent that uses random names and the clock only for its traces, and sorts a set before it uses it."""
 
     def __init__(self) -> None:
         self.spans: dict[str, float] = {}
@@ -453,7 +453,7 @@ class Hashes:
 
 
 class ReadsBroken:
-    """Answers that are no JSON are asked for once more; every episode has a folder of its own."""
+    """Agent that asks once more if the answer is not JSON, then writes it to a temporary folder of its own."""
 
     async def run(self, data: dict, **given: Any) -> float:
         for _turn in range(2):
@@ -493,7 +493,7 @@ FAULTY: dict[type, tuple[str, str]] = {
 }
 """Kind of the finding that the stress test has to make for each agent, and text that the finding's place must contain.
 
-That is the function with the fault. It is empty where no single line is at fault.
+The text names the function with the fault, or only the file. It is empty where no single line is at fault.
 """
 
 SOUND: list[type] = [

@@ -1,4 +1,4 @@
-"""Text that Clew did not write reaches no terminal and no page as it is."""
+"""Text from outside Clew is escaped before it reaches a terminal or an HTML page."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ACTS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-
 
 
 def test_nothing_prints_past_the_one_place() -> None:
-    """A new command is safe without thinking of it: only printing.py and console.py have the real ones."""
+    """New commands are safe by default: only printing.py, console.py and layout.py have the real print and Console."""
     for path in CLEW.rglob("*.py"):
         if path.name in ("printing.py", "console.py", "layout.py"):  # layout.py runs without Clew, and prints numbers
             continue
@@ -96,7 +96,7 @@ def test_a_configuration_with_such_text_is_shown_and_read_back() -> None:
 
 @pytest.fixture
 def runs(tmp_path: Path) -> list[Path]:
-    """Two that differ, of a stranger who writes what acts on a terminal wherever text may stand."""
+    """Return two runs that differ, as from a stranger who put control characters wherever a record holds text."""
     for name in ("a", "b"):
         row: dict[str, Any] = {
             "group_id": f"g{HOSTILE}",
