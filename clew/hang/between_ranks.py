@@ -95,7 +95,7 @@ def _only_messages(sink: Sink) -> Verdict | None:
         if differ and (ahead := _a_message_ahead(culprits, sink.sources)):
             why += f" Rank {ahead.rank} is further on: it may have left a message out, or counted one too many."
             return sink.blame(pattern, [ahead], why, structural=True, confidence="medium")
-        if odd := _with_other_partners([*culprits, *sink.waiters]):
+        if odd := _with_other_partners([a for a in (*culprits, *sink.waiters) if a.rank is not None]):
             why += f" Rank {odd.rank} has a part in each message that only one side expects: it has other partners."
             return sink.blame(pattern, [odd], why, structural=True, confidence="medium")
     return with_callers(sink.blame(pattern, culprits, why, structural=True), culprits)
