@@ -108,7 +108,7 @@ def read_curve(folder: Path, engine: str, seed: int) -> Curve:
     metrics = [summary["metrics"] for summary in summaries]
     rewards = [each["reward"] for each in metrics]
     committed = [summary["committed_at"] for summary in summaries]
-    evaluations = [evaluation["pass@1"] for evaluation in run.read_evals()]
+    evaluations = [evaluation["pass@1"] for evaluation in run.evals.read_all()]
     return Curve(
         engine=engine,
         seed=seed,

@@ -295,7 +295,7 @@ class Run:
     @property
     def evaluations(self) -> pandas.DataFrame:
         """Return a DataFrame with one row for each complete evaluation."""
-        return _pandas().DataFrame(self.directory.read_evals())
+        return _pandas().DataFrame(self.directory.evals.read_all())
 
     def frame(self, step: int) -> pandas.DataFrame:
         """Return a DataFrame with one row for each sequence of a step, and the columns of the record."""

@@ -74,7 +74,7 @@ LINES = {
     "launch": 720,  # no_progress.py, also without clew train; several servers, and their devices; weights digested last
     "loop": 2850,  # weight_sender.py: servers that froze or refused are taken out; begun branches
     "models": 780,  # newlines around images; images that are turned; prompts with placeholders; sorted digests
-    "record": 3080,  # docstrings with Args in place of sentences that had to be read twice
+    "record": 3110,  # docstrings with Args in place of sentences that had to be read twice; evaluations.py
     "rollout": 2160,  # reward_of_agent, also for the stress; attached servers that lost their weights
     "stress": 4500,  # shared.py: entries of an object, slots, closures; sessions that end; clocks; many tries; caches
     "training": 4945,  # ranks with text alone beside images; the reference of a resumed run; blocks of several dtypes

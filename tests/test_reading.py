@@ -126,6 +126,14 @@ def run(tmp_path: Path) -> RunDirectory:
     return RunDirectory(tmp_path / "run")
 
 
+def read_evals(run: RunDirectory) -> object:
+    return run.evals.read_all()
+
+
+def newest_eval(run: RunDirectory) -> object:
+    return run.evals.newest()
+
+
 STATUS = {"process": "rollout", "pid": 7, "updated": 1e9, "doing": "rolling out", "version": 3, "waits": []}
 WAIT = {"what": "a batch", "alike": 1, "unblocks": "rollout", "numbers": "", "since": 1e9}
 WEIGHTS = {"version": 1, "path": "w", "digest": "00", "probe_ids": [1, 2], "probe_logprob": -0.5}
@@ -142,10 +150,10 @@ SERVER = {"name": "s", "address": "127.0.0.1:1", "pid": 7, "ready": True, "token
         ("status/rollout.json", {**STATUS, "updated": ...}, "the field updated is missing", read_statuses),
         ("status/rollout.json", {**STATUS, "waits": [{**WAIT, "since": []}]}, r".*since is \[\]", read_statuses),
         ("status/rollout.json", {**STATUS, "waits": 3}, "waits is 3; expected", read_statuses),
-        ("evals/version-000002.json", {"pass@1": 1.0}, "the field version is missing", RunDirectory.read_evals),
-        ("evals/version-000002.json", {"version": "2"}, "version is '2'; expected", RunDirectory.newest_eval),
-        ("evals/version-000002.json", {"version": 2, "pass@1": "x"}, "pass@1 is 'x'", RunDirectory.read_evals),
-        ("evals/version-000002.json", {"version": 2, "reward": []}, r"reward is \[\]", RunDirectory.read_evals),
+        ("evals/version-000002.json", {"pass@1": 1.0}, "the field version is missing", read_evals),
+        ("evals/version-000002.json", {"version": "2"}, "version is '2'; expected", newest_eval),
+        ("evals/version-000002.json", {"version": 2, "pass@1": "x"}, "pass@1 is 'x'", read_evals),
+        ("evals/version-000002.json", {"version": 2, "reward": []}, r"reward is \[\]", read_evals),
         ("weights.json", {**WEIGHTS, "probe_ids": [1, "2"]}, r"probe_ids\.1 is '2'", RunDirectory.newest_weights),
         ("weights.json", {**WEIGHTS, "probe_ids": None}, "probe_ids is None", RunDirectory.newest_weights),
         ("weights.json", {**WEIGHTS, "probe_logprob": "x"}, "probe_logprob is 'x'", RunDirectory.newest_weights),
@@ -175,8 +183,8 @@ def test_what_clew_writes_is_read(run: RunDirectory) -> None:
     run.register_server(Server(**{**SERVER, "name": "t"}))
     assert [server.name for server in run.servers()] == ["s", "t"] and run.servers()[0] == Server(**SERVER)
     run.inbox.set_running({"g000001": 0})
-    run.write_eval(2, [a_sequence("g000001.e0.s0")], {"pass@1": None, "reward": 0.5, "rewards": {"right": 0.5}})
-    assert run.inbox.running() == {"g000001": 0} and (run.newest_eval() or {})["rewards"] == {"right": 0.5}
+    run.evals.write(2, [a_sequence("g000001.e0.s0")], {"pass@1": None, "reward": 0.5, "rewards": {"right": 0.5}})
+    assert run.inbox.running() == {"g000001": 0} and (run.evals.newest() or {})["rewards"] == {"right": 0.5}
 
 
 def test_a_waiting_group_with_a_right_checksum_and_wrong_content(run: RunDirectory) -> None:

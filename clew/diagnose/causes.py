@@ -262,7 +262,7 @@ def other_prompts(runs: Pair, steps: range, names: tuple[str, str]) -> list[str]
 def other_held_out(runs: Pair, versions: set[int]) -> list[str]:
     """Return a line on how the held-out prompts differ in the newest evaluation that both runs have."""
     for version in sorted(versions, reverse=True):
-        files = [run.evals / f"version-{version:06d}.parquet" for run in runs]
+        files = [run.evals.folder / f"version-{version:06d}.parquet" for run in runs]
         if all(file.exists() for file in files):
             return [
                 f"the held-out prompts of version {version}: {line}" for line in _other_columns(*map(_rows_of, files))

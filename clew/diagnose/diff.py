@@ -268,7 +268,7 @@ def _other_evaluations(runs: Pair, versions: set[int]) -> Iterator[str]:
 
 
 def _evaluations(run: RunDirectory) -> dict[int, dict[str, Any]]:
-    return {each["version"]: each for each in run.read_evals()}
+    return {each["version"]: each for each in run.evals.read_all()}
 
 
 def _other_keys(then: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -111,7 +111,7 @@ class SftSurroundings(Surroundings):
     def evaluate_here(self, engine: TrainEngine) -> None:
         """Compute the held-out loss if it is due, write it to evals/ and print it."""
         held_out = self._held_out
-        if held_out is None or not self.config.evaluates(engine.version) or self.run.read_eval(engine.version):
+        if held_out is None or not self.config.evaluates(engine.version) or self.run.evals.read(engine.version):
             return
         began = time.monotonic()
         loss = engine.held_out_loss(held_out)
@@ -119,7 +119,7 @@ class SftSurroundings(Surroundings):
             tokens = int(held_out.loss_mask_S.sum())
             seconds = time.monotonic() - began
             summary = {"loss": loss, "tokens": tokens, "prompts": len(held_out.ids), "seconds": seconds}
-            self.run.write_eval(engine.version, [], summary)
+            self.run.evals.write(engine.version, [], summary)
         self.ranks.meet()
         self._console.print(
             f"held-out loss of version {engine.version}: {loss:.4f} nats a token ({len(held_out.ids)} rows)"

@@ -65,7 +65,7 @@ def summarize(
         "digests": {"data": digest_batch(digests), **result.digests},
         "tensors": result.tensor_digests,
         "metrics": result.metrics,
-        "evaluation": run.newest_eval(),
+        "evaluation": run.evals.newest(),
         "plan": result.plan,
         "environment": environment(engine),
         "code": code_of(config),

@@ -138,7 +138,7 @@ class Surroundings:
             log.warning("version %d cannot be evaluated any more: a server has lost its weights", version)
 
     def _wait_for_evaluation(self, version: int) -> None:
-        if self.run.read_eval(version) is not None:
+        if self.run.evals.read(version) is not None:
             return
         weights = self.run.newest_weights()
         newest = max(self.run.inbox.published() or 0, weights.version if weights is not None else 0)
@@ -146,7 +146,7 @@ class Surroundings:
             log.warning("version %d cannot be evaluated any more: its weights are gone", version)
             return
         with waiting(f"the evaluation of version {version}", unblocks="rollout"):
-            while self.run.read_eval(version) is None:
+            while self.run.evals.read(version) is None:
                 self._let_rollout_run()
 
     def batch(self, engine: TrainEngine) -> list[Sequence]:

@@ -26,7 +26,7 @@ class Tensorboard:
         self._evaluated = set[int]()
         with only_shown("TensorBoard's files"):
             self._writer = SummaryWriter(str(run.reports / "tensorboard"), purge_step=first_step, flush_secs=10)
-            self._evaluated = {each["version"] for each in run.read_evals() if each["version"] < first_step - 1}
+            self._evaluated = {each["version"] for each in run.evals.read_all() if each["version"] < first_step - 1}
 
     def add(self, step: int, summary: dict[str, Any]) -> None:
         if self._writer is None:
@@ -40,7 +40,7 @@ class Tensorboard:
 
     def _add_evaluations(self) -> None:
         """Add the evaluations that are complete by now, each of them once."""
-        for evaluation in self._run.read_evals():
+        for evaluation in self._run.evals.read_all():
             version = evaluation["version"]
             if version in self._evaluated:
                 continue

@@ -336,7 +336,7 @@ class _Chain:
     def _sealed(self) -> Iterator[Break]:
         """Yield the checkpoints and evaluations that are missing or were changed after they were written."""
         folders = checkpoint_folders(self.run.checkpoints)  # each appears whole
-        evaluations = sorted(self.run.evals.glob("version-*.json"))
+        evaluations = sorted(self.run.evals.folder.glob("version-*.json"))
         for path in [*(folder / "checkpoint.json" for folder in folders), *evaluations]:
             name = path.relative_to(self.run.path).as_posix()
             version = re.search(r"-(\d+)", name)
@@ -391,7 +391,7 @@ def _evaluation(run: RunDirectory, step: int, reported: set[str]) -> Iterator[Br
     """Yield a break if the evaluation in a step's JSON differs from its own file. Files in `reported` are skipped."""
     named = _parsed(run.steps.json_path(step)).get("evaluation")
     version = named.get("version") if isinstance(named, dict) else None
-    path = run.evals / f"version-{version:06d}.json" if isinstance(version, int) else None
+    path = run.evals.folder / f"version-{version:06d}.json" if isinstance(version, int) else None
     if path is None or not path.is_file() or reported & {f"evals/{path.name}", _name(step)}:
         return
     then = _parsed(path)
@@ -406,7 +406,7 @@ def _rows_of_evaluations(run: RunDirectory, steps: range) -> Iterator[Break]:
     Step N starts from version N and makes version N + 1, so both evaluations are checked for it.
     """
     for version in sorted({*steps, *(step + 1 for step in steps)}):
-        path = run.evals / f"version-{version:06d}.json"
+        path = run.evals.folder / f"version-{version:06d}.json"
         evaluation, rows = _parsed(path), path.with_suffix(".parquet")
         if "rows" in evaluation and not (rows.is_file() and digest(read_bytes(rows)) == evaluation["rows"]):
             if rows.is_file():

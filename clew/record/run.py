@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import fcntl
 import importlib.metadata
-import math
 import platform
-import re
 import subprocess
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any, NotRequired
+from typing import IO, TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, with_config
 from typing_extensions import TypedDict
@@ -25,8 +23,9 @@ from typing_extensions import TypedDict
 from clew.errors import RecordError
 from clew.printing import few
 from clew.processes import PATIENCE_S, hold_lock
-from clew.reading import STRICT, Count, FileMissing, Flag, Moment, Number, check, flat, read_json
+from clew.reading import STRICT, Count, FileMissing, Flag, Moment, flat, read_json
 from clew.record import chain, rows
+from clew.record.evaluations import Evaluations
 from clew.record.files import remove_strays, write_bytes, write_json
 from clew.record.inbox import Inbox
 from clew.record.media import Media
@@ -40,11 +39,6 @@ if TYPE_CHECKING:  # not importing the configuration saves a reader of the recor
 
 WRITES_CHECKPOINT = "writing a checkpoint"
 """Phrase in the trainer's status while it digests, collects and writes a checkpoint at its end."""
-MEASURES = re.compile(
-    r"eval\.(path|temperature|pass_above)$|rollout\.(reward|agent|workflow|max_turns|max_episode_tokens)$|"
-    r"rollout\.workflow_kwargs\."
-)
-"""Matches the fields of the configuration that decide what an evaluation measures."""
 PACKAGES = ("clew", "torch", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow")
 
 
@@ -110,19 +104,6 @@ class Facts(TypedDict, total=False):
     foreign: str
 
 
-class Evaluated(TypedDict):
-    """Content of an evaluation's JSON. It also has numbers named pass@1 and so on."""
-
-    version: Count
-    reward: NotRequired[Number | None]
-    rewards: NotRequired[dict[str, Number | None]]
-    length: NotRequired[Number | None]
-    truncated: NotRequired[Number | None]
-    episodes: NotRequired[Number | None]
-    failed: NotRequired[Number | None]
-    loss: NotRequired[Number]
-
-
 class RunDirectory:
     def __init__(self, path: Path, *, make: bool = True) -> None:
         """Open a run directory.
@@ -144,11 +125,10 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self.reports = path / "reports"
         self.rejected = path / "rejected"
-        self.evals = path / "evals"
         if make:
-            folders = (self.status, self.logs, self.checkpoints, self.reports, self.rejected, self.evals)
+            folders = (self.status, self.logs, self.checkpoints, self.reports, self.rejected)
             try:
-                for folder in (*folders, path / "inbox", path / "steps"):
+                for folder in (*folders, path / "inbox", path / "steps", path / "evals"):
                     folder.mkdir(parents=True, exist_ok=True)
             except (FileExistsError, FileNotFoundError, NotADirectoryError, PermissionError) as error:
                 raise RecordError(
@@ -156,6 +136,7 @@ class RunDirectory:
                 ) from None
         self.inbox = Inbox(path / "inbox")
         self.steps = Steps(path / "steps")
+        self.evals = Evaluations(path / "evals")
         self.media = Media(path / "media")
 
     def hold(self, role: str, patience_s: float = PATIENCE_S) -> IO[str]:
@@ -187,7 +168,7 @@ class RunDirectory:
         may call this.
         """
         remove_strays(self.inbox.folder, "g*.arrows", "running.json")
-        for folder in (self.rejected, self.evals):
+        for folder in (self.rejected, self.evals.folder):
             remove_strays(folder, "*")
         settled = self.finished_groups()
         for path in self.rejected.glob("g*.e*.parquet"):
@@ -297,7 +278,11 @@ class RunDirectory:
 
     def _shown(self) -> set[str]:
         """Return the names of the images that any recorded sequence refers to."""
-        files = [path for folder in (self.steps.folder, self.rejected, self.evals) for path in folder.glob("*.parquet")]
+        files = [
+            path
+            for folder in (self.steps.folder, self.rejected, self.evals.folder)
+            for path in folder.glob("*.parquet")
+        ]
         tables = list(self.inbox.scan().values())
         for path in files:
             with suppress(FileMissing):  # a rollout process that starts removes failed episodes of lost groups
@@ -316,55 +301,6 @@ class RunDirectory:
     def finished_groups(self) -> set[str]:
         """Return the IDs of the groups that are settled: waiting, in a step, or rejected. All others are made again."""
         return self.inbox.names() | self.steps.consumed() | self.steps.pending_groups() | self.rejected_groups()
-
-    # Evaluations -----------------------------------------------------------------------------------------------------
-
-    def write_eval(self, version: int, sequences: Sequence[rows.Sequence], summary: dict[str, Any] | None) -> None:
-        """Write an evaluation. Its JSON is written last, which marks it as complete.
-
-        `rows` in the JSON is the digest of the file with the sequences. `summary` is None if too many episodes failed,
-        so that the evaluation is not complete.
-        """
-        path = self.evals / f"version-{version:06d}.parquet"
-        rows.write_table(path, rows.to_table(sequences))
-        if summary is not None:
-            facts = {"version": version, **summary, "rows": chain.digest(path.read_bytes())}
-            write_bytes(path.with_suffix(".json"), chain.sealed(facts))
-
-    def read_eval(self, version: int) -> dict[str, Any] | None:
-        """Return the summary of an evaluation; None until it is complete."""
-        path = self.evals / f"version-{version:06d}.json"
-        return read_evaluation(path) if path.exists() else None
-
-    def newest_eval(self) -> dict[str, Any] | None:
-        path = max(self.evals.glob("version-*.json"), default=None)
-        return read_evaluation(path) if path else None
-
-    def read_evals(self) -> list[dict[str, Any]]:
-        return [read_evaluation(path) for path in sorted(self.evals.glob("version-*.json"))]
-
-    def comparable(self, evals: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the newest evaluations that measure the same: those between two changes of what they measure."""
-        changed = [c["step"] for c in self.facts().get("changes", []) if any(map(MEASURES.match, c["fields"]))]
-        spans = [sum(step < each["version"] for step in changed) for each in evals]
-        return [each for each, span in zip(evals, spans, strict=True) if span == max(spans)]
-
-    def best_eval(self, versions: Collection[int]) -> int | None:
-        """Return which of these versions has the best evaluation; None if none of them is evaluated.
-
-        The best has the highest pass@1. Ties are broken by the highest reward, then the lowest loss, then the earliest
-        version, whose weights have moved least from the first model. See `comparable` for those that are compared.
-        """
-        evaluated = self.comparable([each for each in self.read_evals() if each["version"] in versions])
-        scores = [  # None: all of its episodes failed
-            (
-                *(-math.inf if each.get(name) is None else each[name] for name in ("pass@1", "reward")),
-                -each.get("loss", 0.0),
-                -each["version"],
-            )
-            for each in evaluated
-        ]
-        return -max(scores)[-1] if scores else None
 
     # Weights and servers ---------------------------------------------------------------------------------------------
 
@@ -425,13 +361,6 @@ def installed(packages: Iterable[str]) -> dict[str, str]:
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     return versions
-
-
-def read_evaluation(path: Path) -> dict[str, Any]:
-    """Read an evaluation's JSON. Raises RecordError if it is something else."""
-    found = read_json(path, Evaluated)
-    check(path, {name: value for name, value in found.items() if name.startswith("pass@")}, dict[str, Number | None])
-    return found
 
 
 def changes_in_words(changes: Mapping[str, Sequence[Any]]) -> str:

@@ -298,7 +298,7 @@ class RolloutRunner:
             "`clew show RUN` counts them. The run stops if more than rollout.max_failed_share=%g of the episodes fail.",
             episode_id,
             error.partition("\n")[0],
-            self._run.evals if episode_id.startswith("v") else self._run.rejected,  # v: see `eval_group_id`
+            self._run.evals.folder if episode_id.startswith("v") else self._run.rejected,  # v: see `eval_group_id`
             self._config.rollout.max_failed_share,
         )
 
@@ -331,7 +331,7 @@ class RolloutRunner:
 
     def _start_evaluation(self, version: int) -> None:
         due = version not in self._evaluating and self._config.evaluates(version) and not self._is_replaced(version)
-        if due and self._run.read_eval(version) is None:
+        if due and self._run.evals.read(version) is None:
             self._evaluating.add(version)
             self._start(self._evaluate(version))
 
@@ -351,7 +351,7 @@ class RolloutRunner:
             self._episodes(eval_resources, eval_group_id(version, number), row, n_samples, version, slots)
             for number, row in enumerate(self._eval_rows)
         )
-        watch = self._failure_watch(self._run.evals)  # its own watch, fed after all episodes have ended
+        watch = self._failure_watch(self._run.evals.folder)  # its own watch, fed after all episodes have ended
         sequences = [sequence for episodes in prompts for episode in episodes for sequence in episode.sequences]
         for sequence in sequences:
             if others := set(sequence.versions[sequence.loss_mask].tolist()) - {version}:
@@ -367,11 +367,11 @@ class RolloutRunner:
             for episodes in prompts:
                 watch.add([episode.error for episode in episodes])
         except RolloutError:  # its message says where the episodes are; without a summary the evaluation is made again
-            self._run.write_eval(version, sequences, None)
+            self._run.evals.write(version, sequences, None)
             raise
         seconds, pass_above = time.monotonic() - began, self._config.eval.pass_above
         summary = summarize(prompts, n_samples=n_samples, pass_above=pass_above, seconds=seconds)
-        self._run.write_eval(version, sequences, summary)
+        self._run.evals.write(version, sequences, summary)
         self._evaluating.remove(version)
 
     # Waits -----------------------------------------------------------------------------------------------------------

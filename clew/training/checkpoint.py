@@ -236,7 +236,7 @@ def prune(run: RunDirectory, wanted: Checkpoint) -> None:
     """
     versions = run.checkpointed()
     kept = {*versions[:1], *versions[-wanted.keep :]}  # the first is the reference of a KL term
-    if wanted.keep_best and (best := run.best_eval(versions)) is not None:
+    if wanted.keep_best and (best := run.evals.best(versions, run.facts().get("changes", []))) is not None:
         kept.add(best)
         point("best", run.checkpoint(best))
     for version in versions:

@@ -154,10 +154,10 @@ def _number(episode_id: str) -> int:
 
 
 def _of_evaluation(run: RunDirectory, group: str, version: int) -> Found:
-    path = run.evals / f"version-{version:06d}.parquet"
+    path = run.evals.folder / f"version-{version:06d}.parquet"
     sequences = _of_group(path, rows.read_table(path), group) if path.exists() else []
     if not sequences:
-        versions = ", ".join(str(entry["version"]) for entry in run.read_evals())
+        versions = ", ".join(str(entry["version"]) for entry in run.evals.read_all())
         evaluated = f"versions {versions} are evaluated" if versions else "no version is evaluated yet"
         raise RecordError(f"{run.path} has no {group}: {evaluated}.")
     return Found(id=group, fate=f"evaluation of version {version}", sequences=sequences)

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from clew.errors import RecordError
 from clew.printing import visible
+from clew.record.evaluations import comparable
 from clew.record.rejected import Rejected
 from clew.record.run import RunDirectory, changes_in_words
 from clew.record.run_warnings import RunWarning
@@ -39,7 +40,7 @@ def judge(run: RunDirectory, history: History, rejected: Rejected, warned: Seque
     concerns = [
         health_rules.reward(history, changes_of(run)),
         health_rules.negative_rewards(history, _highest_reward(run, last)),
-        health_rules.evaluations(history, run.comparable(run.read_evals())),
+        health_rules.evaluations(history, comparable(run.evals.read_all(), run.facts().get("changes", []))),
         health_rules.contradiction(history),
         health_rules.gradients(history, _positive(config.get("training.spike_factor")), supervised=run.supervised),
         health_rules.mismatch(history),

@@ -66,7 +66,7 @@ def draw_curves(run: RunDirectory, path: Path) -> None:
             else:
                 axis.text(0.5, 0.5, "not on record", ha="center", transform=axis.transAxes)
         if name == "reward":
-            _draw_evaluations(axis, run.read_evals())
+            _draw_evaluations(axis, run.evals.read_all())
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)

@@ -134,7 +134,7 @@ def _show_runs(console: Console, folder: Path) -> None:
 def _cells_of_run(run: RunDirectory) -> tuple[str | Text, ...]:
     config = settings_of(run)
     count = run.steps.count()
-    evaluation = run.newest_eval()
+    evaluation = run.evals.newest()
     return (
         f"{count or max(run.checkpointed(), default=0)}/{config.get('training.steps', MISSING)}",
         _reward_range(run, count),
@@ -166,7 +166,7 @@ def _show_run(
     if warned:
         console.print()
         console.print(pairs(("warning", line) for line in warnings_in_words(warned)))
-    _show_evaluations(console, run.read_evals())
+    _show_evaluations(console, run.evals.read_all())
     if chosen:
         columns = SUPERVISED_COLUMNS if run.supervised else COLUMNS
         spare = ("sequences", "groups", "seconds", "k3", "length", "lag", "rejected", "grad norm", "loss")

@@ -24,7 +24,8 @@ from clew.errors import RecordError
 from clew.printing import print
 from clew.processes import is_lock_free
 from clew.reading import STRICT, Count, Moment, read_json
-from clew.record.run import RunDirectory, read_evaluation
+from clew.record.evaluations import read_evaluation
+from clew.record.run import RunDirectory
 from clew.record.run_warnings import read_warnings, warnings_in_words
 from clew.record.summary import spent
 from clew.view.find_episode import settings_of
@@ -211,7 +212,7 @@ class Progress:
         self._console = console or EscapingConsole(soft_wrap=True)
         self._next = self._first = run.steps.count()
         self._recent: list[tuple[str, ...]] = []
-        self._evaluated = set(run.evals.glob("version-*.json"))
+        self._evaluated = set(run.evals.folder.glob("version-*.json"))
         draws = live and self._console.is_terminal and not self._console.is_dumb_terminal
         self._live = Live(console=self._console, refresh_per_second=4) if draws else None
         self._shown = 0.0
@@ -247,7 +248,7 @@ class Progress:
                     named = zip(COLUMNS[1:-1], cells[1:-1], strict=True)
                     words = "  ".join(f"{name} {cell}" for name, cell in named if cell != MISSING)
                     self._console.print(f"step {cells[0]}/{self._total}  {words}  [{cells[-1]}]", markup=False)
-        for path in sorted(set(self._run.evals.glob("version-*.json")) - self._evaluated):
+        for path in sorted(set(self._run.evals.folder.glob("version-*.json")) - self._evaluated):
             self._evaluated.add(path)
             with self._printing_errors():
                 self._console.print(_evaluation_line(read_evaluation(path)), markup=False)

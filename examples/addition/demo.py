@@ -72,7 +72,7 @@ def main() -> None:
     grpo_s = clew("train", str(HERE / "grpo.yaml"), *fields)
 
     run = open_run(folder / "grpo")
-    evaluations = run.read_evals()
+    evaluations = run.evals.read_all()
     exact = [evaluation["pass@1"] for evaluation in evaluations]
     table = Table(title="exact match on 500 held-out problems", title_justify="left")
     for column in ("", "exact match", "seconds"):

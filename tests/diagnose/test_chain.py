@@ -199,8 +199,8 @@ def test_the_evaluation_in_a_step_is_compared_with_its_file(folder: Path, tmp_pa
     config = configure(folder, *evaluated)
     learn_inline(config, lambda step, summary: None)
     run = RunDirectory(config.run_path)
-    assert run.steps.read(1)["evaluation"] == run.read_eval(0) and broken(run) == []
-    path = run.evals / "version-000000.json"
+    assert run.steps.read(1)["evaluation"] == run.evals.read(0) and broken(run) == []
+    path = run.evals.folder / "version-000000.json"
     whole = path.read_text()
     path.write_text(json.dumps(json.loads(whole) | {"pass@1": 0.9}))
     assert broken(run) == ["step 0: evals/version-000000.json"]

@@ -85,7 +85,7 @@ def test_evaluations_and_code_that_changes_after_the_first_difference(
     seal(other)
     for each, values in ((run, (0.25, 0.5)), (other, (0.25, 0.375))):
         for version, value in zip((0, 2), values, strict=True):
-            each.write_eval(version, [], {"pass@1": value, "reward": value, "episodes": 8})
+            each.evals.write(version, [], {"pass@1": value, "reward": value, "episodes": 8})
     shown = told(capsys, run.path, other.path)
     assert "FIRST DIFFERENCE  step 0, advantages" in shown
     [changed] = re.findall(r"changed later .*:\n(.*)\n", shown)
@@ -164,7 +164,7 @@ def test_prompts_that_are_repeated_and_answers_that_are_others(
         if each is other:
             held_out = [dataclasses.replace(row, data={**row.data, "answer": row.group_id}) for row in held_out]
         kept = [row for row in held_out if row.group_id in names]
-        each.write_eval(6, kept, {"pass@1": 0.5, "reward": 0.5, "episodes": 8})
+        each.evals.write(6, kept, {"pass@1": 0.5, "reward": 0.5, "episodes": 8})
     line = "the held-out prompts of version 6: of 2 groups, 2 have other rows of data (answer in 2)"
     assert f"evaluations (first → second):\n  {line}\n" in told(capsys, run.path, other.path)
     shutil.rmtree(other.steps.folder)

@@ -33,7 +33,7 @@ def test_the_example_of_an_agent(tmp_path: Path) -> None:
     trained = run(*command_of("clew train examples/agents/grpo.yaml", *shorter), cwd=tmp_path, seconds=900)
     assert trained.returncode == 0, trained.stdout + trained.stderr
     record = RunDirectory(tmp_path / "runs" / "calculator" / "grpo")
-    curve = [evaluation["pass@1"] for evaluation in record.read_evals()]
+    curve = [evaluation["pass@1"] for evaluation in record.evals.read_all()]
     assert len(curve) == 2 and (not ALL or (curve[0] < 0.5 and curve[-1] > 0.75)), curve
     rows = record.steps.read_data(learns - 1)
     assert any("tool_calls" in each["reply"] for row in rows for each in row.interactions)

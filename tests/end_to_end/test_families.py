@@ -149,6 +149,6 @@ def test_lag_minibatches_and_kl_together(project: Project) -> None:
     )
     steps = metrics(project)
     assert len(steps) == 6 and steps[-1]["lag_max"] <= 2
-    evaluations = project.run.read_evals()
+    evaluations = project.run.evals.read_all()
     assert [each["version"] for each in evaluations] == [0, 3, 6] and "pass@2" in evaluations[0]
     assert json.loads((project.path / "run.json").read_text())["clew_format"] == rows.FORMAT

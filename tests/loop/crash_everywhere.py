@@ -101,8 +101,8 @@ def crash_and_resume(config: Config, limit: int) -> dict:
         strays = [path.name for path in (run.path / folder).glob(".*")]
         if strays:
             wrong.append(f"left in {folder}/: {strays}")
-    if [entry["version"] for entry in run.read_evals()] != [0, 2, 3]:
-        wrong.append(f"evaluated {[entry['version'] for entry in run.read_evals()]}")
+    if [entry["version"] for entry in run.evals.read_all()] != [0, 2, 3]:
+        wrong.append(f"evaluated {[entry['version'] for entry in run.evals.read_all()]}")
     return {"change": limit, "about_to": about_to, "steps_before": len(before), "wrong": wrong}
 
 

@@ -99,7 +99,7 @@ def test_the_held_out_loss_is_recorded_and_its_best_checkpoint_kept(settings, tm
     config = make_config(**settings)
     sft(config)
     run = RunDirectory(config.run_path)
-    losses = {each["version"]: each["loss"] for each in run.read_evals()}
+    losses = {each["version"]: each["loss"] for each in run.evals.read_all()}
     assert list(losses) == [0, 4, 8, 12] and losses[12] < losses[0]
     said = capsys.readouterr().out
     assert f"held-out loss of version 12: {losses[12]:.4f} nats a token (10 rows)" in said

@@ -17,7 +17,7 @@ def test_each_step_and_evaluation_is_shown_once_after_a_restart(tmp_path: Path) 
     run = RunDirectory(tmp_path)
 
     def evaluate(version: int) -> None:
-        run.write_eval(version, [], {"pass@1": version / 10})
+        run.evals.write(version, [], {"pass@1": version / 10})
 
     def add(board: Tensorboard, *steps: int) -> None:
         for step in steps:

@@ -15,6 +15,7 @@ from clew.errors import ClewError, ConfigError, ModelError, RecordError, Trainin
 from clew.loop.stopwatch import Clock
 from clew.loop.tolerance import TOLERANCES
 from clew.record import rows
+from clew.record.evaluations import Evaluations
 from clew.record.run import RunDirectory
 from clew.training import checkpoint, optimizer
 from clew.view.show import show
@@ -278,7 +279,7 @@ def test_an_evaluation_that_was_added_later_does_not_wait_for_the_past(folder: P
     copy(first, folder, "evaluated")
     changes = {"training.steps": 6, "eval.path": folder / "prompts.jsonl", "eval.every_steps": 1}
     run = learn(configure(folder, "evaluated", **changes))
-    assert [each["version"] for each in run.read_evals()] == [5, 6]
+    assert [each["version"] for each in run.evals.read_all()] == [5, 6]
 
 
 def test_weights_that_are_not_finite_are_not_committed(folder: Path) -> None:
@@ -308,7 +309,7 @@ def test_other_threads_are_compared_within_a_tolerance(
 
 @pytest.mark.parametrize("best", [None, 2])
 def test_old_data_goes_when_few_steps_are_kept(folder: Path, monkeypatch: pytest.MonkeyPatch, best: int | None) -> None:
-    monkeypatch.setattr(RunDirectory, "best_eval", lambda _, versions: best if best in versions else None)
+    monkeypatch.setattr(Evaluations, "best", lambda _, versions, __: best if best in versions else None)
     run = learn(configure(folder, f"pruned-{best}", **{"record.keep_steps": 1, "checkpoint.keep": 1}))
     assert run.checkpointed() == ([0, 5] if best is None else [0, 2, 5])
     assert [step for step in range(5) if run.steps.has_data(step)] == [4]

@@ -254,21 +254,18 @@ def test_pruning_leaves_copies_that_a_user_made(run: RunDirectory) -> None:
 
 
 def test_an_evaluation_without_a_result_is_never_the_best(run: RunDirectory) -> None:
-    run.write_eval(0, [], {"pass@1": None, "reward": None})
-    run.write_eval(1, [], {"pass@1": 0.0, "reward": -0.5})
-    assert run.best_eval([0, 1]) == 1
-    assert run.best_eval([0]) == 0
+    run.evals.write(0, [], {"pass@1": None, "reward": None})
+    run.evals.write(1, [], {"pass@1": 0.0, "reward": -0.5})
+    assert run.evals.best([0, 1]) == 1
+    assert run.evals.best([0]) == 0
 
 
-def test_evaluations_that_measured_something_else_are_not_compared(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_evaluations_that_measured_something_else_are_not_compared(run: RunDirectory) -> None:
     changes = [{"step": 2, "fields": {"eval.path": ["easy.jsonl", "hard.jsonl"]}}]
-    monkeypatch.setattr(RunDirectory, "facts", lambda self: {"changes": changes})
     for version, share in ((0, 0.5), (2, 0.9), (4, 0.2), (6, 0.3)):
-        run.write_eval(version, [], {"pass@1": share, "reward": share})
-    assert run.best_eval([0, 2, 4, 6]) == 6
-    assert run.best_eval([0, 2]) == 2
+        run.evals.write(version, [], {"pass@1": share, "reward": share})
+    assert run.evals.best([0, 2, 4, 6], changes) == 6
+    assert run.evals.best([0, 2], changes) == 2
 
 
 def test_an_image_that_is_shown_while_unused_ones_are_searched_is_kept(run: RunDirectory) -> None:
@@ -391,10 +388,18 @@ def test_a_pipe_is_written_to_and_stays_a_pipe(tmp_path: Path) -> None:
 
 def test_whoever_only_reads_a_run_makes_no_folder(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
-    for folder in (run.logs, run.checkpoints, run.reports, run.rejected, run.evals, run.inbox.folder, run.steps.folder):
+    for folder in (
+        run.logs,
+        run.checkpoints,
+        run.reports,
+        run.rejected,
+        run.evals.folder,
+        run.inbox.folder,
+        run.steps.folder,
+    ):
         folder.rmdir()
     read = open_run(tmp_path / "run")
-    assert read.steps.count() == 0 and not read.inbox.names() and not read.checkpointed() and not read.read_evals()
+    assert read.steps.count() == 0 and not read.inbox.names() and not read.checkpointed() and not read.evals.read_all()
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["status"]
 
 

@@ -47,7 +47,7 @@ def drive(tmp_path, config, engine, versions, *, rows=ROWS, eval_rows=None):
             publish(run, engine, version)
             if version:
                 run.inbox.remove(run.steps.read(version - 1)["groups"])
-            while config.evaluates(version) and run.read_eval(version) is None:
+            while config.evaluates(version) and run.evals.read(version) is None:
                 assert await runner.advance()
             if version < config.training.steps:
                 while len(run.inbox.names()) < config.rollout.batch_groups:
@@ -511,12 +511,12 @@ def test_evaluations_are_by_one_version_and_filed_with_their_summary(tmp_path):
     engine = Scripted()
     drive(tmp_path, config, engine, range(5), eval_rows=ROWS[:2])
     run = RunDirectory(config.run_path)
-    assert [summary["version"] for summary in run.read_evals()] == [0, 3, 4]
-    summary = run.read_eval(3)
+    assert [summary["version"] for summary in run.evals.read_all()] == [0, 3, 4]
+    summary = run.evals.read(3)
     assert summary is not None
     assert set(summary) >= {"pass@1", "pass@2", "pass@4", "reward", "rewards", "length", "truncated", "failed"}
     assert summary["prompts"] == 2 and summary["episodes"] == 8 and summary["failed"] == 0
-    table = record_rows.from_table(record_rows.read_table(run.evals / "version-000003.parquet"))
+    table = record_rows.from_table(record_rows.read_table(run.evals.folder / "version-000003.parquet"))
     assert [row.episode_id for row in table[:5]] == [
         "v000003.g000000.e0",
         "v000003.g000000.e1",
@@ -546,7 +546,7 @@ def test_an_evaluation_runs_no_more_episodes_than_the_engine_takes_at_a_time(tmp
     engine = Counting()
     drive(tmp_path, config, engine, [0], eval_rows=ROWS[:5])
     assert engine.most == 3, "the time limits of the others would run while they wait for the engine"
-    summary = RunDirectory(config.run_path).read_eval(0)
+    summary = RunDirectory(config.run_path).evals.read(0)
     assert summary is not None and summary["episodes"] == 10
 
 
@@ -557,7 +557,7 @@ def test_a_failed_episode_does_not_end_an_evaluation(tmp_path):
         rollout={"workflow": f"{CODE}.Faulty", "workflow_kwargs": {"every": 7}, "max_failed_share": 1.0},
     )
     drive(tmp_path, config, Scripted(), [0], eval_rows=ROWS[:8])
-    summary = RunDirectory(config.run_path).read_eval(0)
+    summary = RunDirectory(config.run_path).evals.read(0)
     assert summary is not None and summary["failed"] == 2
 
 
@@ -565,12 +565,12 @@ def test_an_evaluation_of_which_all_fails_is_on_record_and_not_complete(tmp_path
     config = config_for(tmp_path, eval={"path": "eval.jsonl"}, rollout={"reward": f"{CODE}.returns_column"})
     run = RunDirectory(config.run_path)
     rows, eval_rows = ([row | {"returns": value} for row in ROWS[:4]] for value in ("1", "None"))
-    with pytest.raises(RolloutError, match=f"on record in {run.evals}"):
+    with pytest.raises(RolloutError, match=f"on record in {run.evals.folder}"):
         drive(tmp_path, config, Scripted(), [0], rows=rows, eval_rows=eval_rows)
-    failed = record_rows.from_table(record_rows.read_table(run.evals / "version-000000.parquet"))
+    failed = record_rows.from_table(record_rows.read_table(run.evals.folder / "version-000000.parquet"))
     assert len(failed) == 4 and all("returned None" in (row.error or "") for row in failed)
-    assert run.read_eval(0) is None, "it is made again once the cause is repaired"
-    assert f"Failed episodes are kept in {run.evals}" in caplog.text
+    assert run.evals.read(0) is None, "it is made again once the cause is repaired"
+    assert f"Failed episodes are kept in {run.evals.folder}" in caplog.text
 
 
 def test_an_evaluation_by_two_versions_is_an_error(tmp_path):
@@ -604,7 +604,7 @@ def test_an_evaluation_is_left_out_when_its_weights_were_replaced(tmp_path, capl
         await runner.close()
 
     asyncio.run(go())
-    assert run.read_eval(0) is None and len(run.inbox.names()) == 3
+    assert run.evals.read(0) is None and len(run.inbox.names()) == 3
     assert "the evaluation of version 0 is left out: its weights were replaced" in caplog.text
 
 

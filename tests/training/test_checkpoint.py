@@ -207,13 +207,13 @@ def test_the_best_evaluated_checkpoint_is_never_pruned(tmp_path):
         (run.checkpoints / f"step-{version:06d}").mkdir()
         write_json(run.checkpoints / f"step-{version:06d}" / "checkpoint.json", {})
     for version, score in scores.items():
-        run.write_eval(version, [], {"pass@1": score, "reward": score})
+        run.evals.write(version, [], {"pass@1": score, "reward": score})
     checkpoint.prune(run, config.checkpoint)
     assert run.checkpointed() == [0, 4, 8, 10]
     assert (run.checkpoints / "best").readlink() == Path("step-000004")
     checkpoint.point("latest", run.checkpoints / "step-000010")
     assert run.best_in_words() == f"  Best evaluation: {run.checkpoints}/best (step-000004)"
-    run.write_eval(10, [], {"pass@1": 0.7, "reward": 0.8})
+    run.evals.write(10, [], {"pass@1": 0.7, "reward": 0.8})
     checkpoint.prune(run, config.checkpoint)
     assert (run.checkpoints / "best").readlink() == Path("step-000010") and run.best_in_words() == ""
     assert run.checkpointed() == [0, 8, 10]
@@ -225,7 +225,7 @@ def test_keep_best_can_be_turned_off(tmp_path):
     for version in (0, 2, 4):
         (run.checkpoints / f"step-{version:06d}").mkdir()
         write_json(run.checkpoints / f"step-{version:06d}" / "checkpoint.json", {})
-        run.write_eval(version, [], {"pass@1": 1.0 - version / 10, "reward": 0.0})
+        run.evals.write(version, [], {"pass@1": 1.0 - version / 10, "reward": 0.0})
     checkpoint.prune(run, config.checkpoint)
     assert run.checkpointed() == [0, 4]
     assert not (run.checkpoints / "best").exists() and run.best_in_words() == ""

@@ -274,6 +274,6 @@ def test_it_learns_from_conversations(settings, tmp_path):
     settings["eval"] = {"path": str(tmp_path / "held_out.jsonl"), "every_steps": 15}
     config = make_config(**settings)
     sft(config)
-    first, last = RunDirectory(config.run_path).read_evals()
+    first, last = RunDirectory(config.run_path).evals.read_all()
     assert last["tokens"] == 2 * 7  # two and three digits, and two ends
     assert last["loss"] < 0.7 * first["loss"]

@@ -74,7 +74,7 @@ def of_steps(steps: range, **metrics: float) -> dict[int, dict[str, float]]:
 def test_a_sound_run_is_called_sound(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     for version, passed in ((0, 0.2), (20, 0.5), (40, 0.49)):
-        run.write_eval(version, [], {"pass@1": passed, "reward": passed, "episodes": 200})
+        run.evals.write(version, [], {"pass@1": passed, "reward": passed, "episodes": 200})
     assert health(run) == {"health": "sound: nothing stands out in all 40 steps on record."}
 
 
@@ -249,7 +249,7 @@ def test_evaluations_that_fall_while_the_training_reward_rises(tmp_path: Path) -
         run = make_run(tmp_path / name, planted)
         for version, value in zip((0, 10, 20, 40), values, strict=True):
             width = {"pass@1": [value - half, value + half]}
-            run.write_eval(version, [], {"pass@1": value, "reward": value, "intervals": width if half else {}})
+            run.evals.write(version, [], {"pass@1": value, "reward": value, "intervals": width if half else {}})
         return health(run)
 
     evaluated("of other prompts", 0.6, 0.6, 0.4, 0.4)
@@ -276,7 +276,7 @@ def test_the_step_at_which_evaluations_and_the_training_reward_fell(tmp_path: Pa
     fallen = {step: {"reward": 0.9 if step < 4 else 0.1 + step / 100} for step in range(STEPS)}
     run = make_run(tmp_path, fallen)
     for version, value in ((0, 0.9), (40, 0.3)):
-        run.write_eval(version, [], {"pass@1": value, "reward": value, "episodes": 500})
+        run.evals.write(version, [], {"pass@1": value, "reward": value, "episodes": 500})
     assert health(run)["evaluations"] == (
         "pass@1 fell from 0.900 at version 0 to 0.300 at version 40, while the training reward fell from 0.459 (steps "
         f"0 to 9) to 0.445 (steps 30 to 39), about at step 4. → clew show {run.path} 4"

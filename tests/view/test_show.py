@@ -122,7 +122,9 @@ def line(text: str, first: str) -> list[str]:
 
 
 def test_a_run(run: RunDirectory) -> None:
-    run.write_eval(0, [], {"pass@1": 0.125, "reward": 0.5, "length": 3.0, "truncated": 0.0, "episodes": 8, "failed": 1})
+    run.evals.write(
+        0, [], {"pass@1": 0.125, "reward": 0.5, "length": 3.0, "truncated": 0.0, "episodes": 8, "failed": 1}
+    )
     (run.checkpoints / "step-000002").mkdir()
     text = shown(run)
     assert line(text, "experiment")[1:] == ["test,", "trial", "0"]
@@ -167,7 +169,7 @@ def test_where_the_time_of_all_steps_went(run: RunDirectory) -> None:
 
 def test_many_evaluations_are_shortened(run: RunDirectory) -> None:
     for version in range(0, 300, 20):
-        run.write_eval(version, [], {"pass@1": version / 1000})
+        run.evals.write(version, [], {"pass@1": version / 1000})
     text = shown(run)
     versions = [int(row.split()[1]) for row in text.splitlines() if row.split()[:1] == ["version"]]
     assert versions == [0, *range(120, 300, 20)] and "… 5 more …" in text
@@ -201,7 +203,7 @@ def test_a_folder_of_runs(run: RunDirectory, tmp_path: Path) -> None:
 def test_numbers_are_whole_however_narrow_the_terminal_is(run: RunDirectory) -> None:
     numbers = METRICS | {"loss": -4.57e-4, "grad_norm": 12.345, "behaviour_k3": 1.5e-6}
     commit(run, 3, group("g000006"), metrics=numbers)
-    run.write_eval(0, [], {"pass@1": 0.125, "pass@4": 0.25, "reward": 0.5, "length": 3.0, "truncated": 0.0})
+    run.evals.write(0, [], {"pass@1": 0.125, "pass@4": 0.25, "reward": 0.5, "length": 3.0, "truncated": 0.0})
     cells = ["3", "1", "4", "0.250", "4.5", "1.00/2", "1.5e-06", "12.345", "-4.57e-04", "2.00"]
     for width in (200, 100, 80, 60, 40, 30):
         text = shown(run, width=width)
@@ -510,7 +512,7 @@ def test_a_group_elsewhere(run: RunDirectory) -> None:
     run.reject("g000012", [dataclasses.replace(row, error="filtered: all equal") for row in group("g000012")])
     run.reject("g000013", [failed("g000013.e0.s0", "ValueError: odd")])
     run.steps.write_data(3, rows.to_table(group("g000014")))
-    run.write_eval(2, group("v000002.g000001", (1.0,)), {"pass@1": 1.0})
+    run.evals.write(2, group("v000002.g000001", (1.0,)), {"pass@1": 1.0})
     fates = {
         "g000010": "waiting in the inbox",
         "g000011": "being made, admitted at version 3",
@@ -770,7 +772,7 @@ def test_a_damaged_file_of_stages_hides_only_the_advantages(run: RunDirectory) -
 
 def test_the_curves_as_a_picture(run: RunDirectory, tmp_path: Path) -> None:
     """The steps have neither entropy nor clip fraction on record: those panels say so."""
-    run.write_eval(0, [], {"pass@1": None, "reward": 0.5})
+    run.evals.write(0, [], {"pass@1": None, "reward": 0.5})
     drawn = clew(str(run.path), "--plot", str(tmp_path / "curves.png"))
     assert drawn.returncode == 0 and drawn.stdout == f"plot: {tmp_path}/curves.png\n"
     assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG" and not list(tmp_path.glob(".*"))

@@ -158,7 +158,7 @@ def test_what_cannot_be_read_is_said_once_and_ends_neither_the_run_nor_the_live_
     progress = Progress(run, 3, console=console)
     with pytest.raises(KeyError, match="of the block"), progress:
         run.steps.json_path(0).write_text("garbage")
-        (run.evals / "version-000000.json").write_text("garbage")
+        (run.evals.folder / "version-000000.json").write_text("garbage")
         progress.refresh(final=True)
         commit(run, 1, group("g000001"), metrics=METRICS | {"tokens_trained": 16.0})
         raise KeyError("of the block")
@@ -233,12 +233,14 @@ def test_several_servers_are_always_in_the_order_of_their_numbers(
 
 def test_a_copy_of_an_evaluation_or_a_damaged_old_one_does_not_end_the_run(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
-    (run.evals / "version-000000.json").write_text("garbage")
+    (run.evals.folder / "version-000000.json").write_text("garbage")
     output = Console(file=io.StringIO(), soft_wrap=True, width=200, record=True)
     progress = Progress(run, 2, console=output)
     for version in (8, 4):
-        run.write_eval(version, [], {"pass@1": version / 10})
-    (run.evals / "version-000004 (copy).json").write_bytes((run.evals / "version-000004.json").read_bytes())
+        run.evals.write(version, [], {"pass@1": version / 10})
+    (run.evals.folder / "version-000004 (copy).json").write_bytes(
+        (run.evals.folder / "version-000004.json").read_bytes()
+    )
     progress.refresh(final=True)
     shown = output.export_text()
     assert shown.index("version 4: pass@1 40.0%") < shown.index("version 8: pass@1 80.0%")
