@@ -102,9 +102,9 @@ def _only_messages(sink: Sink) -> Verdict | None:
 
 
 def _with_other_partners(ranks: Sequence[Actor]) -> Actor | None:
-    """Return the one rank of batches of messages that has a part in each message which only one side expects; or None.
+    """Return the only rank that takes part in every message of which just one side knows; None without one.
 
-    Batches send and receive at once, as in a ring of which one rank has another order.
+    The ranks are in batches that send and receive at once, as in a ring. That rank has another order of the ring.
     """
     known = all(a.activity.sends and a.activity.peers for a in ranks)
     sent = {(a.rank, peer) for a in ranks for peer in a.activity.sends}
@@ -301,7 +301,7 @@ def _crossed_groups(sink: Sink) -> Verdict | None:
 
 
 def _is_early(one: Actor, ranks: Sequence[Actor]) -> bool:
-    """Return whether a rank is in a call that another rank came to further down, beyond where a third one waits."""
+    """Return whether a rank calls a group at an earlier line than a second one, and a third waits between."""
     call = key_of(one.activity), one.activity.site
     same = [a for a in ranks if a is not one and (key_of(a.activity), a.activity.site) == call]
     others = [a for a in ranks if key_of(a.activity) != call[0]]

@@ -128,7 +128,9 @@ def _sleeps_s(actor: Actor, sources: Mapping[str, str]) -> float:
         return math.inf
     text = sources.get(one.file, "")
     loop = source.loop_at(text, one.line)
-    event = one.target if one.kind == "condition" else _event_within(text, one.line) if one.kind == "tasks" else None
+    event = _event_within(text, one.line) if one.kind == "tasks" else None
+    if one.kind == "condition":
+        event = one.target
     if event is not None and UNTIL_END.search(event) and not (loop and source.polls(loop, text)):
         limits = (f.locals.get("timeout", "") for f in stack if not f.of_user)
         return next((float(limit) for limit in limits if re.fullmatch(r"\d+(\.\d+)?", limit)), math.inf)

@@ -64,11 +64,14 @@ class Evaluations:
     def read_all(self) -> list[dict[str, Any]]:
         return [read_evaluation(path) for path in sorted(self.folder.glob("version-*.json"))]
 
-    def best(self, versions: Collection[int], changes: Sequence[Mapping[str, Any]] = ()) -> int | None:
+    def best(self, versions: Collection[int], changes: Sequence[Mapping[str, Any]]) -> int | None:
         """Return which of these versions has the best evaluation; None if none of them is evaluated.
 
         The best has the highest pass@1. Ties are broken by the highest reward, then the lowest loss, then the earliest
         version, whose weights have moved least from the first model. See `comparable` for those that are compared.
+
+        Args:
+            changes: The run's changes of its configuration, from run.json.
         """
         evaluated = comparable([each for each in self.read_all() if each["version"] in versions], changes)
         scores = [  # None: all of its episodes failed

@@ -113,7 +113,7 @@ def test_a_run_gives_the_numbers_of_its_own_evaluation(
     )
     learn_inline(config, lambda step, summary: None)
     run = RunDirectory(config.run_path)
-    assert (run.checkpoints / "best").resolve().name == f"step-{run.evals.best([0, 2]):06d}"
+    assert (run.checkpoints / "best").resolve().name == f"step-{run.evals.best([0, 2], []):06d}"
     then = rows.read_table(run.evals.folder / "version-000002.parquet").to_pylist()
     to = tmp_path / "episodes.parquet"
     evaluated(run.path, to=str(to))

@@ -256,8 +256,8 @@ def test_pruning_leaves_copies_that_a_user_made(run: RunDirectory) -> None:
 def test_an_evaluation_without_a_result_is_never_the_best(run: RunDirectory) -> None:
     run.evals.write(0, [], {"pass@1": None, "reward": None})
     run.evals.write(1, [], {"pass@1": 0.0, "reward": -0.5})
-    assert run.evals.best([0, 1]) == 1
-    assert run.evals.best([0]) == 0
+    assert run.evals.best([0, 1], []) == 1
+    assert run.evals.best([0], []) == 0
 
 
 def test_evaluations_that_measured_something_else_are_not_compared(run: RunDirectory) -> None:
