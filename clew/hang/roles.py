@@ -201,7 +201,23 @@ def actors_of(snapshot: Snapshot) -> list[Actor]:
         moving = moves(process, snapshot.sources) or bool(work)
         moving = moving or (bool(every) and moves_inside(process, every[0], act, snapshot.sources))
         found.append(Actor(process=process, activity=act, threads=tuple(every), moving=moving, role=role, work=work))
-    return [_without_shared_thread(actor, found, snapshot.sources) for actor in found]
+    return _with_group_of_waits([_without_shared_thread(actor, found, snapshot.sources) for actor in found])
+
+
+def _with_group_of_waits(actors: list[Actor]) -> list[Actor]:
+    """Return the processes. Ranks that wait for a tensor of a collective get the group that has exactly these ranks.
+
+    No frame of such a wait names the collective's group, as in a DTensor. All ranks are assumed if no group fits.
+    """
+    waiting = [a for a in actors if a.rank is not None and a.activity.op == "wait_tensor"]
+    ranks = {a.rank for a in waiting}
+    known = [each for a in waiting for each in a.process.inside.groups]
+    group = next((each for each in known if set(each.members) == ranks and each.name != "world"), None)
+    if group is None:
+        return actors
+    name = f"{group.name} of ranks {list(group.members)}"
+    found = {a.pid: replace(a.activity, group=name, members=group.members) for a in waiting}
+    return [replace(a, activity=found.get(a.pid, a.activity)) for a in actors]
 
 
 def _without_shared_thread(actor: Actor, actors: Sequence[Actor], sources: Mapping[str, str]) -> Actor:
