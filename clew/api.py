@@ -69,7 +69,7 @@ def train_as_configured(config: Config, arguments: Sequence[str], *, live: bool)
         live: Redraw the progress in place, if this is a terminal; False: print a line for each step. If user code runs
             in this process, lines are printed in any case, because its debugger needs the terminal.
     """
-    from clew.view.terminal import Progress
+    from clew.view.live_table import Progress
 
     run = RunDirectory(config.run_path)
     in_this_process = config.debug.replay_rollout_data or config.launch.mode == "inline"

@@ -69,11 +69,11 @@ LINES = {
     "cli": 1095,  # clew hang, on several nodes; clew sft and clew learn watch themselves; outputs without a reader
     "diagnose": 3105,  # the search of clew diff; broken GPUs; settings of episodes; docstrings with Args
     "gateway": 4970,  # stop strings twice in a token, forced calls after <think>, texts that go on after a completion
-    "hang": 8665,  # main threads that only sleep; closed pools; cells; RAS, Ray; engines; kept locks; partners in rings
-    "inference": 6800,  # vLLM and SGLang in training; lost weights, of one version but other digests; second restarts
+    "hang": 8685,  # main threads that only sleep; closed pools; cells; RAS, Ray; engines; kept locks; rings; DTensors
+    "inference": 6805,  # vLLM and SGLang in training; lost weights, of one version but other digests; second restarts
     "launch": 720,  # no_progress.py, also without clew train; several servers, and their devices; weights digested last
     "loop": 2850,  # weight_sender.py: servers that froze or refused are taken out; begun branches
-    "models": 780,  # newlines around images; images that are turned; prompts with placeholders; sorted digests
+    "models": 790,  # newlines around images; images that are turned; prompts with placeholders; own_code.py
     "record": 3110,  # docstrings with Args in place of sentences that had to be read twice; evaluations.py
     "rollout": 2160,  # reward_of_agent, also for the stress; attached servers that lost their weights
     "stress": 4500,  # shared.py: entries of an object, slots, closures; sessions that end; clocks; many tries; caches

@@ -18,7 +18,7 @@ from clew.errors import ClewError, ConfigError, RecordError
 from clew.reading import Count, FileMissing, read_bytes, read_json, read_yaml
 from clew.record import rows
 from clew.record.run import RunDirectory, Server
-from clew.view.terminal import read_statuses
+from clew.view.status import read_statuses
 from tests.record.test_rows import a_sequence
 
 

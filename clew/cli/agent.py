@@ -49,7 +49,7 @@ def agent_run(
     from clew.data import load_rows
     from clew.diagnose.agent_run import base_url_of, draw_rows, run_agent
     from clew.view.agent import show_ran
-    from clew.view.terminal import branched_share
+    from clew.view.status import branched_share
 
     async def run() -> bool:
         console, sound = EscapingConsole(), True

@@ -76,7 +76,7 @@ def status(
     """
     from clew.console import EscapingConsole
     from clew.record.run import open_run
-    from clew.view.terminal import show_status
+    from clew.view.status import show_status
 
     found = open_run(run_path_of(run, overrides))
     show_status(EscapingConsole(wide=200), found)
@@ -240,7 +240,7 @@ def export(
     Example: clew export runs/addition/grpo --format pt --steps 0:3 --to runs/addition/exported
     """
     from clew.record.run import open_run
-    from clew.training.step_files import export_steps
+    from clew.training.export import export_steps
 
     files = export_steps(open_run(run), form, steps, to or run / "exported")
     last = f" to {files[-1].name}" if len(files) > 1 else ""
@@ -259,7 +259,7 @@ def import_(
 
     Example: clew import runs/addition/exported/step-000000.pt --to runs/addition/imported
     """
-    from clew.training.step_files import import_steps
+    from clew.training.export import import_steps
 
     import_steps(files, to, group_size)
     print(f"imported {counted(len(files), 'step')}: {to}")

@@ -32,7 +32,7 @@ class Unreadable(Exception):
 @lru_cache(maxsize=64)
 def layout_of(program: str) -> dict[str, Any] | None:
     """Return the offsets that a Python program finds in itself; None if its version is not supported."""
-    script = Path(__file__).with_name("layout.py")
+    script = Path(__file__).with_name("python_layout.py")
     try:
         # The program is started with the rights of the caller, so another user must not be able to replace it.
         if "python" not in Path(program).name or Path(program).stat().st_uid not in (0, os.getuid()):

@@ -1,10 +1,9 @@
-"""Starts and stops the process of a vLLM or SGLang server. If the server dies, its log is searched for the cause."""
+"""Starts and stops the process of a vLLM or SGLang server. If the server dies, it says what its log has for it."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -14,22 +13,11 @@ from pathlib import Path
 from clew.errors import EngineError
 from clew.inference import run_server
 from clew.inference.backend import Launch
+from clew.inference.server_log import cause_of_end
 from clew.processes import how_it_ended, written_since
 
 GRACE_S = 5.0
 """Maximum seconds between asking a server to end (SIGTERM) and killing it with its child processes (SIGKILL)."""
-
-_CAUSE = re.compile(
-    r"(?:\w+\.)*\w*(?:Error|Exception|error|Killed)\b: .+"
-    r"|\b(?<!\w )(?:\w+\.)*\w*(?:Error|Exception)$"  # an error without a message, but not the line `raise KeyError`
-)
-_VALIDATION = re.compile(r"\d+ validation errors? for \S+$")
-"""Matches the first line of a pydantic error.
-
-The line below it says what is wrong, unless it names a field: then the line after that says it.
-"""
-_CONSEQUENCE = re.compile(r"[Ss]ee (?:root cause|stack trace)|EngineDeadError|Engine core initialization failed")
-"""Matches an error that only reports the consequence of another one."""
 
 
 class ServerProcess:
@@ -72,7 +60,8 @@ class ServerProcess:
         code = self._process.poll()
         if code is None:
             return None
-        return f"{how_it_ended(code)}: {self.cause()} (its log: {self.log})"
+        cause = cause_of_end(written_since(self.log, self._skip))
+        return f"{how_it_ended(code)}: {cause} (its log: {self.log})"
 
     def stopped(self) -> str:
         """Return the name and pid of a process of the server that is suspended, for example by SIGSTOP.
@@ -86,23 +75,6 @@ class ServerProcess:
                 if state == "T" and int(session) == self.pid:
                     return f"process {name.partition('(')[2]} (pid {folder.name})"
         return ""
-
-    def cause(self) -> str:
-        """Return the last error in the log that is not a consequence of another one (see `_CONSEQUENCE`).
-
-        If the log has no such error, return its last line.
-        """
-        lines = [line for line in written_since(self.log, self._skip).splitlines() if line.strip()]
-        cause = lines[-1].strip() if lines else "it wrote nothing"
-        for place, line in enumerate(lines):
-            if " WARNING " not in line and (found := _CAUSE.search(line)) and not _CONSEQUENCE.search(line):
-                cause = found[0].strip()
-                for following in lines[place + 1 : place + 3] if _VALIDATION.search(cause) else []:
-                    said, ends, _ = following.removeprefix(line[: found.start()]).partition(" [type=")
-                    cause += f": {said.strip()}"
-                    if ends:
-                        break
-        return cause
 
     def end(self) -> None:
         """End all processes in the server's group: SIGTERM first, then SIGKILL after at most `GRACE_S`."""

@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from clew.errors import ImageError, ModelError, first_line
 from clew.models.architecture import image_support
-from clew.models.model_folder import config_of, expanded, quiet_transformers, refuse_own_code
+from clew.models.model_folder import config_of, expanded, quiet_transformers
+from clew.models.own_code import refuse_own_code
 
 if TYPE_CHECKING:
     import torch

@@ -29,7 +29,7 @@ from clew.view.health_check import changes_of, judge, print_health
 from clew.view.health_rules import Collector
 from clew.view.off_policy import show_off_policy
 from clew.view.prompt import show_prompt
-from clew.view.terminal import ended_early
+from clew.view.status import ended_early
 from clew.view.text import MISSING, Rows, as_text, duration, moment, number, one_line, pairs, prompt_text, visible
 
 STEPS_SHOWN = 20

@@ -20,7 +20,7 @@ from clew.record.bundle import opened, write_bundle
 from clew.record.files import write_json
 from clew.record.origin import why_foreign
 from clew.record.run import RunDirectory
-from clew.training.step_files import export_steps, import_steps
+from clew.training.export import export_steps, import_steps
 
 PLANTED = """
 import os, pathlib

@@ -15,7 +15,7 @@ from clew.loop.nothing_to_learn import WARN_STEPS, NothingToLearn
 from clew.loop.trainer_process import learn_inline
 from clew.record.run import RunDirectory
 from clew.record.run_warnings import read_warnings, warnings_in_words
-from clew.view.terminal import status_table
+from clew.view.status import status_table
 from tests.models import tiny_model, tiny_tokenizer
 
 

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from clew.record.run import RunDirectory
 from clew.record.run_warnings import read_warnings, warnings_in_words
+from clew.view.live_table import Progress
 from clew.view.show import show
-from clew.view.terminal import Progress
 
 log = logging.getLogger("clew.rollout")
 

@@ -22,7 +22,7 @@ from clew.record.run import RunDirectory
 from clew.rollout import agents
 from clew.rollout.process import gateway_for
 from clew.rollout.runner import RolloutRunner
-from clew.view.terminal import status_table
+from clew.view.status import status_table
 from clew.waits import Reporter
 from tests.gateway.chatml import chatml_tokenizer
 from tests.gateway.spoken import Spoken

@@ -21,8 +21,8 @@ from clew.errors import ConfigError, RecordError
 from clew.record import Writer, rows
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory, _git_revision, open_run
+from clew.training.export import choose_steps, export_steps, import_steps
 from clew.training.padded import load_padded, load_stages, save_padded
-from clew.training.step_files import choose_steps, export_steps, import_steps
 from tests.training.sequences import make_batch
 
 floats32 = st.floats(width=32)

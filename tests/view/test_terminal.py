@@ -21,7 +21,8 @@ from clew import console
 from clew.record.bundle import opened, write_bundle
 from clew.record.run import RunDirectory
 from clew.view.learning_curve import _draw_seconds, draw_curves
-from clew.view.terminal import Progress, read_statuses, show_status, step_cells
+from clew.view.live_table import Progress, step_cells
+from clew.view.status import read_statuses, show_status
 from tests.training.sequences import make_config
 from tests.view.test_show import METRICS, commit, group
 from tests.view.test_show import shown as shown_record

@@ -1,4 +1,4 @@
-"""Rank 0 alone gathers a sharded weight for its log. Its partner is in the next forward pass, the rest wait for both."""
+"""Rank 0 alone gathers a sharded weight for its log. Its partner is in the next forward pass, the rest wait."""
 
 import torch
 import torch.distributed as dist
