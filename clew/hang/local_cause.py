@@ -443,33 +443,40 @@ def _unflushed(sink: Sink) -> Verdict | None:
 
 def _blocked(sink: Sink) -> Verdict | None:
     """Name the call in which the culprit is blocked."""
-    pattern = LOCAL[sink.act.kind][0]
     mains = [t for t in sink.one.threads if t.thread == "MainThread" and t.kind in WAITS_INSIDE and t.site]
     circle = "".join(f" Meanwhile the main thread {words_of(t)} at {t.place}." for t in mains)
-    if sink.act.kind == "sleep" and not sink.blocked_ranks:
+    pattern, asleep = LOCAL[sink.act.kind][0], sink.act.kind == "sleep"
+    if asleep and not sink.blocked_ranks:
         # A thread that asks again and again while the main one waits in the same process: they wait for one another.
         inside = sink.act.thread != "MainThread" and not sink.one.process.peers
         pattern = "rollout blocked" if circle and inside else "external wait"
-    unasked = sink.act.kind == "select" or sink.act.op == "main_loop"
-    idle = unasked and sink.one.rank is not None and bool(sink.blocked_ranks)
-    pattern = "missing rank" if idle else pattern
-    others = sink.culprits[1:]
-    idle_workers = [a for a in others if _waits_for_its_next_job(a, sink.sources)]
-    # Workers that wait for jobs are no fault: whoever should give them one waits, too.
-    blamed = [sink.one] if others and idle_workers == others else sink.culprits
-    guessed = any(a.activity.kind in THROUGH_PIPES and not surely_awaits(a, sink.job) for a in sink.culprits)
-    more = f" Meanwhile {others[0].says}. They {'may ' if guessed else ''}wait for one another." if others else ""
-    more += f" So do {len(others) - 1} more." if len(others) > 2 else " So does one more." if len(others) > 1 else ""
-    why = f"{sink.one.says}.{more}{sink.who_waits}"
-    if sink.act.kind == "sleep":
+    why = f"{sink.one.says}.{_others_in_circle(sink)}{sink.who_waits}"
+    if asleep:
         why += _condition(sink) + (circle if pattern == "rollout blocked" else "")
-    why += " What should have led it into that call may have failed: look into its log and its answers." if idle else ""
-    why += _parties(sink) + (_asked(sink) or _beside(sink))
-    confidence = "high" if sink.blocked_ranks else "medium"
+    unasked = sink.act.kind == "select" or sink.act.op == "main_loop"
+    if unasked and sink.one.rank is not None and sink.blocked_ranks:
+        pattern = "missing rank"
+        why += " What should have led it into that call may have failed: look into its log and its answers."
     locking = sink.act.kind == "lock" or (sink.act.task and sink.act.op == "acquire")
     holders = lock_holders(sink.one, sink.act, sink.sources) if locking else {}
+    why += _parties(sink) + (_asked(sink) or _beside(sink))
     why += "".join(f" {held}." for held in [*holders][:2]) or left_locked(sink)
+    others = sink.culprits[1:]
+    # Workers that wait for jobs are no fault: whoever should give them one waits, too.
+    only_workers = bool(others) and all(_waits_for_its_next_job(a, sink.sources) for a in others)
+    confidence = "high" if sink.blocked_ranks else "medium"
+    blamed = [sink.one] if only_workers else sink.culprits
     return sink.blame(pattern, blamed, why, confidence=confidence, cause=sink.act.kind).at(*holders.values())
+
+
+def _others_in_circle(sink: Sink) -> str:
+    """Return words about the other processes of a circle; "" if the culprit is alone."""
+    others = sink.culprits[1:]
+    if not others:
+        return ""
+    guessed = any(a.activity.kind in THROUGH_PIPES and not surely_awaits(a, sink.job) for a in sink.culprits)
+    more = ["", " So does one more.", f" So do {len(others) - 1} more."][min(len(others) - 1, 2)]
+    return f" Meanwhile {others[0].says}. They {'may ' if guessed else ''}wait for one another.{more}"
 
 
 def _waits_for_its_next_job(actor: Actor, sources: Mapping[str, str]) -> bool:
