@@ -54,8 +54,7 @@ FORKED = [("_bootstrap", "process.py"), ("_launch", "popen_fork.py")]
 """Innermost frame of multiprocessing in a child, and the one that forked it."""
 UNREADABLE = ("permission denied", NO_PYTHON)
 """Beginnings of the errors of processes that will stay unreadable."""
-Locks = Sequence[tuple[int, int, bool]]
-"""Locks on files; see `clew.hang.proc.locks_of_machine`."""
+Locks = Sequence[proc.FileLock]
 
 
 def py_spy() -> str:
@@ -197,7 +196,8 @@ def watch(pids: Sequence[int], until: Callable[[Sequence[Process], float], bool]
             # Irregular, so that a loop with the same period is not always met at the same place.
             pause = PERIOD_S * (0.6 + 0.8 * (7 * len(processes[0].looks) % 11) / 11) if processes else PERIOD_S
             time.sleep(max(0.0, pause - (time.monotonic() - began)))
-    machine, locks = proc.sockets_of_machine(), proc.locks_of_machine()
+    machine = proc.sockets_of_machine()
+    locks = proc.with_heirs(proc.locks_of_machine(), [process.pid for process in processes])
     with ThreadPoolExecutor(AT_ONCE) as pool:
         processes = list(pool.map(lambda process: _with_waits(process, machine, locks), processes))
     processes = with_ends(processes, machine)
@@ -235,7 +235,8 @@ def outside(process: Process, job: Sequence[Process], locks: Locks) -> tuple[str
     """
     pids = {each.pid for each in job}
     held = {file for each in job for file in each.files}
-    holders = [pid for pid, file, has in locks if has and pid not in pids and str(file) in {*process.wants} - held]
+    wanted = {*process.wants} - held
+    holders = [lock.pid for lock in locks if lock.held and lock.pid not in pids and str(lock.inode) in wanted]
     if process.inside.children or any(each.parent == process.pid and each.last.state == "Z" for each in job):
         holders += [pid for pid in proc.writers_of(proc.pipes_of(process.pid, os.O_RDONLY)) if pid not in pids]
     return tuple(f"pid {pid} ({' '.join(proc.command_of(pid))[:80]})" for pid in dict.fromkeys(holders))
@@ -263,12 +264,13 @@ def _number(text: str | None) -> int | None:
 def _with_waits(process: Process, machine: dict[str, tuple[str, int, int]], locks: Locks) -> Process:
     listens, peers = proc.sockets_of(process.pid, machine)
     links = sorted(set(proc.descriptors_of(process.pid)))
-    of_others = {file for pid, file, has in locks if has and pid != process.pid}
+    of_others = {lock.inode for lock in locks if lock.held and lock.pid != process.pid}
+    own = [lock for lock in locks if lock.pid == process.pid]
     if of_others:
         of_others &= proc.open_files_of(process.pid)
     # /proc/locks lists processes that wait in flock(), but not those that retry, as SQLite and filelock do. Then any
     # open file that others have locked may be the one.
-    awaited = {file for pid, file, has in locks if not has and pid == process.pid} | awaited_locks(process)
+    awaited = {lock.inode for lock in own if not lock.held} | awaited_locks(process)
     return replace(
         process,
         exit=process.exit or proc.exit_of(process.pid),
@@ -277,7 +279,8 @@ def _with_waits(process: Process, machine: dict[str, tuple[str, int, int]], lock
         peers=peers,
         pipes=tuple(link for link in links if link.startswith("pipe:")),
         gpus=tuple(link for link in links if re.fullmatch(r"/dev/nvidia\d+", link)),
-        files=tuple(str(file) for pid, file, has in locks if has and pid == process.pid),
+        files=tuple(str(lock.inode) for lock in own if lock.held),
+        inherits=tuple(str(lock.inode) for lock in own if lock.inherited),
         wants=tuple(map(str, awaited or sorted(of_others))),
         inside=inside(process.pid, process.threads) if process.threads else process.inside,
         calls=calls_of(proc.environment_of(process.pid).get(SOCKET_VARIABLE, "")),

@@ -16,7 +16,15 @@ from clew.hang.collective_calls import behind, different_counts, first_different
 from clew.hang.ended import dead, done, joined_too_early, lost_task, outlived, pipe_kept_open
 from clew.hang.equal_stacks import by_value
 from clew.hang.expressions import Unknown, evaluate
-from clew.hang.locks import kept_locked, left_locked, lock_holders, locked_by, locked_crosswise, locked_outside
+from clew.hang.locks import (
+    kept_locked,
+    left_locked,
+    lock_holders,
+    locked_by,
+    locked_by_fork,
+    locked_crosswise,
+    locked_outside,
+)
 from clew.hang.observed import Look
 from clew.hang.polls import asks_again, asks_as_told, both_poll, polling, retrying, threads_poll
 from clew.hang.progress import (
@@ -579,10 +587,10 @@ def _beside(sink: Sink) -> str:
 
 RULES: tuple[Callable[[Sink], Verdict | None], ...] = (
     _paused, _blocked_loop, _not_woken, _held_already, rejecting, starved, never_filled, takes_in_vain, outlived,
-    locked_outside, kept_locked, pipe_kept_open, joined_too_early, _joins_its_producer, dead, _own_waits, never_holds,
-    _slow, locked_crosswise, locked_by, _cleaned_up, _store, _joins_alone, _one_at_a_time, _unexplained, _loader,
-    _silent_server, _outside, retrying, device, _unscheduled, _computing, both_poll, threads_poll, asks_as_told,
-    polling, _through_server, lost_task, _unflushed, _blocked,
+    locked_outside, locked_by_fork, kept_locked, pipe_kept_open, joined_too_early, _joins_its_producer, dead,
+    _own_waits, never_holds, _slow, locked_crosswise, locked_by, _cleaned_up, _store, _joins_alone, _one_at_a_time,
+    _unexplained, _loader, _silent_server, _outside, retrying, device, _unscheduled, _computing, both_poll,
+    threads_poll, asks_as_told, polling, _through_server, lost_task, _unflushed, _blocked,
 )  # fmt: skip
 """Rules in the order in which they are tried: the first that answers decides, so facts come before guesses.
 

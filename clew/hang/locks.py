@@ -21,6 +21,24 @@ def locked_outside(sink: Sink) -> Verdict | None:
     return sink.blame("lock or I/O", [one], why, cause="file")
 
 
+def locked_by_fork(sink: Sink) -> Verdict | None:
+    """Find a process that keeps a file locked, without knowing it, for the process that forked it."""
+    for waits in (a for a in (*sink.culprits, *sink.waiters) if a.activity.kind == "file"):
+        for by in (a for a in sink.job if {*a.process.inherits} & {*waits.process.wants}):
+            taker = next((a for a in sink.job if a.pid == by.process.parent), None)
+            why = (
+                f"{waits.says}. {by.process.label} keeps that file locked: it was forked"
+                f"{f' from {taker.process.label}' if taker else ''} while it was locked, and a lock by flock() lasts "
+                "until each process that has the file open has closed it. Unlock it with LOCK_UN before the file is "
+                "closed, or start that process before the lock is taken."
+            )
+            pids = tuple(a.pid for a in (by, taker) if a)
+            return sink.blame("lock or I/O", [by], why, cause="file", pids=pids, structural=True).at(
+                waits.activity.site
+            )
+    return None
+
+
 def locked_by(sink: Sink) -> Verdict | None:
     """Find who has locked the file, or the lock of multiprocessing, that another one waits for."""
     waiting = [a for a in (*sink.culprits, *sink.waiters) if not a.dead]

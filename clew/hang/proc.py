@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 PROC = Path("/proc")
 LISTENING, ESTABLISHED = "0A", "01"
@@ -163,15 +165,46 @@ def sockets_of(pid: int, machine: dict[str, tuple[str, int, int]]) -> tuple[tupl
     return tuple(sorted(listens)), tuple(sorted({remote for state, _, remote in mine if state == ESTABLISHED}))
 
 
-def locks_of_machine() -> list[tuple[int, int, bool]]:
-    """Return the locks on files: pid, inode, and True if that process has the lock, False if it waits for it."""
+class FileLock(NamedTuple):
+    """A lock on a file."""
+
+    pid: int
+    inode: int
+    held: bool
+    """True if that process has the lock, False if it waits for it."""
+    inherited: bool = False
+    """True if it was forked from the process that took the lock and that has closed the file since."""
+
+
+def locks_of_machine() -> list[FileLock]:
     found = []
     with suppress(OSError, ValueError, IndexError):
         for line in (PROC / "locks").read_text().splitlines():
             # 1: -> FLOCK  ADVISORY  WRITE 4711 08:02:1835 0 EOF; the arrow marks a waiting process
             words = [word for word in line.split()[1:] if word != "->"]
-            found.append((int(words[3]), int(words[4].rpartition(":")[2]), "->" not in line))
+            found.append(FileLock(int(words[3]), int(words[4].rpartition(":")[2]), "->" not in line))
     return found
+
+
+def with_heirs(locks: Sequence[FileLock], pids: Iterable[int]) -> list[FileLock]:
+    """Return the locks. One that its process has no longer open belongs to those of `pids` that inherited it.
+
+    A lock by flock() belongs to the open file. A forked process shares it, and it lasts until both have closed it.
+    """
+    shown = {pid: _locked_through(pid) for pid in {*pids, *(lock.pid for lock in locks)}} if locks else {}
+    heirs = {lock.inode: [pid for pid in pids if lock.inode in shown[pid]] for lock in locks if lock.held}
+    found = []
+    for lock in locks:
+        kept = not lock.held or lock.inode in shown[lock.pid]
+        inherited = [] if kept else [FileLock(pid, lock.inode, True, True) for pid in heirs[lock.inode]]
+        found += inherited or [lock]
+    return found
+
+
+def _locked_through(pid: int) -> set[int]:
+    """Return the inodes of the files of which an open descriptor of a process has a lock."""
+    said = (re.findall(r"^lock:.* \w+:\w+:(\d+) ", text, re.M) for text in descriptors_info(pid).values())
+    return {int(inode) for each in said for inode in each}
 
 
 def descriptors_info(pid: int) -> dict[str, str]:
