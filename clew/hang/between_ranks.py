@@ -87,6 +87,12 @@ def _only_messages(sink: Sink) -> Verdict | None:
     if kinds == {"recv"} and (parted := _left_a_loop(culprits, sink.sources)):
         pattern = "pipeline micro-batch mismatch"
         why = f"Ranks {names(culprits)} all receive, and none of them sends. {parted[1]} {sink.says}"
+    elif kinds == {"send"} and (ahead := _further_on(culprits, sink.sources)):
+        why = (
+            f"Ranks {names(culprits)} all send, and none of them receives. Rank {ahead.rank} is further on: it may "
+            f"have received fewer micro-batches than are sent to it. {sink.says}"
+        )
+        return sink.blame("pipeline micro-batch mismatch", [ahead], why, structural=True, confidence="medium")
     else:
         pattern = "send/receive cycle"
         tags = {a.activity.tag for a in culprits if a.activity.tag.isdigit()}
@@ -111,6 +117,12 @@ def _with_other_partners(ranks: Sequence[Actor]) -> Actor | None:
     odd = sent ^ {(peer, a.rank) for a in ranks for peer in a.activity.peers}
     common = [a for a in ranks if all(a.rank in message for message in odd)]
     return common[0] if known and odd and len(common) == 1 else None
+
+
+def _further_on(ranks: Sequence[Actor], sources: Mapping[str, str]) -> Actor | None:
+    """Return the rank that has come past the places of all others; None if there is none."""
+    others = {a.pid: [b for b in ranks if b is not a] for a in ranks}
+    return next((a for a in ranks if all(is_past(a, b, sources, loops=False) for b in others[a.pid])), None)
 
 
 def _a_message_ahead(ranks: Sequence[Actor], sources: Mapping[str, str]) -> Actor | None:

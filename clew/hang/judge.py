@@ -47,7 +47,8 @@ def judge(snapshot: Snapshot) -> Verdict:
     actors = actors_of(snapshot)
     if not (snapshot.unseen or snapshot.alike) and (ended := _all_ended(actors)):
         return _hedged(ended, snapshot, [])
-    job = [actor for actor in actors if actor.role not in ("launcher", "idle") and not _waited_for(actor, actors)]
+    working = [actor for actor in actors if actor.role not in ("launcher", "idle") or actor.stopped]
+    job = [actor for actor in working if not _waited_for(actor, actors)]
     if not any(actor.threads or actor.dead or actor.stopped for actor in job):
         return _hedged(_unread(actors, job), snapshot, job)
     ranks = [actor for actor in job if actor.rank is not None]
@@ -195,7 +196,10 @@ def _stopped(job: list[Actor]) -> Verdict | None:
         return None
     labels = ", ".join(a.process.label for a in stopped)
     how = "by a debugger" if all(a.process.last.state == "t" for a in stopped) else "by a signal (SIGSTOP or SIGTSTP)"
-    why = f"{labels} is stopped {how}. The others wait for it."
+    parents = [a for a in job if a.rank is not None and a.pid in {each.process.parent for each in stopped}]
+    of = f", started by rank {names(parents)}," if parents else ""
+    be, them = ("is", "it") if len(stopped) == 1 else ("are", "them")
+    why = f"{labels}{of} {be} stopped {how}. The others wait for {them}."
     return verdict_about("stopped", stopped, why, job, cause="stopped", structural=True)
 
 

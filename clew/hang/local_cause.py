@@ -275,7 +275,7 @@ def _another_key(sink: Sink, asking: list[Actor]) -> Verdict | None:
 def _silent_server(sink: Sink) -> Verdict | None:
     """Judge a server that a rank has started, and that leaves another rank, or its data loader, without an answer."""
     by = sink.parent
-    if by is None or by.activity.kind not in DISTRIBUTED or sink.one.rank is not None:
+    if by is None or by.activity.kind not in DISTRIBUTED or sink.one.rank is not None or sink.act.kind == "compute":
         return None
     ports = set(sink.one.process.listens)
     asking = [a for a in sink.waiters if a.activity.kind in ("http", "network") and ports & set(a.process.peers)]
@@ -301,7 +301,8 @@ def _outside(sink: Sink) -> Verdict | None:
     by = sink.parent
     if by is None or sink.one.rank is not None or sink.act.kind == "data_loader":
         return None
-    if by.rank is None and not _started_without_source(sink):
+    serves = sink.act.kind == "compute" and bool(sink.one.process.listens)
+    if serves or (by.rank is None and not _started_without_source(sink)):
         return None
     first, last = sink.one.process.first, sink.one.process.last
     written = last.written - first.written

@@ -31,6 +31,7 @@ from clew.hang.source import (
     dotted,
     filled,
     loop_at,
+    loops_at,
     names_in,
     outermost_loop,
     same_name,
@@ -271,22 +272,37 @@ def _keeps_nothing(process: Process, sources: Mapping[str, str]) -> str:
         alike = [t for t in process.threads if frame.function in {f.function for f in t.user_frames}]
         if not (thread.os_id == process.pid or thread.task) or thread.ended or len(alike) > 1:
             continue  # of several that collect, one has no luck
-        text = sources.get(frame.file, "")
-        loop, outer = loop_at(text, frame.line), outermost_loop(text, frame.line)
-        if loop is None or outer is None:
-            continue
+        loops = loops_at(sources.get(frame.file, ""), frame.line)
         same = (t for look in process.looks for t in look.threads if (t.at, t.os_id) == (thread.at, thread.os_id))
         every = [f.locals for t in same for f in t.frames if f.function == frame.function]
-        tested = ast.unparse(loop.test) if isinstance(loop, ast.While) else ""
-        goals = _collected(loop)  # if one of them grows, the loop may end
-        still = sorted(name for name in {*goals, *frame.locals} if {each.get(name) for each in every} == {"0"})
-        kept = next((name for name in still if KEPT.search(name) and name in tested), "")
-        kept = kept or (min(goals) if goals and goals <= {*still} else "")
-        for name in _rounds(loop, outer) if kept else ():
-            values = [int(each[name]) for each in every if each.get(name, "").isdigit()]
-            if values and values[0] < values[-1] >= BARREN:
+        for loop in reversed(loops):
+            tested = ast.unparse(loop.test) if isinstance(loop, ast.While) else ""
+            goals = _collected(loop)  # if one of them grows, the loop may end
+            still = sorted(name for name in {*goals, *frame.locals} if {each.get(name) for each in every} == {"0"})
+            kept = next((name for name in still if KEPT.search(name) and name in tested), "")
+            kept = kept or (min(goals) if goals and goals <= {*still} else "")
+            if kept and (name := _many_rounds(loop, loops[0], every, process, sources)):
                 return f"{frame.name}.{name} (beside {kept})"
     return ""
+
+
+def _many_rounds(
+    loop: Loop, outer: Loop, every: Sequence[Mapping[str, str]], process: Process, sources: Mapping[str, str]
+) -> str:
+    """Return what counts the rounds of a loop, if it went round `BARREN` times since it was entered; else "".
+
+    Args:
+        every: Local variables of the loop's function in each look.
+    """
+    values = {n: [int(each[n]) for each in every if each.get(n, "").isdigit()] for n in {n for e in every for n in e}}
+    grown = {name: each for name, each in values.items() if each and each[0] < each[-1]}
+    if of_loop := next((name for name in _rounds(loop, outer) if grown.get(name, [0])[-1] >= BARREN), ""):
+        return of_loop
+    # An attribute goes on where the last call of the function ended. So it must grow enough while nothing else does.
+    counts, moved = counted(loop), moved_counters(process, sources)
+    alone = {_short(name).rpartition(".")[2] for name in moved} <= counts
+    own = (name for name, each in grown.items() if name.startswith("self.") and name[5:] in counts)
+    return next((name for name in own if alone and grown[name][-1] - grown[name][0] >= BARREN), "")
 
 
 def _stays_empty(process: Process, refused: str, sources: Mapping[str, str]) -> bool:

@@ -124,7 +124,10 @@ def _could_end(actor: Actor, job: Sequence[Actor], listening: Mapping[tuple[str,
         case "store" if actor.rank is None:  # those that still start may set the key that it waits for
             pids = _children(actor, job) & {a.pid for a in job if a.moving}
         case "condition" | "sleep":
-            pids = _children(actor, job) - _asking(actor, job)
+            # A task gets a semaphore of asyncio from another task, which may wait for a child.
+            own = actor.activity.task and actor.activity.op == "acquire"
+            beside = any(each.kind in ("http", "network", "pipe", "process") for each in actor.threads)
+            pids = _children(actor, job) - _asking(actor, job) if beside or not own else set()
     reported = {PROCESSES.get(wait["unblocks"], wait["unblocks"].partition(" ")[0]) for wait in process.waits}
     roles = {a.pid: a.process.name.partition("-")[0] for a in job}
     # A server reports waits for its own engine. Other processes wait for the server that they are connected to.
