@@ -112,7 +112,7 @@ class RecordedModel(EpisodeEngine):
             output_ids=[],
             logprobs=[],
             versions=[],
-            finish_reason="",
+            finish_reason="abort",
             text="",
             params=self._params(sampling, derive_seed(self.resources.seed, id)),
             images=tuple(media_name(image) for image in images),

@@ -161,8 +161,8 @@ class EpisodeEngine:
         names = tuple((media_name if media is None else media.put)(image) for image in images)
         request = GenerateRequest(list(input_ids), params, tuple(images), request_id, on_token, sampling_mask=True)
         completion = await generate_through_aborts(self.resources.engine, request, restart=self.resources.restart)
-        interaction = Interaction.of(
-            completion,
+        interaction = Interaction(
+            **vars(completion),
             id=request_id,
             index=index,
             input_ids=list(input_ids),

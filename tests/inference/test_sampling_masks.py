@@ -41,7 +41,7 @@ def test_by_hand() -> None:
 
 def sequence_of(completion: Completion, params: SamplingParams) -> Sequence:
     known = {"index": 0, "input_ids": PROMPT, "text": "", "params": params, "prompt": "", "started_at": 0.0}
-    interaction = Interaction.of(completion, id="g000000.e0.i0", finished_at=0.0, **known)
+    interaction = Interaction(**vars(completion), id="g000000.e0.i0", finished_at=0.0, **known)
     names = {"id": "g000000.e0.s0", "group_id": "g000000", "episode_id": "g000000.e0", "reward": 1.0}
     return Sequence(**names, **aligned([interaction]), **reported([interaction]))
 
