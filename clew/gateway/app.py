@@ -201,7 +201,11 @@ async def _complete(sessions: Sessions, dialect: Dialect, http: HTTPRequest) -> 
     session, request, raw = await _receive(sessions, http, dialect.parse)
     fingerprint = hashlib.sha256(http.url.path.encode() + b"\n" + raw).digest()
     submission = await session.submit(request, fingerprint, retry=_is_retry(http), size=len(raw))
-    if not await _has_begun(submission, http, request.stream):
+    if request.stream:  # wait only for its first words
+        stayed = await stays(http, submission.speech.begun(), limit_s=KEEP_ALIVE_S)
+    else:
+        stayed = await stays(http, asyncio.wait({submission.replies}))
+    if not stayed:
         submission.left = True
         return GONE
     if submission.replies.done():
@@ -226,25 +230,6 @@ async def _receive(
     request = parse(body) if len(raw) < LARGE_BODY else await asyncio.to_thread(parse, body)
     _refuse_unless_served(sessions, request.model)
     return session, _with_earlier(session, request), raw
-
-
-async def _has_begun(submission: Submission, http: HTTPRequest, stream: bool) -> bool:
-    """Wait for the answer. For a stream, wait only for its first words, and at most KEEP_ALIVE_S.
-
-    Returns:
-        False if the client disconnected first.
-    """
-    gone = asyncio.ensure_future(disconnected(http))
-    watched: set[asyncio.Future[Any]] = {gone}
-    if stream:
-        watched.add(asyncio.ensure_future(submission.speech.begun()))
-    try:
-        limit = KEEP_ALIVE_S if stream else None
-        await asyncio.wait({submission.replies, *watched}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for each in watched:
-            each.cancel()
-    return submission.replies.done() or not gone.done() or gone.cancelled()
 
 
 def _refuse_unless_served(sessions: Sessions, model: str) -> None:
@@ -389,6 +374,24 @@ async def disconnected(http: HTTPRequest) -> None:
     """Wait until the client has closed the connection. Call it only after the body has been read."""
     while (await http.receive())["type"] != "http.disconnect":
         pass
+
+
+async def stays(http: HTTPRequest, work: Awaitable[Any], limit_s: float | None = None) -> bool:
+    """Wait for `work`, then cancel what is left of it: after `limit_s` seconds, or when the client disconnects first.
+
+    Call it only after the body has been read.
+
+    Returns:
+        False if the client disconnected first.
+    """
+    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(disconnected(http))
+    try:
+        await asyncio.wait({working, gone}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        return working.done() or not gone.done()
+    finally:
+        for each in (working, gone):
+            each.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
 
 
 def json_response(content: Any, status: int = 200) -> Response:

@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from clew.config import TOKEN_VARIABLE, Config, provider, server_token
 from clew.errors import EngineError
-from clew.gateway.app import disconnected
+from clew.gateway.app import stays
 from clew.gateway.episode_engine import sampling_params
 from clew.gateway.standalone import make_gateway
 from clew.http_server import Access, GuardedServer, bind, is_loopback, new_event_loop
@@ -65,13 +65,14 @@ class PassThrough:
             headers=headers,
             content=await came.body(),
         )
+        sending = asyncio.ensure_future(self._client.send(request, stream=True))
         try:
-            answer = await self._answer(request, came)
+            if not await stays(came, sending):
+                return
+            answer = sending.result()
         except httpx2.HTTPError as error:
             message = f"the provider at {self._url} does not answer: {str(error) or type(error).__name__}"
             await JSONResponse({"error": {"message": message, "type": "server_error"}}, 502)(scope, receive, send)
-            return
-        if answer is None:
             return
         try:
             back = {name: value for name, value in answer.headers.items() if name not in DROPPED}
@@ -87,18 +88,6 @@ class PassThrough:
             return self._url.removesuffix("/v1") + path
         # OpenAI's base URL ends in /v1, or in another path in its place, such as /v1beta/openai.
         return (self._url if urlsplit(self._url).path else self._url + "/v1") + path.removeprefix("/v1")
-
-    async def _answer(self, request: httpx2.Request, came: Request) -> httpx2.Response | None:
-        """Return the provider's answer once its headers arrive; cancel and return None if the client leaves first."""
-        answer = asyncio.ensure_future(self._client.send(request, stream=True))
-        gone = asyncio.ensure_future(disconnected(came))
-        try:
-            await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
-            return answer.result() if answer.done() else None
-        finally:
-            for task in (answer, gone):
-                task.cancel()
-            await asyncio.gather(answer, gone, return_exceptions=True)
 
     async def close(self) -> None:
         await self._client.aclose()
