@@ -7,6 +7,7 @@ one after the other, on the same mini-batches and micro-batches.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -63,7 +64,7 @@ class Critic:
             return found_S
         # A forward pass of its own: if `values` computed these states too, its shapes would differ from those of older
         # runs, which would then no longer replay bit for bit.
-        after_S = self._policy.compute_all(tokens, plan, self._values_after)
+        after_S = self._policy.compute_all(tokens, plan, partial(self._values, before=0))
         trained = np.flatnonzero(tokens.loss_mask_S)
         rows = tokens.row_of_S[trained]
         last = trained[np.append(rows[1:] != rows[:-1], True)[: len(rows)]]
@@ -138,11 +139,9 @@ class Critic:
         self.optimizer.gather()
         return loss_N.detach()
 
-    def _values(self, micro: MicroBatch) -> Tensor:
-        return self.model(micro.input_ids_BT, micro.rows_N, micro.columns_N - 1, micro.packed)
-
-    def _values_after(self, micro: MicroBatch) -> Tensor:
-        return self.model(micro.input_ids_BT, micro.rows_N, micro.columns_N, micro.packed)
+    def _values(self, micro: MicroBatch, before: int = 1) -> Tensor:
+        """Return the value of the state that ends `before` tokens before each trained token."""
+        return self.model(micro.input_ids_BT, micro.rows_N, micro.columns_N - before, micro.packed)
 
     def _own(self, training: Training) -> Training:
         """Return the training section with the critic's learning rate."""
