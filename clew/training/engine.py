@@ -61,39 +61,37 @@ log = logging.getLogger("clew.training")
 
 @dataclass(kw_only=True)
 class _PolicyUpdates(Updates):
-    """Results of the updates of the policy in one step: arrays of this rank's rows, 0 elsewhere, until `add_up`."""
+    """Results of the updates of the policy in one step."""
 
-    logprobs_S: np.ndarray
-    entropies_S: np.ndarray
-    loss_S: np.ndarray
-    rejected_S: np.ndarray
+    computed: dict[str, np.ndarray]
+    """The stages logprobs, entropies, loss and rejected, [S]: of this rank's rows, and 0 elsewhere, until `add_up`."""
     lr: float = 0.0
 
     def add(self, micro: MicroBatch, scores: Scores, loss: PolicyLoss) -> None:
-        self.logprobs_S[micro.where_N] = scores.logprobs_N.detach().cpu().numpy()
-        self.entropies_S[micro.where_N] = scores.entropies_N.detach().cpu().numpy()
-        self.loss_S[micro.where_N] = loss.per_token_N.detach().cpu().numpy()
+        values = {"logprobs": scores.logprobs_N, "entropies": scores.entropies_N, "loss": loss.per_token_N}
         if loss.rejected_N is not None:
-            self.rejected_S[micro.where_N] = loss.rejected_N.cpu().numpy()
+            values["rejected"] = loss.rejected_N
+        for name, values_N in values.items():
+            self.computed[name][micro.where_N] = values_N.detach().cpu().numpy()
         for name, value in {"entropy": scores.entropies_N.detach().sum(), **loss.sums}.items():
             self.sums[name] += float(value)
 
     def add_up(self, ranks: Ranks) -> None:
         """Add the results of the other ranks' rows. Every rank calls this at once."""
-        for name in ("logprobs_S", "entropies_S", "loss_S", "rejected_S"):
-            setattr(self, name, ranks.add_up_shares(getattr(self, name)))
+        self.computed = {name: ranks.add_up_shares(values_S) for name, values_S in self.computed.items()}
         self.sums.update(ranks.add_up_named(self.sums))
 
     def stages(self, step: Prepared, algorithm: Algorithm) -> dict[str, np.ndarray]:
         """Return what the record keeps of the step's tokens, by the names in `StepResult.stages`."""
+        computed = self.computed
         stages = {
             "advantages": step.advantages_S,
-            "proximal_logprobs": self.logprobs_S if step.proximal_S is None else step.proximal_S,
-            "logprobs": self.logprobs_S,
-            "loss": self.loss_S,
+            "proximal_logprobs": computed["logprobs"] if step.proximal_S is None else step.proximal_S,
+            "logprobs": computed["logprobs"],
+            "loss": computed["loss"],
             "reference_logprobs": step.reference_S,
-            "entropies": self.entropies_S if algorithm.entropy_coef else None,
-            "rejected": self.rejected_S if rejects(algorithm) else None,
+            "entropies": computed["entropies"] if algorithm.entropy_coef else None,
+            "rejected": computed["rejected"] if rejects(algorithm) else None,
             "values": step.values_S,
             "returns": step.returns_S,
             "bootstrap_values": step.bootstrap_S,
@@ -258,7 +256,7 @@ class TrainEngine:
             **gap_metrics(step.behaviour_S[mask_S], stages["proximal_logprobs"][mask_S], lag_N),
         }
         if rejects(algorithm):
-            metrics |= rejection_metrics(done.rejected_S[mask_S], tokens.row_of_S[mask_S])
+            metrics |= rejection_metrics(stages["rejected"][mask_S], tokens.row_of_S[mask_S])
         metrics |= self._fit_critic(step, done)
         result = self._finish(tokens, step.plan, done, stages)
         return replace(result, metrics=metrics | result.metrics)
@@ -350,7 +348,7 @@ class TrainEngine:
             beta = self.config.algorithm.kl_coef if objective == "dpo" else None
             loss_of = pair_losses(tokens, plan, beta=beta, reference_S=reference_S)
         done = self._updates(tokens, plan, loss_of)
-        return self._finish(tokens, plan, done, {"logprobs": done.logprobs_S, "loss": done.loss_S})
+        return self._finish(tokens, plan, done, {name: done.computed[name] for name in ("logprobs", "loss")})
 
     def held_out_loss(self, tokens: Tokens) -> float:
         """Return the mean cross-entropy of the tokens in the loss mask, in nats. Every rank calls this at once."""
@@ -361,10 +359,8 @@ class TrainEngine:
 
     def _updates(self, tokens: Tokens, plan: Plan, loss_of: TokenLoss) -> _PolicyUpdates:
         """Make one update per mini-batch, unless it is refused. Return the results of all ranks' rows."""
-        zeros = self.policy.zeros
-        done = _PolicyUpdates(
-            logprobs_S=zeros(tokens), entropies_S=zeros(tokens), loss_S=zeros(tokens), rejected_S=zeros(tokens)
-        )
+        names = ("logprobs", "entropies", "loss", "rejected")
+        done = _PolicyUpdates(computed={name: self.policy.zeros(tokens) for name in names})
         for minibatch in plan:
             problem: str | None = None
             with self._timed("forward_backward"):
@@ -373,8 +369,8 @@ class TrainEngine:
                     problem = problem or loss_problem(
                         tokens,
                         micro.where_N,
-                        loss_S=done.loss_S,
-                        logprobs_S=done.logprobs_S,
+                        loss_S=done.computed["loss"],
+                        logprobs_S=done.computed["logprobs"],
                         loss=self.config.algorithm.loss,
                         hint=hint_of(self.optimizer),
                     )
@@ -487,7 +483,7 @@ class TrainEngine:
         self.between_steps = True
         trained = int(tokens.loss_mask_S.sum())
         metrics = {
-            "loss": float(done.loss_S.sum(dtype=np.float64)) / max(1, trained),
+            "loss": float(stages["loss"].sum(dtype=np.float64)) / max(1, trained),
             **{name: value / max(1, trained) for name, value in done.sums.items()},
             "grad_norm": float(np.mean(done.norms)),
             "updates_skipped": float(done.skipped),
