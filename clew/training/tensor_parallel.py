@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
 
@@ -74,13 +74,18 @@ def split(
         ModelError: The model has no usable plan, or gives different results when it is split.
     """
     planned = check_plan(model, blocks, ranks.tp)
+    trained = any(parameter.requires_grad for parameter in model.parameters())
     with torch.no_grad():
-        _, whole_BTD = _try_out(model, blocks, root)
+        whole_BTD = _try_out(model, blocks, root)
     mesh = _mesh(device.type, ranks.dp_size, ranks.tp)
     for name, style in planned.items():
         parallelize_module(model.get_submodule(name).to(device), mesh["tp"], STYLES[style])
     yield mesh["fsdp"]
-    _check_split(model, blocks, root, mesh, ranks, whole_BTD)
+    with torch.set_grad_enabled(trained):
+        split_BTD = _try_out(model, blocks, root)
+    _check_outputs(model, whole_BTD, split_BTD)
+    if trained:
+        _check_gradients(model, mesh, ranks)
 
 
 @cache
@@ -143,50 +148,45 @@ def _numbers_of_heads(model: Any) -> list[tuple[str, int]]:
     return sorted((name, number) for name, number in numbers if isinstance(number, int))
 
 
-def _try_out(model: Any, blocks: list[nn.Module], root: nn.Module | None) -> tuple[Tensor, Tensor]:
-    """Run a model on a row of T tokens. Return its logprobs or values, [N], and its last block's output, [1, T, D]."""
+def _try_out(model: Any, blocks: list[nn.Module], root: nn.Module | None) -> Tensor:
+    """Run a model on a row of T tokens, and return the output of its last block, [1, T, D], on the CPU.
+
+    If gradients are enabled, each parameter gets its gradient of the mean square of this output.
+    """
     vocabulary = model.get_input_embeddings().weight.shape[0]
     length = min(TOKENS, context_in(model.config)[0] or TOKENS)
     ids_BT = 7919 * torch.arange(1, length + 1, device=model.device)[None] % vocabulary
     columns_N = torch.arange(1, length, device=model.device)
     rows_N = torch.zeros_like(columns_N)
     seen: list[Any] = []
-    hooks = [block.register_forward_hook(lambda _module, _inputs, output: seen.append(output)) for block in blocks]
-    try:
-        if root is not None:
-            numbers_N = root(ids_BT, rows_N, columns_N)
-        else:
-            numbers_N = score(model, ids_BT, rows_N, columns_N).logprobs_N
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return numbers_N, seen[-1] if isinstance(seen[-1], Tensor) else seen[-1][0]
-
-
-def _check_split(
-    model: Any, blocks: list[nn.Module], root: nn.Module | None, mesh: DeviceMesh, ranks: Ranks, whole_BTD: Tensor
-) -> None:
-    """Raise ModelError when the split model does not work.
-
-    The output of its last block must be that of the whole model (`whole_BTD`, from `_try_out`). If any parameter is
-    trained, the ranks of a group must get equal gradients for each parameter that is not split among them; otherwise
-    the plan is incomplete. Only a trial can tell, because this depends on all of an architecture's code.
-    """
-    trained = any(parameter.requires_grad for parameter in model.parameters())
-    with torch.set_grad_enabled(trained):
-        numbers_N, hidden_BTD = _try_out(model, blocks, root)
-    tolerance, kind = TOLERANCES[model.dtype], type(model).__name__
-    before_BTD, now_BTD = whole_BTD.cpu().double(), hidden_BTD.detach().cpu().double()
-    difference = float((now_BTD - before_BTD).norm() / before_BTD.norm())
-    if not difference <= tolerance:  # NaN too
-        raise ModelError(
-            f"training.tp: {kind}, split as transformers plans it (tp_plan), gives other results than the whole model: "
-            f"its last block's output differs by {difference:.1%}. Use training.tp=1."
+    with ExitStack() as hooks:
+        for block in blocks:
+            hooks.enter_context(block.register_forward_hook(lambda _module, _inputs, output: seen.append(output)))
+        numbers_N = (
+            score(model, ids_BT, rows_N, columns_N).logprobs_N if root is None else root(ids_BT, rows_N, columns_N)
         )
-    if not trained:
-        return
-    (hidden_BTD.square().mean() + 0 * numbers_N.sum()).backward()
-    differing: list[str] = []
+    output_BTD = seen[-1] if isinstance(seen[-1], Tensor) else seen[-1][0]
+    if torch.is_grad_enabled():
+        (output_BTD.square().mean() + 0 * numbers_N.sum()).backward()
+    return output_BTD.detach().cpu().double()
+
+
+def _check_outputs(model: Any, whole_BTD: Tensor, split_BTD: Tensor) -> None:
+    """Raise ModelError when a split model's output (from `_try_out`) is not that of the whole model."""
+    difference = float((split_BTD - whole_BTD).norm() / whole_BTD.norm())
+    if not difference <= TOLERANCES[model.dtype]:  # NaN too
+        raise ModelError(
+            f"training.tp: {type(model).__name__}, split as transformers plans it (tp_plan), gives other results than "
+            f"the whole model: its last block's output differs by {difference:.1%}. Use training.tp=1."
+        )
+
+
+def _check_gradients(model: Any, mesh: DeviceMesh, ranks: Ranks) -> None:
+    """Raise ModelError when the ranks of a group got different gradients for a parameter that is not split among them.
+
+    The plan is incomplete then. Only a trial can tell, because this depends on all of an architecture's code.
+    """
+    tolerance, differing = TOLERANCES[model.dtype], list[str]()
     for name, parameter in model.named_parameters():
         gradient, parameter.grad = parameter.grad, None
         if isinstance(gradient, DTensor) and gradient.device_mesh == mesh["fsdp"] and gradient.to_local().numel():
@@ -197,7 +197,7 @@ def _check_split(
                 differing.append(name)
     if names := next(filter(None, ranks.gather(differing)), None):
         raise ModelError(
-            f"training.tp: {kind}, split as transformers plans it (tp_plan), gets different gradients of {names[0]} "
-            f"on different ranks, although each rank holds the whole parameter: the plan is incomplete. Use "
-            f"training.tp=1."
+            f"training.tp: {type(model).__name__}, split as transformers plans it (tp_plan), gets different gradients "
+            f"of {names[0]} on different ranks, although each rank holds the whole parameter: the plan is incomplete. "
+            f"Use training.tp=1."
         )
