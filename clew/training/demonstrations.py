@@ -48,7 +48,7 @@ class Demonstrations:
         used = min(len(rows), config.training.steps * config.training.batch_size)
         in_use = sorted({data.order(len(rows), index, config.seed) for index in range(len(rows) if held_out else used)})
         self._rows = {row: rows[row] for row in in_use}
-        self._encoded = dict(zip(in_use, _encode(rows, in_use, completions, config, tokenizer), strict=True))
+        self._encoded = _encode(self._rows, completions, config, tokenizer)
         """Demonstrations of each row in use: one, or the chosen and the rejected of a pair."""
         for row, demonstration in ((row, each) for row, several in self._encoded.items() for each in several):
             if len(demonstration.input_ids) < 2:
@@ -119,20 +119,22 @@ def _last_token_alone(demonstration: Demonstration, padding: int) -> Demonstrati
     return replace(demonstration, loss_mask=np.arange(len(real_T)) == last)
 
 
-def _encode(
-    rows: list[dict], in_use: list[int], columns: list[str], config: Config, tokenizer: Any
-) -> list[list[Demonstration]]:
-    """Return the demonstrations of each row in use: its conversation, or its prompt with each of its completions."""
-    found: dict[int, list[Demonstration]] = {}
-    for row in in_use:
-        if (column := data.conversation_column(rows[row], config)) is not None:
-            found[row] = [_conversation(rows[row], column, f"{config.data.path}: row {row + 1}", config, tokenizer)]
-    prompted = [row for row in in_use if row not in found]
+Rows = dict[int, dict[str, Any]]
+"""Rows of the data by their number, from 0."""
+
+
+def _encode(rows: Rows, columns: list[str], config: Config, tokenizer: Any) -> dict[int, list[Demonstration]]:
+    """Return the demonstrations of each row: its conversation, or its prompt with each of its completions."""
+    encoded: dict[int, list[Demonstration]] = {}
+    for number, row in rows.items():
+        if (column := data.conversation_column(row, config)) is not None:
+            encoded[number] = [_conversation(row, column, f"{config.data.path}: row {number + 1}", config, tokenizer)]
+    prompted = {number: row for number, row in rows.items() if number not in encoded}
     if prompted:
-        prompts = _tokenize_prompts([rows[row][config.data.prompt] for row in prompted], prompted, config, tokenizer)
-        encoded = [_completions(rows, prompted, prompts, column, config, tokenizer) for column in columns]
-        found |= dict(zip(prompted, map(list, zip(*encoded, strict=True)), strict=True))
-    return [found[row] for row in in_use]
+        prompts = _tokenize_prompts(prompted, config, tokenizer)
+        by_column = [_completions(prompted, prompts, column, config, tokenizer) for column in columns]
+        encoded |= dict(zip(prompted, map(list, zip(*by_column, strict=True)), strict=True))
+    return {number: encoded[number] for number in rows}
 
 
 def _conversation(row: dict, column: str, where: str, config: Config, tokenizer: Any) -> Demonstration:
@@ -153,11 +155,11 @@ def _conversation(row: dict, column: str, where: str, config: Config, tokenizer:
 
 
 def _completions(
-    rows: list[dict], in_use: list[int], prompts: list[list[int]], column: str, config: Config, tokenizer: Any
+    rows: Rows, prompts: list[list[int]], column: str, config: Config, tokenizer: Any
 ) -> list[Demonstration]:
     """Return the prompts, each followed by its row's completion in this column and, if that lacks it, the end token."""
     end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.pad_token_id
-    completions = [_text(rows[row][column], f"{config.data.path}: row {row + 1}", column) for row in in_use]
+    completions = [_text(row[column], f"{config.data.path}: row {number + 1}", column) for number, row in rows.items()]
     answers = [
         answer if answer[-1:] == [end] else [*answer, end]
         for answer in tokenizer(completions, add_special_tokens=False)["input_ids"]
@@ -171,33 +173,28 @@ def _completions(
     ]
 
 
-def _tokenize_prompts(prompts: list[Any], rows: list[int], config: Config, tokenizer: Any) -> list[list[int]]:
-    """Return the tokens of each prompt: text as it is, chat messages by the tokenizer's template."""
-    column, where = config.data.prompt, config.data.path
+def _tokenize_prompts(rows: Rows, config: Config, tokenizer: Any) -> list[list[int]]:
+    """Return the tokens of each row's prompt: text as it is, chat messages by the tokenizer's template."""
+    column = config.data.prompt
+    prompts = [row[column] for row in rows.values()]
     if all(isinstance(prompt, str) for prompt in prompts):
         return tokenizer(prompts)["input_ids"]
     encoded = []
-    for row, prompt in zip(rows, prompts, strict=True):
+    for number, prompt in zip(rows, prompts, strict=True):
+        where = f"{config.data.path}: row {number + 1}: {column!r}"
         if isinstance(prompt, str):
             encoded.append(tokenizer(prompt)["input_ids"])
-        elif not isinstance(prompt, list):
-            raise DataError(
-                f"{where}: row {row + 1}: {column!r} is {type(prompt).__name__}; expected text or a list "
-                f"of chat messages."
-            )
-        elif tokenizer.chat_template is None:
-            raise DataError(_no_template(f"{where}: row {row + 1}: {column!r}", config))
-        else:
-            try:
-                encoded.append(
-                    tokenizer.apply_chat_template(
-                        data.without_nulls(prompt), add_generation_prompt=True, return_dict=False
-                    )
-                )
-            except REFUSES as error:
-                raise DataError(
-                    f"{where}: row {row + 1}: {column!r}: the chat template does not take these messages: {error}"
-                ) from None
+            continue
+        if not isinstance(prompt, list):
+            raise DataError(f"{where} is {type(prompt).__name__}; expected text or a list of chat messages.")
+        if tokenizer.chat_template is None:
+            raise DataError(_no_template(where, config))
+        messages = data.without_nulls(prompt)
+        try:
+            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        except REFUSES as error:
+            raise DataError(f"{where}: the chat template does not take these messages: {error}") from None
+        encoded.append(ids)
     return encoded
 
 
