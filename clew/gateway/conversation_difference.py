@@ -52,7 +52,8 @@ def first_difference(recorded: Sequence[Message], sent: Sequence[Message]) -> Di
         after = sent[index]
         field = _differing(_spoken(before, after) if index == last else before, after)
         if field is not None:
-            return _missing_or_new(recorded, sent, index) or _changed(before, after, index, field, reply=index == last)
+            kind, what = _missing_or_new(recorded, sent, index) or _changed(before, after, index, field, index == last)
+            return Difference(index=index, kind=kind, what=what)
     return None
 
 
@@ -84,8 +85,8 @@ def _differing(before: Message, after: Message) -> str | None:
     return "tool_calls" if _calls_of(before) != _calls_of(after) else None
 
 
-def _missing_or_new(recorded: Sequence[Message], sent: Sequence[Message], index: int) -> Difference | None:
-    """Return a difference if messages were removed or inserted before the next one that both share; else None."""
+def _missing_or_new(recorded: Sequence[Message], sent: Sequence[Message], index: int) -> tuple[str, str] | None:
+    """Return the kind and a clause if messages were removed or inserted before the next one that both share."""
     before, after = ([key_of(message) for message in messages[index:]] for messages in (recorded, sent))
     removed, inserted = after[0] in before, before[0] in after
     if removed == inserted:  # both True: the keys are equal, and only fields outside them differ
@@ -94,29 +95,28 @@ def _missing_or_new(recorded: Sequence[Message], sent: Sequence[Message], index:
     numbers = f"message {index + 1}" if count == 1 else f"messages {index + 1} to {index + count}"
     if removed:
         roles = ", ".join(str(message.get("role")) for message in recorded[index : index + count])
-        what = f"{numbers} ({_short(roles)}) of the recorded conversation {'is' if count == 1 else 'are'} left out"
-        return Difference(index=index, kind="messages left out", what=what)
+        clause = f"{numbers} ({_short(roles)}) of the recorded conversation {'is' if count == 1 else 'are'} left out"
+        return "messages left out", clause
     first = _short(_text(sent[index], "content"))
-    what = f"{numbers} ({sent[index].get('role')}) {'was' if count == 1 else 'were'} inserted: {first!r}"
-    return Difference(index=index, kind="messages put in", what=what)
+    clause = f"{numbers} ({sent[index].get('role')}) {'was' if count == 1 else 'were'} inserted: {first!r}"
+    return "messages put in", clause
 
 
-def _changed(before: Message, after: Message, index: int, field: str, *, reply: bool) -> Difference:
+def _changed(before: Message, after: Message, index: int, field: str, is_reply: bool) -> tuple[str, str]:
+    """Return the kind and a clause for a message of which this field differs."""
     role = str(after.get("role"))
     place = f"message {index + 1} ({role})"
+    if field == "role" and is_reply:
+        words = _short(_text(after, "content"))
+        return "a reply left out", f"the model's reply is left out, and {place} is in its place: {words!r}"
     if field == "role":
-        if reply:
-            what = f"the model's reply is left out, and {place} is in its place: {_short(_text(after, 'content'))!r}"
-            return Difference(index=index, kind="a reply left out", what=what)
-        what = f"{place} had the role {before.get('role')} before"
-        return Difference(index=index, kind="another role", what=what)
+        return "another role", f"{place} had the role {before.get('role')} before"
     if field == "reasoning_content" and not after.get(field):
-        what = f"the client sends no reasoning back in {place}"
-        return Difference(index=index, kind="no reasoning", what=what)
+        return "no reasoning", f"the client sends no reasoning back in {place}"
     named = "" if field == "content" else f" in {field}"
-    said = " is not what the model said: it" if reply else ""
-    what = f"{place}{said} differs{named} {excerpt(_text(before, field), _text(after, field))}"
-    return Difference(index=index, kind=f"{role} message", what=what)
+    said = " is not what the model said: it" if is_reply else ""
+    change = excerpt(_text(before, field), _text(after, field))
+    return f"{role} message", f"{place}{said} differs{named} {change}"
 
 
 def excerpt(before: str, after: str) -> str:
