@@ -19,19 +19,16 @@ from clew.record.rows import Sequence, by_episode
 def rollout_metrics(sequences: SequenceABC[Sequence]) -> dict[str, float]:
     """Return metrics of a batch: rewards of episodes, the share of groups in which all rewards are equal, lengths
     (trained tokens per episode) and the share of episodes that were cut off."""
-    episodes = {id: several[0] for id, several in by_episode(sequences).items()}
-    last = {sequence.episode_id: sequence for sequence in sequences}
-    lengths = dict.fromkeys(episodes, 0)
-    for sequence in sequences:
-        lengths[sequence.episode_id] += int(sequence.loss_mask.sum())
-    rewards = np.array([episode.reward for episode in episodes.values()])
+    episodes = list(by_episode(sequences).values())
+    firsts, lasts = [rows[0] for rows in episodes], [rows[-1] for rows in episodes]
+    lengths = [sum(int(row.loss_mask.sum()) for row in rows) for rows in episodes]
+    rewards = np.array([row.reward for row in firsts])
     by_group: dict[str, set[float]] = {}
     for sequence in sequences:
         by_group.setdefault(sequence.group_id, set()).add(sequence.reward)
-    names = sorted({name for episode in episodes.values() for name in episode.rewards})
+    names = sorted({name for row in firsts for name in row.rewards})
     by_name = {
-        f"reward/{name}": float(np.mean([e.rewards[name] for e in episodes.values() if name in e.rewards]))
-        for name in names
+        f"reward/{name}": float(np.mean([row.rewards[name] for row in firsts if name in row.rewards])) for name in names
     }
     return {
         "reward": float(rewards.mean()),
@@ -41,9 +38,9 @@ def rollout_metrics(sequences: SequenceABC[Sequence]) -> dict[str, float]:
         "equal_groups_share": float(np.mean([len(rewards) == 1 for rewards in by_group.values()])),
         "episodes": float(len(episodes)),
         "sequences": float(len(sequences)),
-        "response_length": float(np.mean(list(lengths.values()))),
-        "response_length_max": float(max(lengths.values())),
-        "truncated_share": float(np.mean([sequence.finish_reason == "length" for sequence in last.values()])),
+        "response_length": float(np.mean(lengths)),
+        "response_length_max": float(max(lengths)),
+        "truncated_share": float(np.mean([row.finish_reason == "length" for row in lasts])),
     }
 
 
