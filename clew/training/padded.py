@@ -34,6 +34,7 @@ JSON = {"rewards_by_name": "rewards", "data": "data", "interactions": "interacti
 """Fields that are lists of B JSON texts, and the record's column for each."""
 REPORTED = (*rows.MASKS, "sampled_by")
 """Fields that are lists of B JSON texts, named like the record's columns; a field is missing if no row has a value."""
+STAGE = "stages."
 ALWAYS_ELEMENTS = 2**24
 """Total number of elements that the tensors of any file may have. A file of more bytes may have one per byte."""
 
@@ -127,7 +128,8 @@ def load_padded(path: Path, *, group_size: int | None = None, first_group: int =
 def load_stages(path: Path) -> dict[str, list[np.ndarray]]:
     """Return the stages in a file of `save_padded`; AReaL's files have none. Raises as `load_padded` does."""
     content = _read(path)
-    return {name: _cut(values, content["attention_mask"]) for name, values in content.get("stages", {}).items()}
+    stages = {name.removeprefix(STAGE): values for name, values in content.items() if str(name).startswith(STAGE)}
+    return {name: _cut(values, content["attention_mask"]) for name, values in stages.items()}
 
 
 def _cut(values_BT: Tensor, attention_mask_BT: Tensor) -> list[np.ndarray]:
@@ -137,7 +139,10 @@ def _cut(values_BT: Tensor, attention_mask_BT: Tensor) -> list[np.ndarray]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the content of a .pt file, after checking that the tensors in `NEEDED` are there, and their shapes."""
+    """Return the content of a .pt file, after checking that the tensors in `NEEDED` are there, and their shapes.
+
+    Its stages are beside the other fields, with `STAGE` before their names.
+    """
     content = _load(path)
     if not isinstance(content, dict):
         raise RecordError(f"{path} holds a {type(content).__name__}; expected a dictionary of tensors by name.")
@@ -147,6 +152,10 @@ def _read(path: Path) -> dict[str, Any]:
             f"{path} has no {', '.join(missing)}; it holds {', '.join(map(str, content))}. Expected the padded batch "
             f"of docs/record.md: {', '.join(NEEDED)}."
         )
+    stages = content.pop("stages", {})
+    if not isinstance(stages, dict):
+        raise RecordError(f"{path}: stages is {_describe(stages)}; expected a dictionary of tensors.")
+    content |= {f"{STAGE}{name}": values for name, values in stages.items()}
     _check_size(path, content)
     _check_shapes(path, content)
     return content
@@ -199,7 +208,7 @@ def _check_packed(path: Path) -> None:
 def _check_size(path: Path, content: dict[str, Any]) -> None:
     """Raise RecordError for tensors that are much larger than the file, such as expanded views of a single number."""
     size, elements = path.stat().st_size, 0
-    for name, value in _flat(content).items():
+    for name, value in content.items():
         if isinstance(value, Tensor):
             if type(value) is not Tensor or value.layout != torch.strided or value.device.type != "cpu":
                 raise RecordError(f"Cannot read {path}: {name} is not a dense tensor of numbers. Save it as one.")
@@ -219,10 +228,8 @@ def _check_shapes(path: Path, content: dict[str, Any]) -> None:
     shape = list(content["attention_mask"].shape) if isinstance(content["attention_mask"], Tensor) else []
     if len(shape) != 2:
         raise RecordError(f"{path}: attention_mask is {_describe(content['attention_mask'])}; expected [B, T].")
-    if not isinstance(content.get("stages", {}), dict):
-        raise RecordError(f"{path}: stages is {_describe(content['stages'])}; expected a dictionary of tensors.")
-    for name, value in _flat(content).items():
-        if name in rows.ALIGNED or str(name).startswith("stages."):
+    for name, value in content.items():
+        if name in rows.ALIGNED or str(name).startswith(STAGE):
             expected = shape
         elif name == "rewards" or name in rows.TIMES:
             expected = shape[:1]
@@ -233,13 +240,6 @@ def _check_shapes(path: Path, content: dict[str, Any]) -> None:
     for name in (*TEXTS, *JSON, *REPORTED):
         if name in content and (not isinstance(content[name], list) or len(content[name]) != shape[0]):
             raise RecordError(f"{path}: {name} is {_describe(content[name])}; expected a list of {shape[0]} texts.")
-
-
-def _flat(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of a file, with its stages beside the other fields, as stages.NAME."""
-    stages = content.get("stages")
-    named = stages.items() if isinstance(stages, dict) else ()
-    return {**content, **{f"stages.{name}": each for name, each in named}}
 
 
 def _describe(value: Any) -> str:
