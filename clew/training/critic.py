@@ -21,7 +21,7 @@ from clew.models.loading import load_tokenizer, load_value_model
 from clew.training.batching import Plan
 from clew.training.optimizer import GradientError, Optimizer
 from clew.training.policy import Policy
-from clew.training.results import Updates
+from clew.training.results import Prepared, Updates
 from clew.training.scoring import ValueModel
 from clew.training.sharded_digest import digest_tensors
 from clew.training.sharding import prepare_for_training
@@ -72,35 +72,23 @@ class Critic:
         found_S[chosen] = after_S[chosen]
         return found_S
 
-    def fit(self, tokens: Tokens, plan: Plan, old_S: np.ndarray, returns_S: np.ndarray, *, step: int) -> Updates:
-        """Make one update per mini-batch on the mean value loss of its trained tokens.
-
-        Args:
-            old_S: Result of `values`.
+    def fit(self, step: Prepared, version: int) -> Updates:
+        """Make one update per mini-batch of the step at `version`, on the mean value loss of its trained tokens.
 
         Raises:
             GradientError: A gradient is not finite, and training.on_bad_gradient is "stop".
         """
         done = Updates()
-        for minibatch in plan:
-            self.update(tokens, minibatch, old_S, returns_S, done, step=step)
+        for minibatch in step.plan:
+            self.update(step, minibatch, done, version)
         done.sums.update(self._policy.ranks.add_up_named(done.sums))
         return done
 
-    def update(
-        self,
-        tokens: Tokens,
-        minibatch: list[list[int]],
-        old_S: np.ndarray,
-        returns_S: np.ndarray,
-        done: Updates,
-        *,
-        step: int,
-    ) -> None:
+    def update(self, step: Prepared, minibatch: list[list[int]], done: Updates, version: int) -> None:
         """Make one of the updates of `fit`, and add its results to `done`."""
-        trained = sum(tokens.trained_in(rows) for rows in minibatch)
-        for micro in self._policy.own_micro_batches(tokens, minibatch):
-            self.backward(micro, old_S, returns_S, trained, done)
+        trained = sum(step.tokens.trained_in(rows) for rows in minibatch)
+        for micro in self._policy.own_micro_batches(step.tokens, minibatch):
+            self.backward(step, micro, trained, done)
         done.gradients.append(digest_tensors(self.optimizer.gradients().items(), self._policy.ranks))
         done.norms.append(self.optimizer.clip())
         if math.isfinite(done.norms[-1]):
@@ -109,15 +97,13 @@ class Critic:
         self.optimizer.forget()
         if self._training.on_bad_gradient == "stop":
             raise GradientError(
-                f"step {step}: the norm of the critic's gradient is {done.norms[-1]}. This update was not made. "
+                f"step {version}: the norm of the critic's gradient is {done.norms[-1]}. This update was not made. "
                 f"Perhaps algorithm.critic_lr is too high; with training.on_bad_gradient=skip the run goes on "
                 f"without such updates."
             )
         done.skipped += 1
 
-    def backward(
-        self, micro: MicroBatch, old_S: np.ndarray, returns_S: np.ndarray, trained: int, done: Updates
-    ) -> Tensor:
+    def backward(self, step: Prepared, micro: MicroBatch, trained: int, done: Updates) -> Tensor:
         """Accumulate the gradient of a micro-batch, and add its sums to `done`. Return the loss of each token, [N].
 
         Args:
@@ -127,10 +113,10 @@ class Critic:
         if micro.idle:
             loss_N = values_N * 0
         else:
-            clip = self._algorithm.value_clip
-            old_N, returns_N = (
-                torch.from_numpy(all_S[micro.where_N]).to(self._policy.device) for all_S in (old_S, returns_S)
-            )
+            assert step.values_S is not None and step.returns_S is not None, "a critic computed them"
+            clip, device = self._algorithm.value_clip, self._policy.device
+            old_N = torch.from_numpy(step.values_S[micro.where_N]).to(device)
+            returns_N = torch.from_numpy(step.returns_S[micro.where_N]).to(device)
             loss_N = value_loss(values_N, old_N, returns_N, clip)
             clipped_N = (values_N - old_N).abs() > (clip or math.inf)
             for name, number in (("critic/loss", loss_N.sum()), ("critic/clip_share", clipped_N.sum())):

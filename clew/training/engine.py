@@ -447,7 +447,7 @@ class TrainEngine:
             return {}
         with self._timed("critic"):
             self.between_steps = False
-            fitted = self.critic.fit(step.tokens, step.plan, step.values_S, step.returns_S, step=self.version)
+            fitted = self.critic.fit(step, self.version)
         self._digests = None
         for gradients, critics in zip(done.gradients, fitted.gradients, strict=True):
             gradients |= {f"critic.{name}": digest for name, digest in critics.items()}

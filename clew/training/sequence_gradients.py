@@ -92,18 +92,18 @@ def critic_contributions(engine: TrainEngine, step: Prepared) -> Iterator[Critic
 
     Without a critic, nothing is yielded.
     """
-    if engine.critic is None or step.values_S is None or step.returns_S is None:
+    if engine.critic is None:
         return
-    critic, old_S, returns_S, done = engine.critic, step.values_S, step.returns_S, Updates()
+    critic, done = engine.critic, Updates()
     for minibatch in step.plan:
         trained = sum(step.tokens.trained_in(rows) for rows in minibatch)
         for row in sorted(row for rows in minibatch for row in rows if step.tokens.trained_in([row])):
-            loss_N = critic.backward(engine.policy.micro_batch(step.tokens, [row]), old_S, returns_S, trained, done)
+            loss_N = critic.backward(step, engine.policy.micro_batch(step.tokens, [row]), trained, done)
             norm = _norm(critic.optimizer.gradients().values())
             critic.optimizer.forget()
             yield CriticContribution(row=row, loss=float(loss_N.sum()) / trained, gradient_norm=norm)
         try:
-            critic.update(step.tokens, minibatch, old_S, returns_S, done, step=engine.version)
+            critic.update(step, minibatch, done, engine.version)
         except GradientError:  # the step ended here
             return
 

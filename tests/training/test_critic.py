@@ -197,12 +197,13 @@ def test_a_gradient_that_is_not_finite_changes_no_critic(model: Path, scorer: Pa
     engine = engine_of(model, critic=str(scorer), training={"on_bad_gradient": what})
     assert engine.critic is not None
     before = engine.critic.inner.get_parameter("score.weight").clone()
-    tokens = engine.prepare(make_batch()).tokens
-    plan = [[list(range(len(tokens.ids)))]]
-    zeros_S = np.zeros(tokens.starts[-1], np.float32)
+    step = engine.prepare(make_batch())
+    zeros_S = np.zeros_like(step.advantages_S)
+    plan = [[list(range(len(step.tokens.ids)))]]
+    step = replace(step, plan=plan, values_S=zeros_S, returns_S=zeros_S + np.inf)
     if what == "stop":
         with pytest.raises(TrainingError, match=r"step 3: the norm of the critic's gradient is (nan|inf)"):
-            engine.critic.fit(tokens, plan, zeros_S, zeros_S + np.inf, step=3)
+            engine.critic.fit(step, 3)
     else:
-        assert engine.critic.fit(tokens, plan, zeros_S, zeros_S + np.inf, step=3).skipped == 1
+        assert engine.critic.fit(step, 3).skipped == 1
     assert torch.equal(engine.critic.inner.get_parameter("score.weight"), before)
