@@ -170,8 +170,7 @@ def judge_elsewhere(
         differences += repeat.differences(crowd.behaviour, repeat.behaviour_by_episode(episodes, requests))
     if not differences:
         return [], notes
-    only_counts = all(" requests, then " in what or " request, then " in what for _, what in differences)
-    used = sources.lines_with_sets() if not only_counts else []
+    used = sources.lines_with_sets() if any(each.of != "count" for each in differences) else []
     drawn = [place for place, _ in origins.drawn.most_common(1)]
     advice = ["look for the clock, for chance, for the environment and for what earlier episodes left behind"]
     if used:
@@ -180,9 +179,8 @@ def judge_elsewhere(
             "sort a set before its order matters; use hashlib instead of hash()",
         ]
     what = f"{len(differences)} of {count} episodes differ in another process, with another PYTHONHASHSEED"
-    where = next(iter(used + drawn), crowd.asked_at(differences[0][0]))
-    evidence = [f"{episode}: {difference}" for episode, difference in differences[:4]] + advice
-    return [Verdict(kind="differs", what=what, where=where, evidence=evidence)], notes
+    where = next(iter(used + drawn), crowd.asked_at(differences[0].episode))
+    return [repeat.judge_differences("differs", what, differences, where, advice)], notes
 
 
 def also_elsewhere(crossing: Crossing, crowd: Wave, elsewhere: Elsewhere) -> bool:

@@ -207,15 +207,13 @@ def _differing(warm: Wave, alone: Wave, crowd: Wave, again: Wave, origins: Origi
         if clocks:
             hint.append(f"a clock is read at {', '.join(clocks)}: keep its time out of what is sent and of the reward")
         what = f"{len(differ)} of {len(wave.episodes)} episodes differ when run again with the same seeds and answers"
-        where = next(iter(drawn + clocks), "") or crowd.asked_at(differ[0][0])
-        evidence = [f"{episode}: {difference}" for episode, difference in differ[:4]] + hint
-        return [Verdict(kind="differs", what=what, where=where, evidence=evidence)]
-    by_company = repeat.differences(alone.behaviour, crowd.behaviour)[:4]
+        where = next(iter(drawn + clocks), "") or crowd.asked_at(differ[0].episode)
+        return [repeat.judge_differences("differs", what, differ, where, advice=hint)]
+    by_company = repeat.differences(alone.behaviour, crowd.behaviour)
     if not by_company:
         return []
-    what = "an episode does something else when others run before or beside it"
-    evidence = [f"{episode}, alone and in a crowd: {difference}" for episode, difference in by_company]
-    return [Verdict(kind="shared", what=what, where=crowd.asked_at(by_company[0][0]), evidence=evidence)]
+    what = "an episode does something else when others run before or beside it; first alone, then in a crowd"
+    return [repeat.judge_differences("shared", what, by_company, crowd.asked_at(by_company[0].episode))]
 
 
 def judge_warnings(warned: Mapping[str, Mapping[str, str]], crowd: Wave, troubled: int) -> list[Verdict]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from clew.printing import common_length, counted
 from clew.stress.agent_steps import Episode
 from clew.stress.requests import Request
+from clew.stress.verdict import Kind, Verdict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,14 +42,39 @@ def behaviour_by_episode(episodes: Iterable[Episode], requests: Sequence[Request
     }
 
 
-def differences(first: Mapping[str, Behaviour], second: Mapping[str, Behaviour]) -> list[tuple[str, str]]:
-    """Return the ID of each episode that acted differently in the two runs, and what differs.
+@dataclass(frozen=True)
+class Difference:
+    """First difference between two runs of an episode."""
+
+    episode: str
+    of: Literal["reward", "count", "request"]
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.episode}: {self.what}"
+
+
+def differences(first: Mapping[str, Behaviour], second: Mapping[str, Behaviour]) -> list[Difference]:
+    """Return a difference for each episode that acted differently in the two runs.
 
     Requests that run side by side may come in any order. Once the model answered the same request differently, later
     differences are not the agent's doing.
     """
     both = sorted(first.keys() & second.keys())
-    return [(episode, what) for episode in both if (what := _difference(first[episode], second[episode]))]
+    return [found for episode in both if (found := _difference(episode, first[episode], second[episode])) is not None]
+
+
+def judge_differences(
+    kind: Kind, what: str, differences: Sequence[Difference], where: str, advice: Sequence[str] = ()
+) -> Verdict:
+    """Return a verdict with the first differences as its evidence."""
+    return Verdict(
+        kind=kind,
+        what=what,
+        where=where,
+        evidence=[*map(str, differences[:4]), *advice],
+        of_rewards=any(each.of == "reward" for each in differences),
+    )
 
 
 def by_chance(first: Mapping[str, Behaviour], second: Mapping[str, Behaviour]) -> list[str]:
@@ -59,19 +86,21 @@ def by_chance(first: Mapping[str, Behaviour], second: Mapping[str, Behaviour]) -
     ]
 
 
-def _difference(a: Behaviour, b: Behaviour) -> str:
+def _difference(episode: str, a: Behaviour, b: Behaviour) -> Difference | None:
     asked_a, asked_b = ([r.asked for r in side.requests] for side in (a, b))
     own_a, own_b = _first_of_its_own(asked_a, asked_b), _first_of_its_own(asked_b, asked_a)
     if _answers_differ(a, b, {*asked_a[:own_a], *asked_b[:own_b]}):
-        return ""
+        return None
     if own_a is None and own_b is None:
-        return "" if a.earned == b.earned else f"the reward is {a.reward!r}, then {b.reward!r}"
+        if a.earned == b.earned:
+            return None
+        return Difference(episode, "reward", f"the reward is {a.reward!r}, then {b.reward!r}")
     if own_a is None or own_b is None:
-        return f"{counted(len(asked_a), 'request')}, then {len(asked_b)}"
+        return Difference(episode, "count", f"{counted(len(asked_a), 'request')}, then {len(asked_b)}")
     one, other = asked_a[own_a], asked_b[own_b]
     start = max(0, common_length(one, other) - 20)
     shown = f"{one[start : start + 80]!r}, then {other[start : start + 80]!r}"
-    return f"request {min(own_a, own_b)} differs: {shown}"
+    return Difference(episode, "request", f"request {min(own_a, own_b)} differs: {shown}")
 
 
 def _first_of_its_own(these: Sequence[str], others: Sequence[str]) -> int | None:

@@ -274,9 +274,12 @@ class Stress:
             verdicts += differing if not crossings else []
         verdicts += judge_rows(crossings, crowd, state, certain=tested)
         matters = any(verdict.kind in ("shared", "differs") for verdict in verdicts)
-        rewards_differ = any(": the reward is" in line for each in verdicts for line in each.evidence)
         verdicts += shared.judge_changes(
-            changes, matters=matters, rewards_differ=rewards_differ, sources=state.sources, uses=uses
+            changes,
+            matters=matters,
+            rewards_differ=any(verdict.of_rewards for verdict in verdicts),
+            sources=state.sources,
+            uses=uses,
         )
         verdicts += judge_process(self._process.changes)  # a changed working directory explains files that are shared
         verdicts += judge_written(runner.origins.written, matters=matters)

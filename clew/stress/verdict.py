@@ -38,6 +38,8 @@ class Verdict:
     evidence: list[str] = field(default_factory=list)
     certain: bool = True
     """False for a suspicion, which may be intended (a cache, a counter) and does not make an agent unfit."""
+    of_rewards: bool = False
+    """True if rewards of the same episodes differ."""
 
 
 def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:

@@ -638,7 +638,7 @@ def test_a_difference_is_the_agents_only_if_the_model_said_the_same() -> None:
     rewarded = Behaviour(requests=base.requests, reward=0.5)
 
     def differs(behaviour: Behaviour) -> list[str]:
-        return [what for _, what in repeat.differences({"a": base}, {"a": behaviour})]
+        return [each.what for each in repeat.differences({"a": base}, {"a": behaviour})]
 
     assert differs(base) == differs(swapped) == differs(model) == []
     assert differs(other) == ["request 1 differs: 'p x', then 'p z'"]
@@ -713,7 +713,7 @@ def test_a_model_that_answers_by_chance_is_no_difference_of_the_agents() -> None
             {"a": Behaviour(requests=[request("a", *each) for each in exchanges], reward=reward)}
             for exchanges, reward in zip((first, second), rewards or (0.0, 0.0), strict=True)
         ]
-        return [what for _, what in repeat.differences(*told)] or [f"chance {repeat.by_chance(*told)}"]
+        return [each.what for each in repeat.differences(*told)] or [f"chance {repeat.by_chance(*told)}"]
 
     chance = ["chance ['a']"]
     assert found([("p", "good")], [("p", "bad"), ("p", "good")]) == chance  # it asks until it likes the answer
@@ -731,8 +731,8 @@ def test_a_reward_may_be_named_by_an_id_that_was_drawn_by_chance() -> None:
         return {"a": Behaviour(requests=[asked], reward={id: reward})}
 
     assert repeat.differences(told("chatcmpl-1", 1.0), told("chatcmpl-2", 1.0)) == []
-    ((_, what),) = repeat.differences(told("chatcmpl-1", 1.0), told("chatcmpl-2", 0.5))
-    assert what == "the reward is {'chatcmpl-1': 1.0}, then {'chatcmpl-2': 0.5}"
+    (found,) = repeat.differences(told("chatcmpl-1", 1.0), told("chatcmpl-2", 0.5))
+    assert found.what == "the reward is {'chatcmpl-1': 1.0}, then {'chatcmpl-2': 0.5}"
 
 
 def test_a_loop_is_not_blamed_for_threads_that_have_the_interpreter() -> None:
