@@ -59,7 +59,14 @@ QUANTITIES = {
 is less certain.
 """
 
-COMES = {"tasks": "created at", "threads": "started at", "files": "opened at", "sockets": "connected at", "temp": "by"}
+COMES = {
+    "tasks": "created at",
+    "threads": "started at",
+    "processes": "started at",
+    "files": "opened at",
+    "sockets": "connected at",
+    "temp": "by",
+}
 """Word before the line that each thing comes from."""
 
 
@@ -88,57 +95,51 @@ def grows(samples: Sequence[Sample], quantity: str) -> float | None:
     at least half of the mean and the minimum of QUANTITIES, and if it does not shrink from wave to wave, which takes
     four waves to tell.
     """
-    return _slope([(s.episodes, s.counts[quantity]) for s in samples if quantity in s.counts], quantity)
+    counted = [sample for sample in samples if quantity in sample.counts]
+    return _slope([each.episodes for each in counted], [each.counts[quantity] for each in counted], quantity)
 
 
-def _slope(points: Sequence[tuple[int, float]], quantity: str) -> float | None:
+def _slope(episodes: Sequence[int], values: Sequence[float], quantity: str) -> float | None:
     least, least_in_all, _ = QUANTITIES[quantity]
-    if len(points) < 3:
+    if len(values) < 3:
         return None
-    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in itertools.pairwise(points)]
-    growth = points[-1][1] - points[0][1]
-    mean = growth / (points[-1][0] - points[0][0])
+    points = zip(episodes, values, strict=True)
+    slopes = [(after - before) / (end - start) for (start, before), (end, after) in itertools.pairwise(points)]
+    growth = values[-1] - values[0]
+    mean = growth / (episodes[-1] - episodes[0])
     steady = min(slopes) >= max(least, 0.5 * mean)
     shrinks = len(slopes) > 2 and all(b < SHRINKS * a for a, b in itertools.pairwise(slopes))
     return mean if steady and not shrinks and growth >= least_in_all else None
 
 
-def line_that_leaks(samples: Sequence[Sample], quantity: str) -> tuple[str, list[float]]:
-    """Return the line whose share of a quantity grows steadily, and its counts; empty if there is none."""
-    counted = [sample for sample in samples if quantity in sample.counts]
-    lines = {line for sample in counted for line in sample.by_line.get(quantity, ()) if line}
-    for line in sorted(lines):
-        values = [float(sample.by_line.get(quantity, {}).get(line, 0)) for sample in counted]
-        points = [(sample.episodes, value) for sample, value in zip(counted, values, strict=True)]
-        if _slope(points, quantity) is not None:
-            return line, values
-    return "", []
-
-
 def judge_growth(samples: Sequence[Sample]) -> list[Verdict]:
-    """Return a verdict for each quantity that grows, without `resident` if `memory` grows, which explains it."""
-    verdicts: list[Verdict] = []
+    """Return a verdict for each quantity that grows, without `resident` if `memory` grows, which explains it.
+
+    The share of a single line is judged before the whole quantity.
+    """
+    verdicts: dict[str, Verdict] = {}
     for quantity, (_, _, format) in QUANTITIES.items():
-        slope, where = grows(samples, quantity), samples[-1].examples.get(quantity, "")
-        values = [sample.counts[quantity] for sample in samples if quantity in sample.counts]
-        line, counts = line_that_leaks(samples, quantity)
-        if line:
-            slope = (counts[-1] - counts[0]) / (samples[-1].episodes - samples[0].episodes)
-            values = counts
+        counted = [sample for sample in samples if quantity in sample.counts]
+        lines = sorted({line for sample in counted for line in sample.by_line.get(quantity, ()) if line})
+        shares = {line: [sample.by_line[quantity].get(line, 0) for sample in counted] for line in lines}
+        for line, values in [*shares.items(), ("", [sample.counts[quantity] for sample in counted])]:
+            slope = _slope([sample.episodes for sample in counted], values, quantity)
+            if slope is None or (quantity == "resident" and "memory" in verdicts):
+                continue
             examples = (sample.examples.get(quantity, "") for sample in reversed(samples))
-            where = next((example for example in examples if line in example), f"{COMES[quantity]} {line}")
-        if slope is None or (quantity == "resident" and any(v.what.startswith("memory") for v in verdicts)):
-            continue
-        what = f"{quantity} left behind: +{format.format(slope)} with every episode"
-        evidence = ["after each wave of episodes: " + ", ".join(f"{value:,.0f}" for value in values)]
-        verdicts.append(Verdict(kind="growth", what=what, where=where, evidence=evidence))
-    return verdicts
+            unnamed = f"{COMES[quantity]} {line}" if line else ""
+            where = next((example for example in examples if line in example), unnamed)
+            what = f"{quantity} left behind: +{format.format(slope)} with every episode"
+            evidence = ["after each wave of episodes: " + ", ".join(f"{value:,.0f}" for value in values)]
+            verdicts[quantity] = Verdict(kind="growth", what=what, where=where, evidence=evidence)
+            break
+    return list(verdicts.values())
 
 
 class Sampler:
     """Takes samples in the event loop in which it was created. Anything that existed before is not counted."""
 
-    def __init__(self, code: Code, origins: Origins, sessions: Callable[[], int] | None = None) -> None:
+    def __init__(self, code: Code, origins: Origins, sessions: Callable[[], int]) -> None:
         """Remember what exists now, so that samples can leave it out. `sessions` counts the gateway's open sessions."""
         self._code = code
         self._origins = origins
@@ -159,39 +160,31 @@ class Sampler:
         gc.collect()  # once more, for what ended while it slept
         new = (thread for thread in threading.enumerate() if thread not in self._threads)
         threads = [thread for thread in new if not isinstance(thread, WatchThread)]
+        origins = self._origins
         left = {
-            "tasks": [(self._task(task), self._origins.tasks.get(task, "")) for task in self.left_tasks()],
-            "threads": [(self._thread(thread), self._origins.threads.get(thread, "")) for thread in threads],
-            "temp": [("", line) for path, line in list(self._origins.temporary.items()) if os.access(path, os.F_OK)],
+            "tasks": [(self._task(task), origins.tasks.get(task, "")) for task in self.left_tasks()],
+            "threads": [(self._thread(thread), origins.threads.get(thread, "")) for thread in threads],
+            "temp": [("", line) for path, line in list(origins.temporary.items()) if os.access(path, os.F_OK)],
         }
         """Each thing that is left, and the line that it comes from, by quantity."""
-        counts: dict[str, float] = {}
-        examples: dict[str, str] = {}
-        by_line: dict[str, dict[str, int]] = {}
         if sys.platform == "linux":
-            left["files"], left["sockets"] = [], []
-            for number, name in _open_files().items():
-                if self._files.get(number) == name:
-                    continue
+            left |= {"files": [], "sockets": []}
+            for number, name in _open_files().items() - self._files.items():
                 if name.startswith("socket:"):
-                    left["sockets"].append(("", self._origins.sockets.get(number, "")))
+                    left["sockets"].append(("", origins.sockets.get(number, "")))
                 else:
                     left["files"].append((re.sub(r"\d+", "#", name), self._opened_at(name)))
-            for quantity in ("files", "sockets"):
-                by_line[quantity] = dict(Counter(line for _, line in left[quantity]))
-            counts["processes"] = len(set(children()) - self._processes)
-            examples["processes"] = _with("", "started at", _largest(self._origins.processes))
-            counts["resident"] = _resident()
-        for quantity, things in left.items():
-            counts[quantity] = len(things)
-            shown = (_with(thing, COMES[quantity], line) for thing, line in things)
-            examples[quantity] = _largest(Counter(filter(None, shown)))
-        if self._sessions is not None:
-            counts["sessions"] = self._sessions()
+            started = len(set(children()) - self._processes)
+            left["processes"] = [("", _largest(origins.processes))] * started
+        counts: dict[str, float] = {quantity: len(things) for quantity, things in left.items()}
+        counts["sessions"] = self._sessions()
+        examples = {quantity: _most_common(quantity, things) for quantity, things in left.items()}
+        by_line = {each: dict(Counter(line for _, line in left.get(each, ()))) for each in ("files", "sockets")}
         if tracemalloc.is_tracing():
             held = self._held()
             counts["memory"], examples["memory"] = held.total(), _largest(held)
-            counts.pop("resident", None)  # tracing itself costs memory
+        elif sys.platform == "linux":  # tracing itself costs memory
+            counts["resident"] = _resident()
         return Sample(episodes=episodes, counts=counts, examples=examples, by_line=by_line)
 
     def _task(self, task: asyncio.Task) -> str:
@@ -252,7 +245,7 @@ class Complaints:
         verdicts: list[Verdict] = []
         if self._unclosed > SHARE * episodes:
             what = f"{self._unclosed} client sessions of aiohttp were left to the garbage collector"
-            where = _with("", "connected at", _largest(Counter(origins.sockets.values())))
+            where = _most_common("sockets", [("", line) for line in origins.sockets.values()])
             advice = "close each: async with aiohttp.ClientSession() as session"
             verdicts.append(Verdict(kind="growth", what=what, where=where, evidence=[advice]))
         if (unseen := self._errors.total()) > SHARE * episodes:
@@ -262,9 +255,10 @@ class Complaints:
         return verdicts
 
 
-def _with(what: str, how: str, place: str) -> str:
-    """Return what is left behind and where it comes from, as far as either is known."""
-    return ", ".join(filter(None, (what, f"{how} {place}" if place else "")))
+def _most_common(quantity: str, things: Sequence[tuple[str, str]]) -> str:
+    """Return the most common of the things that are left, and the line it comes from, as far as either is known."""
+    lines = ((thing, f"{COMES[quantity]} {line}" if line else "") for thing, line in things)
+    return _largest(Counter(", ".join(filter(None, each)) for each in lines if any(each)))
 
 
 def _resident() -> int:
