@@ -202,7 +202,7 @@ class State:
         if isinstance(value, dict) and len(value) > MANY:
             return None
         if depth == 0:
-            return {key: each for key, each in dict(value).items() if _is_data(key, each)}
+            return {key: _contents(each) for key, each in dict(value).items() if _is_data(key, each)}
         if isinstance(value, dict):
             return dict(value)
         return _attributes(value) if self._is_users_object(value) else None
@@ -249,24 +249,16 @@ def _kept(name: str, attributes: Mapping[str, Any], code: Code) -> Iterator[tupl
             if held := {key: value for key, value in defaults.items() if not isinstance(value, _PLAIN)}:
                 yield f"{title}'s default", held
             if function.__closure__ and code.is_user(function.__code__.co_filename):
-                yield f"{title}'s outer variable", _Cells(function)
+                yield (
+                    f"{title}'s outer variable",
+                    dict(zip(function.__code__.co_freevars, function.__closure__, strict=True)),
+                )
             function = vars(function).get("__wrapped__")
 
 
-class _Cells(Mapping[str, Any]):
-    """Variables of the functions around a function, as they are now: `nonlocal` binds them anew."""
-
-    def __init__(self, function: FunctionType) -> None:
-        self._cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-
-    def __getitem__(self, name: str) -> Any:
-        return self._cells[name].cell_contents
-
-    def __iter__(self) -> Iterator[str]:
-        return (name for name, cell in self._cells.items() if cell != CellType())
-
-    def __len__(self) -> int:
-        return len([*self])
+def _contents(value: Any) -> Any:
+    """Return the value of a variable. One that inner functions share with outer ones is in a cell, which stays."""
+    return value.cell_contents if isinstance(value, CellType) else value
 
 
 def _attributes(value: object) -> dict[str, Any]:
@@ -285,6 +277,8 @@ def _attributes(value: object) -> dict[str, Any]:
 
 
 def _is_data(key: Any, value: Any) -> bool:
+    if isinstance(value, CellType):
+        return value != CellType() and _is_data(key, value.cell_contents)  # an empty cell has no contents
     dunder = isinstance(key, str) and key.startswith("__")
     return not dunder and not isinstance(value, (type, ModuleType, FunctionType, property, classmethod, staticmethod))
 
