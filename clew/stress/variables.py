@@ -132,18 +132,16 @@ class Sources:
 
         Only the agent's classes are searched, and the functions that these classes call by name.
         """
-        statements = [(file, *each) for file in self.files for each in _statements(file)]
+        expressions = [(file, *each) for file in self.files for each in _expressions(file)]
         called = {
             node.func.id
-            for _, function, node in statements
+            for _, function, node in expressions
             if self._is_own(function) and isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
         }
         lines = [
             (file, node.lineno, function)
-            for file, function, node in statements
-            if (self._is_own(function) or function in called)
-            and isinstance(node, ast.expr)
-            and _is_unordered(node, file)
+            for file, function, node in expressions
+            if (self._is_own(function) or function in called) and _is_unordered(node, file)
         ]
         return self._shown(lines)
 
@@ -156,27 +154,22 @@ class Sources:
 
 
 def _changes(name: str, file: str) -> Iterator[tuple[int, str]]:
-    """Yield the line and the function of each statement that changes an object of this name."""
-    for function, node in _statements(file):
+    """Yield the line and the function of each expression that changes an object of this name."""
+    for function, node in _expressions(file):
         if isinstance(node, ast.Call):
             method = node.func
             changed = isinstance(method, ast.Attribute) and method.attr in CHANGES and _names(method.value, name)
+        elif isinstance(node, ast.Name):  # local, unless declared global
+            changed = _is_target(node) and node.id == name and name in _global_names(file)
         else:
-            changed = any(_assigns(target, name, file) for target in _targets(node))
+            changed = isinstance(node, (ast.Attribute, ast.Subscript)) and _is_target(node) and _names(node, name)
         if changed:
             yield node.lineno, function
 
 
-def _targets(node: ast.AST) -> Sequence[ast.expr]:
-    if isinstance(node, (ast.Assign, ast.Delete)):
-        return node.targets
-    return [node.target] if isinstance(node, (ast.AugAssign, ast.AnnAssign)) else []
-
-
-def _assigns(target: ast.expr, name: str, file: str) -> bool:
-    if isinstance(target, ast.Name):  # local, unless declared global
-        return target.id == name and name in _global_names(file)
-    return _names(target, name)
+def _is_target(node: ast.Name | ast.Attribute | ast.Subscript) -> bool:
+    """Return whether this expression is assigned to or deleted."""
+    return not isinstance(node.ctx, ast.Load)
 
 
 def _is_unordered(node: ast.expr, file: str) -> bool:
@@ -214,8 +207,8 @@ def _global_names(file: str) -> frozenset[str]:
 
 
 @cache
-def _statements(file: str) -> list[tuple[str, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Delete | ast.expr]]:
-    """Return the statements and expressions within functions, with the function's name, in order of their lines."""
+def _expressions(file: str) -> list[tuple[str, ast.expr]]:
+    """Return the expressions within functions, with the function's name, in order of their lines."""
     found = []
 
     def walk(node: ast.AST, path: tuple[str, ...], inside: bool) -> None:
@@ -225,7 +218,7 @@ def _statements(file: str) -> list[tuple[str, ast.Assign | ast.AugAssign | ast.A
             elif isinstance(child, ast.ClassDef):
                 walk(child, (*path, child.name), inside=False)
             else:
-                if inside and isinstance(child, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Delete, ast.expr)):
+                if inside and isinstance(child, ast.expr):
                     found.append((".".join(path), child))
                 walk(child, path, inside)
 
