@@ -6,6 +6,7 @@ import locale
 import os
 import signal
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -18,14 +19,21 @@ from clew.stress.frames import Code, lines_of, stack_of_coroutine, working_direc
 from clew.stress.origins import calls_noted
 from clew.stress.verdict import Verdict, grouped, listed
 
-CALLS: dict[str, tuple[ModuleType, tuple[str, ...]]] = {
-    "the working directory": (os, ("chdir", "fchdir")),
-    "the umask": (os, ("umask",)),
-    "the locale": (locale, ("setlocale",)),
-    "the handler of": (signal, ("signal",)),
-    "os.environ": (os, ("putenv", "unsetenv")),
-}
-"""Module and functions that change each kind of state. The key is the beginning of the state's name."""
+CALLS: list[tuple[ModuleType, str]] = [
+    *((os, name) for name in ("chdir", "fchdir", "umask", "putenv", "unsetenv")),
+    (locale, "setlocale"),
+    (signal, "signal"),
+]
+"""Functions that change the state of the process."""
+
+
+def _changed_by(function: str, argument: Any) -> str:
+    """Return the name of the state that a call changes, as in `_now`. `argument` is the first one of the call."""
+    if function in ("putenv", "unsetenv"):
+        return f"os.environ['{os.fsdecode(argument)}']"
+    if function == "signal":
+        return f"the handler of {signal.Signals(argument).name}"
+    return {"umask": "the umask", "setlocale": "the locale"}.get(function, "the working directory")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +59,7 @@ class ProcessState:
         self._first: dict[str, Any] = {}
         self._before: dict[str, Any] = {}
         self._called: dict[str, str] = {}
-        """Line that last changed each kind of state."""
+        """Line that last changed each piece of state, until its change is seen."""
         self._entered = ExitStack()
         self._left = False
         """True after the exit. Tasks that an episode left behind still run then, while other watches restore state."""
@@ -59,9 +67,7 @@ class ProcessState:
 
     async def __aenter__(self) -> ProcessState:
         self._first = self._before = _now()
-        for kind, (module, functions) in CALLS.items():
-            calls = [(module, function) for function in functions]
-            self._entered.enter_context(calls_noted(calls, partial(self._note, kind)))
+        self._entered.enter_context(calls_noted(CALLS, self._note))
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -73,12 +79,10 @@ class ProcessState:
             if now.get(name) != self._first.get(name):
                 _restore(name, self._first.get(name))
 
-    def _note(self, kind: str, caller: FrameType, function: str, /, *arguments: Any, **named: Any) -> None:
-        if kind == "os.environ":
-            kind = f"os.environ['{os.fsdecode(arguments[0])}']"
+    def _note(self, caller: FrameType, function: str, /, *arguments: Any, **named: Any) -> None:
         place = self._code.users_place(lines_of(caller))
         if place is not None:
-            self._called[kind] = str(place)
+            self._called[_changed_by(function, [*arguments, *named.values()][0])] = str(place)
 
     def look(self) -> None:
         """Take the present state as the baseline, so that earlier changes are attributed to no episode."""
@@ -89,17 +93,17 @@ class ProcessState:
         with self._lock:
             if self._left:
                 return
-            now, used = _now(), set[str]()
+            now = _now()
             for name in sorted(now.keys() | self._before.keys()):
-                if now.get(name) != self._before.get(name):
-                    kind = next((kind for kind in list(self._called) if name.startswith(kind)), "")
-                    used.add(kind)
-                    where = self._called.get(kind) or str(self._code.place(stack_of_coroutine(episode.coroutine)) or "")
-                    before, after = self._before.get(name), now.get(name)
-                    change = ProcessChange(name=name, before=before, now=after, where=where, episode=episode.id)
-                    self.changes.append(change)
-            for kind in used:
-                self._called.pop(kind, None)  # a later change may be that of a library's thread
+                before, after = self._before.get(name), now.get(name)
+                if before != after:
+                    # A line is named once: a later change may be that of a library's thread.
+                    where = self._called.pop(name, "") or str(
+                        self._code.place(stack_of_coroutine(episode.coroutine)) or ""
+                    )
+                    self.changes.append(
+                        ProcessChange(name=name, before=before, now=after, where=where, episode=episode.id)
+                    )
             self._before = now
 
 
@@ -115,6 +119,15 @@ def _now() -> dict[str, Any]:
     return state
 
 
+_SETTERS: dict[str, Callable[[Any], object]] = {
+    "the working directory": os.chdir,
+    "the umask": lambda mask: os.umask(int(mask, 8)),
+    "the locale": partial(locale.setlocale, locale.LC_ALL),
+    **{f"the handler of {each.name}": partial(signal.signal, each) for each in signal.Signals},
+}
+"""Functions that restore state, by its name in `_now`, without environment variables."""
+
+
 def _restore(name: str, value: Any) -> None:
     """Restore the state with this name in `_now`. None: remove a variable, but leave other state as it is."""
     if name.startswith("os.environ"):
@@ -122,16 +135,8 @@ def _restore(name: str, value: Any) -> None:
         os.environ.pop(variable, None)
         if value is not None:
             os.environ[variable] = value
-    elif value is None:
-        return
-    elif name.startswith("the handler of"):
-        signal.signal(signal.Signals[name.rpartition(" ")[2]], value)
-    elif name == "the working directory":
-        os.chdir(value)
-    elif name == "the umask":
-        os.umask(int(value, 8))
-    else:
-        locale.setlocale(locale.LC_ALL, value)
+    elif value is not None:
+        _SETTERS[name](value)
 
 
 def judge_process(changes: list[ProcessChange]) -> list[Verdict]:
