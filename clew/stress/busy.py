@@ -70,15 +70,10 @@ class BusyWatch(Watcher):
         super().__init__()
         self.busy_s = 0.0
         """Seconds since entry in which something ran or was ready to run."""
-        self._began = time.monotonic()
-
-    async def __aenter__(self) -> Self:
-        self._began = time.monotonic()
-        return await super().__aenter__()
 
     def idle_s(self) -> float:
-        """Return the seconds since entry in which nothing ran or was ready to run."""
-        return max(0.0, time.monotonic() - self._began - self.busy_s)
+        """Return the seconds up to now in which nothing ran or was ready to run. Only differences have a meaning."""
+        return time.monotonic() - self.busy_s
 
     def run(self) -> None:
         before = _wanted()
