@@ -13,7 +13,7 @@ from clew.stress.agent_steps import Episode
 from clew.stress.growth import Sample
 from clew.stress.requests import Request
 from clew.stress.serial import Interval, concurrency, union
-from clew.stress.verdict import Verdict
+from clew.stress.verdict import Verdict, grouped
 from clew.stress.waves import Wave
 
 Outcome = Literal["fit", "not fit", "not judged"]
@@ -172,14 +172,11 @@ def failures(episodes: Iterable[Episode]) -> list[Failure]:
 
     Errors of the same line of code have one cause if their messages' first lines differ only in words with digits.
     """
-    kinds: dict[tuple[str, str], list[Episode]] = {}
-    for episode in episodes:
-        if episode.error is not None:
-            kind = re.sub(r"[\w-]*\d[\w-]*", "#", episode.error.partition("\n")[0])
-            kinds.setdefault((kind, episode.at), []).append(episode)
+    failed = [(episode.error, episode) for episode in episodes if episode.error is not None]
+    causes = grouped(failed, lambda each: (re.sub(r"[\w-]*\d[\w-]*", "#", each[0].partition("\n")[0]), each[1].at))
     found = [
-        Failure(error=alike[0].error or "", count=len(alike), episodes=[each.id for each in alike[:8]], at=at)
-        for (_, at), alike in kinds.items()
+        Failure(error=alike[0][0], count=len(alike), episodes=[each.id for _, each in alike[:8]], at=at)
+        for (_, at), alike in causes.items()
     ]
     return sorted(found, key=lambda failure: -failure.count)
 
