@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -64,14 +64,6 @@ class Requests:
 
     def warn(self, episode: str, warning: str, kind: str) -> None:
         self.warned[kind].setdefault(episode, warning)
-
-    def forget_warnings(self, *, keep: Mapping[str, Collection[str]]) -> None:
-        """Forget all warnings but those of these kinds and episodes."""
-        for kind, warnings in list(self.warned.items()):
-            kept = {episode: text for episode, text in warnings.items() if episode in keep.get(kind, ())}
-            self.warned[kind] = kept
-            if not kept:
-                del self.warned[kind]
 
     @contextmanager
     def asking(self, episode: str) -> Iterator[None]:

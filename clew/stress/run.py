@@ -22,8 +22,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import random
 import tracemalloc
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -218,10 +220,12 @@ class Stress:
     async def _make_trouble(self) -> None:
         """Run the wave with trouble, in turns: the first answer is cut, or the second, third or first request fails."""
         requests, jobs = self._runner.requests, self._jobs[:WATCHED]
-        for number, (episode, _) in enumerate(jobs):
-            failing = range(number % 4 % 3, number % 4 % 3 + FAILS)
-            requests.troubles |= {(episode, each): "fault" for each in failing} if number % 4 else {(episode, 0): "cut"}
-        before = {kind: {*warnings} for kind, warnings in list(requests.warned.items())}
+        for (episode, _), first in zip(jobs, itertools.cycle((None, 1, 2, 0))):
+            if first is None:
+                requests.troubles[episode, 0] = "cut"
+            else:
+                requests.troubles |= {(episode, first + more): "fault" for more in range(FAILS)}
+        warned, requests.warned = requests.warned, defaultdict(dict)  # the trouble may be the reason of new warnings
         try:
             troubled = await self._runner.wave("troubled", jobs, WATCHED)
         except StoodStill:  # an agent may wait for ever after a failure; the loop may not
@@ -230,7 +234,7 @@ class Stress:
             troubled = None
         finally:
             requests.troubles.clear()
-            requests.forget_warnings(keep=before)  # the trouble may be the reason
+            requests.warned = warned
         if troubled is not None:
             add_warnings(troubled, self._waves[3], requests.warn)
 

@@ -466,16 +466,6 @@ def test_the_answers_of_another_trainers_record_may_be_texts(tmp_path: Path) -> 
     assert gateway._answers(tmp_path / "run") == ["hello", "bye"]
 
 
-def test_only_warnings_from_before_the_trouble_stay() -> None:
-    requests = Requests()
-    requests.warn("e1", "one", "a branch")
-    before = {kind: {*warnings} for kind, warnings in requests.warned.items()}
-    requests.warn("e2", "two", "a branch")
-    requests.warn("e2", "three", "N was cut")
-    requests.forget_warnings(keep=before)
-    assert requests.warned == {"a branch": {"e1": "one"}}
-
-
 def test_facts_and_suspicions_about_shared_state() -> None:
     first, second = episodes()
     agent = Holder()
