@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from clew.gateway.output_parser import THINK_CLOSES
 from clew.stress.agent_steps import Episode
 from clew.stress.provider import texts
 from clew.stress.requests import Request, plain
@@ -51,12 +50,12 @@ def crossed_answers(
     owners: dict[str, tuple[str, float] | None] = {}
     """Episode and time of each mark; None if the mark is not one episode's alone."""
     for request in requests:
-        answer = plain(request.answered.rpartition(THINK_CLOSES)[2])
-        size, asked = min(MARK, len(answer)), plain(request.asked)
+        answer, asked = request.said, plain(request.asked)
+        size = min(MARK, len(answer))
         for mark in {answer[i : i + size] for i in range(len(answer) - size + 1)} if size >= LEAST_OF_ANSWER else ():
-            other = owners.get(mark, (request.episode, 0.0))  # a mark that nobody had before is this episode's
-            common = other is None or other[0] != request.episode or mark in asked
-            owners[mark] = None if common else (request.episode, request.done)
+            owner = owners.get(mark, (request.episode, request.done))  # whoever has a mark first owns it
+            common = owner is None or owner[0] != request.episode or mark in asked
+            owners[mark] = None if common else owner
     marks = _by_start(((mark, owner) for mark, owner in owners.items() if owner), LEAST_OF_ANSWER)
     answered: dict[str, str] = defaultdict(str)
     for request in requests:
@@ -101,13 +100,6 @@ def crossed_rows(episodes: Sequence[Episode], requests: Sequence[Request]) -> li
     return list(crossings.values())
 
 
-def crossed_rows_in(*waves: Wave) -> list[Crossing]:
-    """Return one crossing for each pair of rows that cross in any of the waves, which have the same episodes."""
-    rows = {episode.id: row_of(episode.data) for wave in waves for episode in wave.episodes}
-    crossings = [crossing for wave in waves for crossing in crossed_rows(wave.episodes, wave.requests)]
-    return list({(rows[crossing.asker], rows[crossing.owner]): crossing for crossing in crossings}.values())
-
-
 def row_of(data: dict[str, Any]) -> str:
     """Return a text that is equal for equal rows."""
     return json.dumps(data, sort_keys=True, default=repr)
@@ -144,14 +136,13 @@ def judge_answers(waves: Sequence[Wave], state: State, *, repeats: bool) -> list
         repeats: True if the model repeats its answers, so that an answer can also be followed from wave to wave.
     """
     *_, crowd, again = waves
+    everything = [request for wave in waves for request in wave.requests]
+    apart = [(crowd.requests, again.requests), (again.requests, crowd.requests)]
     crossings = [
         crossing
-        for wave, other in ((crowd, again), (again, crowd))
-        for crossing in crossed_answers(wave.requests, _is_own(wave, other.requests))
+        for requests, others in ([(everything, everything)] if repeats else apart)
+        for crossing in crossed_answers(requests, _is_own(crowd, others))
     ]
-    if repeats and not crossings:
-        requests = [request for wave in waves for request in wave.requests]
-        crossings = crossed_answers(requests, _is_own(crowd, requests))
     what = f"answers cross over, between {len(crossings)} pairs of episodes"
     return _verdict(what, "{} asked with {!r}, which {} had been told", crossings, crowd, state, certain=True)
 

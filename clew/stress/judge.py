@@ -6,7 +6,6 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
-from clew.gateway.output_parser import THINK_CLOSES
 from clew.stress import repeat, serial
 from clew.stress.crossings import LEAST_OF_ANSWER, MARK, judge_answers
 from clew.stress.origins import Origins
@@ -177,7 +176,7 @@ def _failing(alone: Wave, crowd: Wave, again: Wave, state: State) -> list[Verdic
         kind = "shared"
         evidence.append("it is another's: make the client anew in each run, with the base_url and api_key of this run")
     if commonest.error == NO_REQUEST:
-        said = (plain(each.answered.rpartition(THINK_CLOSES)[2])[:MARK] for each in [*alone.requests, *crowd.requests])
+        said = (request.said[:MARK] for request in [*alone.requests, *crowd.requests])
         holder = next(filter(None, (state.place_of(text) for text in said if len(text) >= LEAST_OF_ANSWER)), "")
         if holder:
             where, kind = holder, "shared"
@@ -254,7 +253,7 @@ def add_warnings(troubled: Wave, crowd: Wave, warn: Callable[[str, str, str], No
     by_episode = grouped(crowd.requests, lambda request: request.episode)
     for id, requests in by_episode.items():
         for a, b in itertools.combinations(requests, 2):
-            said = plain(a.answered.rpartition(THINK_CLOSES)[2])[:MARK]
+            said = a.said[:MARK]
             if len(said) >= LEAST_OF_ANSWER and not b.asked.startswith(a.asked) and said in plain(b.asked):
                 warn(id, f"{b.id} has words of {a.id} in it, and does not continue it", "own words")
     for episode in troubled.episodes:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
+from clew.gateway.output_parser import THINK_CLOSES
 from clew.stress.serial import union
 from clew.stress.verdict import grouped
 
@@ -33,6 +34,11 @@ class Request:
     """Reason why there is no answer, in the provider's words; empty if there was no refusal."""
     cut: bool = False
     """True if the stress cut the answer short."""
+
+    @property
+    def said(self) -> str:
+        """Words of the answer, without its reasoning."""
+        return plain(self.answered.rpartition(THINK_CLOSES)[2])
 
 
 def plain(text: str) -> str:

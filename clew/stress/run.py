@@ -33,7 +33,7 @@ from typing import Any
 from clew.rollout.agents import SharedClient
 from clew.stress import growth, shared
 from clew.stress.agent_steps import Episode, Stepped
-from clew.stress.crossings import crossed_rows_in, judge_rows
+from clew.stress.crossings import crossed_rows, judge_rows
 from clew.stress.elsewhere import Source, also_elsewhere, judge_elsewhere, run_some_elsewhere
 from clew.stress.gateway import Gateway
 from clew.stress.judge import add_warnings, hanging, judge, judge_warnings, waits_for_one_another
@@ -264,7 +264,7 @@ class Stress:
         runner, crowd, again = self._runner, self._waves[3], self._waves[4]
         verdicts, notes = judge(self._waves[:5], self._confirming, runner.origins, state)
         verdicts += judge_warnings(runner.requests.warned, crowd, min(WATCHED, len(self._jobs)))
-        crossings = crossed_rows_in(crowd, again)
+        crossings = crossed_rows(crowd.episodes, [*crowd.requests, *again.requests])
         tested = False
         if self._source is not None and not any(v.kind in ("differs", "hangs", "fails") for v in verdicts):
             runner.say("elsewhere: a few episodes in two other processes")
