@@ -53,7 +53,7 @@ def judge(
         state: Names the object that holds crossed text.
     """
     warm, alone, _, crowd, again = waves
-    verdicts = judge_blocks(crowd.watched, again.watched)
+    verdicts = judge_blocks([*crowd.blocks, *again.blocks], crowd.seconds + again.seconds)
     waits, note = _waiting([*waves, *confirming], blocked=bool(verdicts))
     notes = [note] if note else []
     if not (verdicts or waits or notes):

@@ -72,14 +72,6 @@ class Block:
     """False if it waited in a blocking call."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Watched:
-    """Observations of a LoopWatch."""
-
-    blocks: list[Block]
-    seconds: float
-
-
 @dataclass
 class Hold:
     """Samples taken while one task held the loop; `block` judges them."""
@@ -121,14 +113,11 @@ class LoopWatch(Watcher):
         super().__init__()
         self._code = code
         self._blocks: list[Block] = []
-        self._since = time.monotonic()
 
-    def take(self) -> Watched:
-        """Return what was seen since the last call, and start anew."""
-        now = time.monotonic()
-        watched = Watched(blocks=self._blocks, seconds=now - self._since)
-        self._blocks, self._since = [], now
-        return watched
+    def take(self) -> list[Block]:
+        """Return the blocks since the last call, and start anew."""
+        blocks, self._blocks = self._blocks, []
+        return blocks
 
     def run(self) -> None:
         while not self.stop.is_set():
@@ -200,10 +189,9 @@ class LoopWatch(Watcher):
         return idle or any(line[0].co_filename.startswith(ASYNCIO) for line in called)
 
 
-def judge_blocks(*watched: Watched) -> list[Verdict]:
-    """Return a verdict for each line that took a notable share of the time, worst first."""
-    watched_s = sum(each.seconds for each in watched)
-    by_line = grouped(itertools.chain.from_iterable(each.blocks for each in watched), lambda block: block.place.where)
+def judge_blocks(blocks: Iterable[Block], watched_s: float) -> list[Verdict]:
+    """Return a verdict for each line that took a notable share of the time `watched_s`, worst first."""
+    by_line = grouped(blocks, lambda block: block.place.where)
     verdicts = []
     for blocks in sorted(by_line.values(), key=_total_s, reverse=True):
         total, longest = _total_s(blocks), max(blocks, key=lambda block: block.seconds)

@@ -21,7 +21,7 @@ from clew.stress.repeat import Behaviour, behaviour_by_episode
 from clew.stress.requests import Request, Requests
 from clew.stress.serial import Crowd, Waits
 from clew.stress.verdict import grouped
-from clew.stress.watch import MOVES, LoopWatch, StuckWatch, Watched
+from clew.stress.watch import MOVES, Block, LoopWatch, StuckWatch
 
 CANCEL_S = 10.0
 """Seconds that episodes may take to end when they are cancelled. After that, their code is not resumed any more."""
@@ -70,7 +70,7 @@ class Wave:
     busy_s: float
     """Seconds in which threads or child processes were computing or waiting for a processor."""
     waits: Waits
-    watched: Watched
+    blocks: list[Block]
 
     @property
     def ended(self) -> list[Episode]:
@@ -106,7 +106,7 @@ class Wave:
             busy_s=min(self.busy_s, seconds),
             at_model=self.waits.at_model,
             took={episode.id: episode.seconds for episode in ended},
-            blocked_s=sum(block.seconds for block in self.watched.blocks if not block.computing),
+            blocked_s=sum(block.seconds for block in self.blocks if not block.computing),
         )
 
     @property
@@ -210,7 +210,7 @@ class WaveRunner:
             cpu_s=cpu_s,
             busy_s=self.busy.busy_s - busy,
             waits=waits,
-            watched=self.loop_watch.take(),
+            blocks=self.loop_watch.take(),
         )
         if self.stuck.verdict is None and wave.ended:
             return wave

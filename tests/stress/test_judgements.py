@@ -646,7 +646,7 @@ def rewarded(**rewards: float) -> Wave:
         cpu_s=0.0,
         busy_s=0.0,
         waits=Waits(set(), Code(Holder()), set),
-        watched=watch.Watched(blocks=[], seconds=1.0),
+        blocks=[],
     )
 
 
@@ -732,7 +732,7 @@ def test_a_loop_is_not_blamed_for_threads_that_have_the_interpreter() -> None:
         while not end.is_set():
             sum(range(1000))
 
-    async def idle() -> watch.Watched:
+    async def idle() -> list[watch.Block]:
         async with watch.LoopWatch(Code(Holder())) as loop_watch:
             threads = [threading.Thread(target=burn) for _ in range(4)]
             for thread in threads:
@@ -744,7 +744,7 @@ def test_a_loop_is_not_blamed_for_threads_that_have_the_interpreter() -> None:
                 await asyncio.to_thread(thread.join)
             return loop_watch.take()
 
-    assert watch.judge_blocks(asyncio.run(idle())) == []
+    assert watch.judge_blocks(asyncio.run(idle()), 0.2) == []
 
 
 @pytest.mark.parametrize(("watched_s", "named"), [(1.0, False), (0.5, True)])
@@ -755,7 +755,7 @@ def test_a_line_that_a_library_serves_in_many_places_is_one(watched_s: float, na
         )
         for line in range(4)
     ]
-    verdicts = watch.judge_blocks(watch.Watched(blocks=blocks, seconds=watched_s))
+    verdicts = watch.judge_blocks(blocks, watched_s)
     assert [verdict.where for verdict in verdicts] == ["agent.py:7 run, in encoder.py:3 dumps"] * named
     assert [verdict.evidence[0][:39] for verdict in verdicts] == ["4 times, 0.09 s in all (17% of the time"] * named
 
@@ -764,7 +764,7 @@ def test_a_line_that_a_library_serves_in_many_places_is_one(watched_s: float, na
 def test_a_short_block_is_named_if_it_was_seen_twice(seconds: list[float], named: bool) -> None:
     place = Place("agent.py:7 run", "threading.py:327 wait")
     blocks = [watch.Block(place=place, seconds=each, computing=False) for each in seconds]
-    assert bool(watch.judge_blocks(watch.Watched(blocks=blocks, seconds=0.2))) == named
+    assert bool(watch.judge_blocks(blocks, 0.2)) == named
 
 
 def test_a_process_is_a_block_unless_it_is_started_the_asynchronous_way() -> None:
@@ -775,18 +775,18 @@ def test_a_process_is_a_block_unless_it_is_started_the_asynchronous_way() -> Non
         process = await asyncio.create_subprocess_exec("sleep", "0.3")
         await process.wait()
 
-    async def watched(call: Callable[[], Coroutine[Any, Any, None]]) -> watch.Watched:
+    async def watched(call: Callable[[], Coroutine[Any, Any, None]]) -> list[watch.Block]:
         async with watch.LoopWatch(Code(Holder())) as loop_watch:
             await asyncio.gather(*(call() for _ in range(3)))
         return loop_watch.take()
 
-    (verdict,) = watch.judge_blocks(asyncio.run(watched(run)))
+    (verdict,) = watch.judge_blocks(asyncio.run(watched(run)), 1.0)
     assert "test_judgements.py" in verdict.where and verdict.what == "blocks the event loop"
-    assert watch.judge_blocks(asyncio.run(watched(start))) == []
+    assert watch.judge_blocks(asyncio.run(watched(start)), 0.3) == []
 
 
 def test_a_block_is_timed_and_placed() -> None:
-    async def block() -> watch.Watched:
+    async def block() -> list[watch.Block]:
         async with watch.LoopWatch(Code(Holder())) as loop_watch:
             await asyncio.sleep(0.02)
             for _ in range(2):
@@ -794,11 +794,11 @@ def test_a_block_is_timed_and_placed() -> None:
                 await asyncio.sleep(0.02)
             return loop_watch.take()
 
-    watched = asyncio.run(block())
-    (verdict,) = watch.judge_blocks(watched)
+    blocks = asyncio.run(block())
+    (verdict,) = watch.judge_blocks(blocks, 0.3)
     assert "test_judgements.py" in verdict.where
     assert verdict.evidence[0].startswith("2 times")
-    assert sum(each.seconds for each in watched.blocks) == pytest.approx(0.2, abs=0.06)
+    assert sum(each.seconds for each in blocks) == pytest.approx(0.2, abs=0.06)
 
 
 def test_a_running_coroutine_is_not_asked_what_it_awaits() -> None:
@@ -936,14 +936,14 @@ def test_a_thread_that_sleeps_in_a_call_is_told_from_one_that_waits_for_a_lock()
 def test_a_loop_that_waits_for_a_worker_is_blocked() -> None:
     with ThreadPoolExecutor(1) as pool:
 
-        async def block() -> watch.Watched:
+        async def block() -> list[watch.Block]:
             async with watch.LoopWatch(Code(Holder())) as loop_watch:
                 await asyncio.sleep(0.02)
                 pool.submit(time.sleep, 0.3).result()
                 await asyncio.sleep(0.02)
                 return loop_watch.take()
 
-        (verdict,) = watch.judge_blocks(asyncio.run(block()))
+        (verdict,) = watch.judge_blocks(asyncio.run(block()), 0.4)
     assert "test_judgements.py" in verdict.where and verdict.what == "blocks the event loop"
 
 
@@ -968,7 +968,7 @@ def test_many_short_blocks_that_take_most_of_the_time_are_suspicious() -> None:
             cpu_s=0.0,
             busy_s=0.0,
             waits=Waits(set(), Code(Holder()), set),
-            watched=watch.Watched(blocks=[], seconds=1.0),
+            blocks=[],
         )
         return _held(wave, wave)
 
