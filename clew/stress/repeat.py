@@ -10,7 +10,7 @@ from typing import Literal
 from clew.printing import common_length, counted
 from clew.stress.agent_steps import Episode
 from clew.stress.requests import Request
-from clew.stress.verdict import Kind, Verdict
+from clew.stress.verdict import Kind, Verdict, grouped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +35,9 @@ class Behaviour:
 
 def behaviour_by_episode(episodes: Iterable[Episode], requests: Sequence[Request]) -> dict[str, Behaviour]:
     """Return the requests and rewards of the episodes that did not fail, by episode ID."""
+    by_episode = grouped(requests, lambda request: request.episode)
     return {
-        episode.id: Behaviour(requests=[each for each in requests if each.episode == episode.id], reward=episode.reward)
+        episode.id: Behaviour(requests=by_episode.get(episode.id, []), reward=episode.reward)
         for episode in episodes
         if episode.error is None
     }

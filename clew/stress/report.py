@@ -143,7 +143,7 @@ def wave_report(wave: Wave, alone_s: float | None) -> WaveReport:
     divided = [
         seconds_of_parts(
             episode,
-            [request for request in requests if request.episode == episode.id],
+            wave.requests_of(episode.id),
             [hold for other in episodes if other is not episode for hold in other.holds],
         )
         for episode in episodes

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from clew.errors import EpisodeError
@@ -94,8 +95,7 @@ class Wave:
         if self.stopped and ended:
             began = min(episode.started for episode in self.episodes)
             seconds = max(episode.finished for episode in ended) - began
-        by_episode = grouped(self.requests, lambda request: request.episode)
-        intervals = ([(each.came, each.done) for each in by_episode.get(episode.id, ())] for episode in ended)
+        intervals = ([(each.came, each.done) for each in self.requests_of(episode.id)] for episode in ended)
         return Crowd(
             width=self.width,
             seconds=max(seconds, 1e-6),
@@ -109,9 +109,17 @@ class Wave:
             blocked_s=sum(block.seconds for block in self.blocks if not block.computing),
         )
 
-    @property
+    @cached_property
     def behaviour(self) -> dict[str, Behaviour]:
         return behaviour_by_episode(self.episodes, self.requests)
+
+    @cached_property
+    def _by_episode(self) -> dict[str, list[Request]]:
+        return grouped(self.requests, lambda request: request.episode)
+
+    def requests_of(self, episode: str) -> Sequence[Request]:
+        """Return the requests of an episode, in order of arrival."""
+        return self._by_episode.get(episode, ())
 
     def asked_at(self, episode: str) -> str:
         """Return the user's line where an episode asks the model, as `asked at ...`; empty if it is unknown."""
@@ -179,28 +187,8 @@ class WaveRunner:
         seconds, cpu_s = time.monotonic() - began, time.process_time() - computed
         self.episodes += len(episodes)
         given_up, requests = self.requests.given_up(), self.requests.take()
-        asked = {request.episode for request in requests}
-        for episode in episodes:
-            if name in ("warm", "alone"):
-                self._longest_s = max(self._longest_s, episode.seconds)
-            if episode.error is None and episode.id not in asked:
-                waited_s = given_up.get(episode.id)
-                episode.at = self.code.defined_at
-                episode.error = (
-                    NO_REQUEST
-                    if waited_s is None
-                    else f"it ended without an answer from the model: it gave up its request after {waited_s:.1f} s"
-                )
-            elif episode.error is None:
-                ids = {each.id for each in requests if each.episode == episode.id and not each.refused}
-                unnamed = "" in ids  # a provider may leave out the ID
-                own = dict(self.requests.rewards.get(episode.id, {}))
-                try:
-                    if not (unnamed and isinstance(episode.reward, dict)):
-                        reward_of_agent(episode.reward, name_of(self._agent), ids=ids, own=own)
-                except EpisodeError as error:
-                    episode.error, episode.at = str(error), self.code.defined_at
-                episode.reward = own if episode.reward is None else episode.reward
+        if name in ("warm", "alone"):
+            self._longest_s = max(self._longest_s, *(episode.seconds for episode in episodes))
         wave = Wave(
             name=name,
             width=at_once,
@@ -212,10 +200,35 @@ class WaveRunner:
             waits=waits,
             blocks=self.loop_watch.take(),
         )
+        for episode in episodes:
+            if episode.error is None:
+                self._check(episode, wave.requests_of(episode.id), given_up.get(episode.id))
         if self.stuck.verdict is None and wave.ended:
             return wave
         wave.episodes = [episode for episode in episodes if episode.started]
         raise StoodStill(wave)
+
+    def _check(self, episode: Episode, requests: Sequence[Request], gave_up_s: float | None) -> None:
+        """Set the error of an episode that had no answer or names none in its reward, and rewards set by the gateway.
+
+        `gave_up_s` are the seconds after which it gave up a request; None if it gave up none.
+        """
+        if not requests:
+            episode.at = self.code.defined_at
+            episode.error = NO_REQUEST
+            if gave_up_s is not None:
+                episode.error = (
+                    f"it ended without an answer from the model: it gave up its request after {gave_up_s:.1f} s"
+                )
+            return
+        ids = {request.id for request in requests if not request.refused}
+        own = dict(self.requests.rewards.get(episode.id, {}))
+        try:
+            if not ("" in ids and isinstance(episode.reward, dict)):  # a provider may leave out the ID
+                reward_of_agent(episode.reward, name_of(self._agent), ids=ids, own=own)
+        except EpisodeError as error:
+            episode.error, episode.at = str(error), self.code.defined_at
+        episode.reward = own if episode.reward is None else episode.reward
 
     async def _until_ended(self, name: str, tasks: Mapping[asyncio.Task[None], Episode]) -> None:
         """Wait for all episodes, and stop those that do not end. If the event loop stood still, cancel all that run."""
