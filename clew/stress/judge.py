@@ -54,9 +54,9 @@ def judge(
     """
     warm, alone, _, crowd, again = waves
     verdicts = judge_blocks([*crowd.blocks, *again.blocks], crowd.seconds + again.seconds)
-    waits, note = _waiting([*waves, *confirming], blocked=bool(verdicts))
-    notes = [note] if note else []
-    if not (verdicts or waits or notes):
+    waits = _waiting([*waves, *confirming], blocked=bool(verdicts))
+    notes = [waits] if isinstance(waits, str) else []
+    if not verdicts and waits is None:
         verdicts += _held(crowd, again)
     differing = _differing(warm, alone, crowd, again, origins)
     by_chance = repeat.by_chance(crowd.behaviour, again.behaviour)
@@ -66,7 +66,8 @@ def judge(
             f"episodes were answered differently where they asked the same, so what differs may be the model's doing. "
             f"Run the stress without --base-url: the stand-in repeats its answers."
         )
-    verdicts += waits + judge_answers(waves, state, repeats=not by_chance)
+    verdicts += [waits] if isinstance(waits, Verdict) else []
+    verdicts += judge_answers(waves, state, repeats=not by_chance)
     return verdicts + differing + _failing(alone, crowd, again, state), notes
 
 
@@ -87,8 +88,8 @@ def _shows_throughput(wave: Wave) -> bool:
     return any(episode.error is None for episode in wave.ended)
 
 
-def _waiting(waves: Sequence[Wave], *, blocked: bool) -> tuple[list[Verdict], str]:
-    """Return a verdict if something runs one at a time, or a note if the waves cannot show it.
+def _waiting(waves: Sequence[Wave], *, blocked: bool) -> Verdict | str | None:
+    """Return a verdict if something runs one at a time, a note if the waves cannot show it, or else None.
 
     The waves are warm, alone and narrow, then all crowds. `blocked` is True if something blocks the event loop.
     """
@@ -96,36 +97,36 @@ def _waiting(waves: Sequence[Wave], *, blocked: bool) -> tuple[list[Verdict], st
     requests = [request for wave in waves for request in wave.requests]
     refused = [request.refused for request in requests if request.refused]
     if refused:
-        return [], (
+        return (
             f"latency, throughput and what runs one at a time: {len(refused)} of {len(requests)} requests were refused "
             f"({_refusals(refused)}), and waits before another try are in them. Ask for less at once: --batch, --group."
         )
     if not all(_shows_throughput(wave) for wave in waves):
-        return [], "what runs one at a time: too few episodes ended without an error. Repair that first."
+        return "what runs one at a time: too few episodes ended without an error. Repair that first."
     waits = waits_for_one_another(waves)
     if waits is not None:
-        return [waits], ""
+        return waits
     quicker = min((wave.crowd for wave in crowds), key=lambda crowd: crowd.idle_s)
     few, one = narrow.crowd, alone.crowd
     if quicker.width == few.width:
-        return [], "what runs one at a time: too few episodes run at once. Ask for more: --batch, --group."
+        return "what runs one at a time: too few episodes run at once. Ask for more: --batch, --group."
     saturated, place = serial.saturates(one, few, quicker), serial.waited_most(one, quicker)
     if saturated and serial.by_model(one, quicker):
-        return [], (
+        return (
             f"what runs one at a time: throughput did not grow with the width because the model answers more slowly: "
             f"it has an episode for {quicker.model_s:.2f} s at {quicker.width} at once, alone for {one.model_s:.2f} s. "
             f"Run the stress without --base-url: the stand-in answers as fast in a crowd."
         )
     suspected = place is not None and quicker.busy_share > serial.BUSY and serial.slows(few, quicker)
     if not blocked and (saturated or suspected):
-        return [], (
+        return (
             f"what runs one at a time: throughput did not grow with the width, and at {quicker.width} at once the "
             f"processor was wanted for {quicker.busy_share:.0%} of the time"
             + (f"; episodes waited most at {place}" if place is not None else "")
             + ". Ask again with a stand-in of longer latency (--latency), with fewer episodes at once (--batch), or "
             "when the machine is less busy."
         )
-    return [], ""
+    return None
 
 
 def _held(*crowds: Wave) -> list[Verdict]:
@@ -250,16 +251,15 @@ def judge_warnings(warned: Mapping[str, Mapping[str, str]], crowd: Wave, trouble
 
 def add_warnings(troubled: Wave, crowd: Wave, warn: Callable[[str, str, str], None]) -> None:
     """Warn of rewards for episodes whose requests failed, and of the model's words in another conversation."""
-    by_episode = grouped(crowd.requests, lambda request: request.episode)
-    for id, requests in by_episode.items():
-        for a, b in itertools.combinations(requests, 2):
+    for episode in crowd.episodes:
+        for a, b in itertools.combinations(crowd.requests_of(episode.id), 2):
             said = a.said[:MARK]
             if len(said) >= LEAST_OF_ANSWER and not b.asked.startswith(a.asked) and said in plain(b.asked):
-                warn(id, f"{b.id} has words of {a.id} in it, and does not continue it", "own words")
+                warn(episode.id, f"{b.id} has words of {a.id} in it, and does not continue it", "own words")
     for episode in troubled.episodes:
-        requests = [request for request in troubled.requests if request.episode == episode.id]
+        requests = troubled.requests_of(episode.id)
         answered = Counter(request.asked for request in requests if not request.refused)
-        usual = Counter(request.asked for request in by_episode.get(episode.id, ()))
+        usual = Counter(request.asked for request in crowd.requests_of(episode.id))
         for request in requests:
             if episode.error is None and request.refused and not answered[request.asked]:
                 what = f"{request.id} failed, and the reward is {episode.reward!r}"

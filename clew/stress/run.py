@@ -163,11 +163,10 @@ class Stress:
             return self._report(verdicts, notes, self._waves[1].mean_s)
         except StoodStill as end:
             self._waves.append(end.wave)
-            what = (
-                "of which no episode ended" if runner.stuck.verdict is None else "in which the event loop stood still"
-            )
-            verdicts = [runner.stuck.verdict] if runner.stuck.verdict is not None else []
-            return self._report(verdicts, [f"all after the wave {end.wave.name!r}, {what}. Repair that first."], None)
+            stuck = runner.stuck.verdict
+            what = "of which no episode ended" if stuck is None else "in which the event loop stood still"
+            note = f"all after the wave {end.wave.name!r}, {what}. Repair that first."
+            return self._report([stuck] if stuck is not None else [], [note], None)
         finally:
             tracemalloc.stop()
             loop.set_task_factory(factory)
