@@ -2,9 +2,9 @@
 
 Results differ there if they depend on the order of a set, on `hash()`, or on what earlier episodes left in the process.
 
-A child process (`python -m clew.stress.elsewhere`) reads its task as a line of JSON from standard input. It uses this
-process's gateway. When an episode ends, it writes the ID and waits for a line: the episode's session is then closed, as
-in training, and what the episode left running gets no more answers. Its last line has the results.
+A child process (`python -m clew.stress.elsewhere`) reads lines of JSON from standard input: first the agent, then one
+episode after another, and answers each episode with a line. It uses this process's gateway. It gets the next episode
+when the last one's session is closed, as in training, so what that one left running gets no more answers.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TextIO
 
 from clew.processes import PARENT_VARIABLE, die_with_parent
 from clew.stress import repeat
@@ -93,60 +92,47 @@ async def _run_child(
     Returns:
         The reason why the episodes could not be run; empty on success.
     """
-    async with AsyncExitStack() as stack:
-        jobs, sessions = [], {}
-        for episode in episodes:
-            sessions[episode.id] = session = await stack.enter_async_context(AsyncExitStack())
-            base_url, key, _ = await session.enter_async_context(open_episode(episode.id))
-            jobs.append({"id": episode.id, "data": episode.data, "base_url": base_url, "key": key})
-        task = {"path": source.path, "arguments": source.arguments, "jobs": jobs}
-        try:
-            task_json = json.dumps(task | {"timeout_s": timeout_s, "sys_path": sys.path})
-        except (TypeError, ValueError) as error:
-            return f"the rows are not JSON: {error}"
-        with tempfile.TemporaryFile() as errors:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "clew.stress.elsewhere",
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=errors,
-                start_new_session=True,  # so that what the agent starts there can be ended with it
-                limit=2**26,
-                env={**os.environ, "PYTHONHASHSEED": str(hash_seed), PARENT_VARIABLE: str(os.getpid())},
-            )
-            assert process.stdin is not None and process.stdout is not None
-            limit = START_S + timeout_s * len(jobs)
-            try:
-                process.stdin.write(f"{task_json}\n".encode())
-                answer = await asyncio.wait_for(_results(process.stdin, process.stdout, sessions), limit)
-            except TimeoutError:
-                return f"it did not end within {limit:g} s"
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                await process.wait()
-            errors.seek(0)
-            complaint = errors.read().decode(errors="replace").strip().splitlines()
+    agent = {"path": source.path, "arguments": source.arguments, "timeout_s": timeout_s, "sys_path": sys.path}
     try:
-        results = json.loads(answer)
-    except ValueError:
-        return (complaint or ["it printed nothing"])[-1]
-    for episode in episodes:
-        episode.reward, episode.error, episode.at = results[episode.id]
+        json.dumps([agent, *(episode.data for episode in episodes)])
+    except (TypeError, ValueError) as error:
+        return f"the rows are not JSON: {error}"
+    with tempfile.TemporaryFile() as errors:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "clew.stress.elsewhere",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=errors,
+            start_new_session=True,  # so that what the agent starts there can be ended with it
+            limit=2**26,
+            env={**os.environ, "PYTHONHASHSEED": str(hash_seed), PARENT_VARIABLE: str(os.getpid())},
+        )
+        assert process.stdin is not None and process.stdout is not None
+        limit = START_S + timeout_s * len(episodes)
+        try:
+            async with asyncio.timeout(limit):
+                process.stdin.write(f"{json.dumps(agent)}\n".encode())
+                for episode in episodes:
+                    async with open_episode(episode.id) as (base_url, key, _):
+                        job = {"id": episode.id, "data": episode.data, "base_url": base_url, "key": key}
+                        process.stdin.write(f"{json.dumps(job)}\n".encode())
+                        # Do not read to the end: processes that the agent started may keep the pipe open.
+                        answer = await process.stdout.readline()
+                    if not answer:
+                        await process.wait()
+                        errors.seek(0)
+                        complaint = errors.read().decode(errors="replace").strip().splitlines()
+                        return (complaint or ["it printed nothing"])[-1]
+                    episode.reward, episode.error, episode.at = json.loads(answer)
+        except TimeoutError:
+            return f"it did not end within {limit:g} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
     return ""
-
-
-async def _results(
-    to_child: asyncio.StreamWriter, from_child: asyncio.StreamReader, sessions: Mapping[str, AsyncExitStack]
-) -> bytes:
-    """Close the session of each episode that ends, and return the child's last line; empty if it has ended before."""
-    # Do not read to the end: processes that the agent started may keep the pipe open.
-    while (line := await from_child.readline()) and (ended := line.decode().strip()) in sessions:
-        await sessions[ended].aclose()
-        to_child.write(b"\n")
-    return line
 
 
 def judge_elsewhere(
@@ -199,25 +185,22 @@ def also_elsewhere(crossing: Crossing, crowd: Wave, elsewhere: Elsewhere) -> boo
     return True
 
 
-async def _work(task: dict[str, Any], say_ended: Callable[[str], None]) -> dict[str, tuple[Any, str | None, str]]:
+async def _work(orders: TextIO, answers: TextIO) -> None:
     from clew.rollout.agents import SharedClient, load_agent
 
-    agent = load_agent(task["path"], task["arguments"])
-    client, code, results = SharedClient(), Code(agent), {}
-    sessions = {job["id"]: (job["base_url"], job["key"], client) for job in task["jobs"]}
-
-    @contextlib.asynccontextmanager
-    async def open_episode(id: str) -> AsyncIterator[tuple[str, str, SharedClient]]:
-        try:
-            yield sessions[id]
-        finally:
-            say_ended(id)
-
-    for job in task["jobs"]:
+    asked = json.loads(orders.readline())
+    sys.path[:] = asked["sys_path"]
+    agent = load_agent(asked["path"], asked["arguments"])
+    client, code = SharedClient(), Code(agent)
+    for line in orders:  # it blocks the event loop, so that nothing is asked before the last session is closed
+        job = json.loads(line)
         episode = Episode(id=job["id"], data=job["data"])
-        await run_episode(agent, episode, open_episode, timeout_s=task["timeout_s"], stepped=None, code=code)
-        results[episode.id] = (episode.reward, episode.error, episode.at)
-    return results
+        session = contextlib.nullcontext((job["base_url"], job["key"], client))
+        await run_episode(
+            agent, episode, lambda _, session=session: session, timeout_s=asked["timeout_s"], stepped=None, code=code
+        )
+        answers.write(f"{json.dumps([episode.reward, episode.error, episode.at])}\n")
+        answers.flush()
 
 
 def main() -> None:
@@ -225,19 +208,7 @@ def main() -> None:
     orders, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what the agent prints is not the answer
-    task = json.loads(orders.readline())
-    sys.path[:] = task["sys_path"]
-
-    def say(line: str) -> None:
-        answers.write(f"{line}\n")
-        answers.flush()
-
-    def say_ended(id: str) -> None:
-        say(id)
-        orders.readline()  # it blocks the event loop, so that nothing is asked before the session is closed
-
-    say(json.dumps(asyncio.run(_work(task, say_ended))))
-    os._exit(0)  # ends whatever the agent left running
+    asyncio.run(_work(orders, answers))
 
 
 if __name__ == "__main__":
