@@ -151,19 +151,18 @@ class Stress:
         gc.collect()
         gc.freeze()  # a full collection of what was there before would hold up the loop
         try:
-            async with runner.stuck, self._process, runner.origins, runner.busy:
-                async with runner.loop_watch:
-                    loop.set_exception_handler(self._leftovers.hear)
-                    await self._run_crowds()
-                    state, changes, uses = await self._watch_state()
-                    if runner.requests.knows_tokens:
-                        await self._make_trouble()
+            async with runner.loop_watch, self._process, runner.origins, runner.busy:
+                loop.set_exception_handler(self._leftovers.hear)
+                await self._run_crowds()
+                state, changes, uses = await self._watch_state()
+                if runner.requests.knows_tokens:
+                    await self._make_trouble()
                 await self._trace_memory()
             verdicts, notes = await self._judge(state, changes, uses)
             return self._report(verdicts, notes, self._waves[1].mean_s)
         except StoodStill as end:
             self._waves.append(end.wave)
-            stuck = runner.stuck.verdict
+            stuck = runner.loop_watch.stuck
             what = "of which no episode ended" if stuck is None else "in which the event loop stood still"
             note = f"all after the wave {end.wave.name!r}, {what}. Repair that first."
             return self._report([stuck] if stuck is not None else [], [note], None)
@@ -228,7 +227,7 @@ class Stress:
         try:
             troubled = await self._runner.wave("troubled", jobs, WATCHED)
         except StoodStill:  # an agent may wait for ever after a failure; the loop may not
-            if self._runner.stuck.verdict is not None:
+            if self._runner.loop_watch.stuck is not None:
                 raise
             troubled = None
         finally:

@@ -53,7 +53,7 @@ STUCK_S = 30.0
 """Seconds after which a loop that stands still without computing counts as stuck for good."""
 
 INTERRUPT_S = 0.05
-"""Seconds after which each further stuck call is interrupted, once one has been seen; also the pause between checks."""
+"""Seconds after which each further stuck call is interrupted, once one has been seen."""
 
 MOVES = 0.1
 """Share of the time for which a thread computes or waits for a processor, above which it does not stand still."""
@@ -106,13 +106,34 @@ class Hold:
         return None
 
 
-class LoopWatch(Watcher):
-    """Measures, while entered, how long calls and computations block the event loop it is entered in."""
+class Stuck(Exception):
+    """Raised inside the call that would never return."""
 
-    def __init__(self, code: Code) -> None:
+
+class LoopWatch(Watcher):
+    """Measures, while entered, how long calls and computations block the event loop it is entered in.
+
+    It interrupts calls in which the loop has stood still for `stuck_s` without computing. Enter it in the main thread.
+    """
+
+    def __init__(self, code: Code, running: Collection[Episode] = (), stuck_s: float = STUCK_S) -> None:
+        """Prepare to watch. The caller keeps `running` up to date."""
         super().__init__()
+        self.stuck: Verdict | None = None
+        """Verdict on the call that was interrupted first."""
+        self.stood_still = asyncio.Event()
         self._code = code
+        self._running = running
+        self._stuck_s = stuck_s
         self._blocks: list[Block] = []
+
+    async def __aenter__(self) -> Self:
+        self._handler = signal.signal(SIGNAL, self._interrupted)
+        return await super().__aenter__()
+
+    async def __aexit__(self, *_: object) -> None:
+        await super().__aexit__()
+        signal.signal(SIGNAL, self._handler)
 
     def take(self) -> list[Block]:
         """Return the blocks since the last call, and start anew."""
@@ -146,6 +167,8 @@ class LoopWatch(Watcher):
         denied = sum(scheduled(thread)[1] for thread in threads)
         waits = 2 * BEAT_S
         """Seconds that passed before the first look."""
+        still_since, moved = sent, max(computed, ran)
+        """Time since which the loop stands still, and the seconds that it had computed or been ready to run by then."""
         while True:
             task = asyncio.current_task(self.loop)
             stack = stack_of_thread(self.loop_thread)
@@ -163,6 +186,11 @@ class LoopWatch(Watcher):
                 else:
                     hold.waited_s += max(0.0, min(now - seen, 2 * BEAT_S) + waits - (by_others - others))
                 hold.cpu_s += cpu - computed
+            patience = self._stuck_s if self.stuck is None else INTERRUPT_S
+            if now - still_since >= patience:
+                if max(cpu, wanted) - moved <= MOVES * patience and place is not None and place.user:
+                    self._interrupt(stack)
+                still_since, moved = now, max(cpu, wanted)
             sent, ran = now, wanted
             seen, computed, others, waits = now, cpu, by_others, 0.0
             if answered.wait(BEAT_S) or self.stop.is_set():
@@ -172,6 +200,30 @@ class LoopWatch(Watcher):
         denied = sum(scheduled(thread)[1] for thread in threads) - denied
         slept = max(0.0, 1 - denied / idle) if idle > 0 else 0.0
         return [block for hold in holds if (block := hold.block(slept)) is not None]
+
+    def _interrupt(self, stack: Sequence[Line]) -> None:
+        """Interrupt the call in which the loop stands still. The first one is judged."""
+        if self.stuck is None:
+            lines = [line_in_words(line) for line in stack if self._code.place([line]) is not None]
+            here = str(self._code.place(stack))
+            waiting = Counter(places_of(self._running, self._code))
+            self.stuck = Verdict(
+                kind="blocks",
+                what=f"the event loop stood still for {self._stuck_s:g} s in a call that waits for what another "
+                f"episode holds, perhaps across an await: it would never move again",
+                where=here,
+                evidence=[
+                    "it stands at " + ", called by ".join(lines[:6]),
+                    *(f"{count} episodes wait at {place}" for place, count in waiting.most_common(4) if place != here),
+                    "hold no threading.Lock across an await: use asyncio.Lock, or release it before",
+                ],
+            )
+            self.loop.call_soon_threadsafe(self.stood_still.set)
+        signal.pthread_kill(self.loop_thread, SIGNAL)
+
+    def _interrupted(self, number: int, frame: FrameType | None) -> None:
+        if self._code.users_place(lines_of(frame)) is not None:  # otherwise it has moved on by itself
+            raise Stuck("the event loop stood still here, and was interrupted")
 
     def _computed_s(self) -> tuple[float, float]:
         """Return the processor seconds of the loop's thread, and of all others."""
@@ -214,76 +266,3 @@ def judge_blocks(blocks: Iterable[Block], watched_s: float) -> list[Verdict]:
 
 def _total_s(blocks: Iterable[Block]) -> float:
     return sum(block.seconds for block in blocks)
-
-
-class Stuck(Exception):
-    """Raised inside the call that would never return."""
-
-
-class StuckWatch(Watcher):
-    """Interrupts calls in which the event loop has stood still for `stuck_s` without computing.
-
-    Enter it in the main thread. The caller keeps `running` up to date.
-    """
-
-    def __init__(self, code: Code, running: Collection[Episode], stuck_s: float) -> None:
-        super().__init__()
-        self.verdict: Verdict | None = None
-        self.happened = asyncio.Event()
-        self._code = code
-        self._running = running
-        self._stuck_s = stuck_s
-
-    async def __aenter__(self) -> Self:
-        self._handler = signal.signal(SIGNAL, self._interrupt)
-        return await super().__aenter__()
-
-    async def __aexit__(self, *_: object) -> None:
-        self.stop.set()
-        await asyncio.to_thread(self.thread.join)  # it may be waiting for the loop to answer
-        signal.signal(SIGNAL, self._handler)
-
-    def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        if self._code.users_place(lines_of(frame)) is not None:  # otherwise it has moved on by itself
-            raise Stuck("the event loop stood still here, and was interrupted")
-
-    def run(self) -> None:
-        while not self.stop.wait(INTERRUPT_S):
-            if waits_for_events(self.loop_thread):
-                continue
-            answered = threading.Event()
-            self.loop.call_soon_threadsafe(answered.set)
-            patience = self._stuck_s if self.verdict is None else INTERRUPT_S
-            wanted = self._wanted_s()
-            while not answered.wait(patience) and not self.stop.is_set():
-                before, wanted = wanted, self._wanted_s()
-                place = self._code.users_place(stack_of_thread(self.loop_thread))
-                if wanted - before > MOVES * patience or place is None:
-                    continue
-                if self.verdict is None:
-                    self.verdict = self._judged()
-                    self.loop.call_soon_threadsafe(self.happened.set)
-                patience = INTERRUPT_S
-                signal.pthread_kill(self.loop_thread, SIGNAL)
-
-    def _wanted_s(self) -> float:
-        """Return the seconds that the loop's thread has computed or, if the kernel tells, waited for a processor."""
-        computed = time.clock_gettime(time.pthread_getcpuclockid(self.loop_thread))
-        return max(computed, sum(scheduled(self.loop_native)))
-
-    def _judged(self) -> Verdict:
-        stack = stack_of_thread(self.loop_thread)
-        lines = [line_in_words(line) for line in stack if self._code.place([line]) is not None]
-        waiting = Counter(places_of(self._running, self._code))
-        here = str(self._code.place(stack) or "")
-        return Verdict(
-            kind="blocks",
-            what=f"the event loop stood still for {self._stuck_s:g} s in a call that waits for what another episode "
-            f"holds, perhaps across an await: it would never move again",
-            where=here,
-            evidence=[
-                "it stands at " + ", called by ".join(lines[:6]),
-                *(f"{count} episodes wait at {place}" for place, count in waiting.most_common(4) if place != here),
-                "hold no threading.Lock across an await: use asyncio.Lock, or release it before",
-            ],
-        )

@@ -22,7 +22,7 @@ from clew.stress.repeat import Behaviour, behaviour_by_episode
 from clew.stress.requests import Request, Requests
 from clew.stress.serial import Crowd, Waits
 from clew.stress.verdict import grouped
-from clew.stress.watch import MOVES, Block, LoopWatch, StuckWatch
+from clew.stress.watch import MOVES, Block, LoopWatch
 
 CANCEL_S = 10.0
 """Seconds that episodes may take to end when they are cancelled. After that, their code is not resumed any more."""
@@ -152,9 +152,8 @@ class WaveRunner:
         self.code = Code(agent)
         self.origins = Origins(self.code)
         self.busy = BusyWatch()
-        self.loop_watch = LoopWatch(self.code)
         self.running: set[Episode] = set()
-        self.stuck = StuckWatch(self.code, self.running, stuck_s)
+        self.loop_watch = LoopWatch(self.code, self.running, stuck_s)
         self.open_episode, self.requests, self.say = open_episode, requests, say
         self.timeout_s = timeout_s
         self.episodes = 0
@@ -203,7 +202,7 @@ class WaveRunner:
         for episode in episodes:
             if episode.error is None:
                 self._check(episode, wave.requests_of(episode.id), given_up.get(episode.id))
-        if self.stuck.verdict is None and wave.ended:
+        if self.loop_watch.stuck is None and wave.ended:
             return wave
         wave.episodes = [episode for episode in episodes if episode.started]
         raise StoodStill(wave)
@@ -232,7 +231,7 @@ class WaveRunner:
 
     async def _until_ended(self, name: str, tasks: Mapping[asyncio.Task[None], Episode]) -> None:
         """Wait for all episodes, and stop those that do not end. If the event loop stood still, cancel all that run."""
-        still = asyncio.ensure_future(self.stuck.happened.wait())
+        still = asyncio.ensure_future(self.loop_watch.stood_still.wait())
         left: set[asyncio.Task[Any]] = set(tasks)
         began = reported = time.monotonic()
         quiet_s = 0.0
