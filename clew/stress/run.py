@@ -26,11 +26,9 @@ import itertools
 import random
 import tracemalloc
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from clew.rollout.agents import SharedClient
 from clew.stress import growth, shared
 from clew.stress.agent_steps import Episode, Stepped
 from clew.stress.crossings import crossed_rows, judge_rows
@@ -91,22 +89,11 @@ def stressed(
     """
 
     async def work() -> Report:
-        client = SharedClient()
-
-        @asynccontextmanager
-        async def open_episode(id: str) -> AsyncIterator[tuple[str, str, SharedClient]]:
-            key = gateway.open_episode(id)
-            try:
-                yield gateway.base_url, key, client
-            finally:
-                await asyncio.shield(gateway.close(key))
-
-        runner = WaveRunner(agent, open_episode, gateway.requests, timeout_s=timeout_s, stuck_s=stuck_s, say=say)
-        stress = Stress(agent, rows, runner, source, gateway.sessions.count, batch=batch, group=group, dp=dp)
+        runner = WaveRunner(agent, gateway, timeout_s=timeout_s, stuck_s=stuck_s, say=say)
         try:
-            return await stress.run()
+            return await Stress(agent, rows, runner, source, batch=batch, group=group, dp=dp).run()
         finally:
-            await client.really_close()
+            await runner.client.really_close()
 
     try:
         return asyncio.run(work())
@@ -117,15 +104,7 @@ def stressed(
 class Stress:
     """One stress of an agent: its waves, and what they have shown so far."""
 
-    def __init__(
-        self,
-        agent: Any,
-        rows: Rows,
-        runner: WaveRunner,
-        source: Source | None,
-        sessions: Callable[[], int],
-        **asked: int,
-    ) -> None:
+    def __init__(self, agent: Any, rows: Rows, runner: WaveRunner, source: Source | None, **asked: int) -> None:
         """Prepare to run. `asked` holds batch, group and dp."""
         self._agent, self._rows, self._runner, self._source, self._asked = agent, rows, runner, source, asked
         self._prompts = -(-asked["batch"] // asked["dp"])
@@ -138,7 +117,7 @@ class Stress:
         self._watched = [job for i, job in enumerate(self._jobs) if i % self._prompts < side_by_side][:WATCHED]
         """Jobs of the waves that are examined after each step: two of each row, because they may share an object."""
         self._process = ProcessState(runner.code)
-        self._sampler = growth.Sampler(runner.code, runner.origins, sessions)
+        self._sampler = growth.Sampler(runner.code, runner.origins, runner.gateway.sessions.count)
         self._leftovers = growth.Complaints(runner.code)
         self._waves: list[Wave] = []
         """Waves in the order of the module's docstring, without `confirm`, `troubled` and `elsewhere`."""

@@ -5,24 +5,29 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from clew.errors import EpisodeError
 from clew.printing import counted
+from clew.rollout.agents import SharedClient
 from clew.rollout.reward_function import reward_of_agent
 from clew.stress import serial
-from clew.stress.agent_steps import Episode, OpenEpisode, Stepped, name_of, run_episode, task_factory
+from clew.stress.agent_steps import Episode, Stepped, name_of, run_episode, task_factory
 from clew.stress.busy import BusyWatch
 from clew.stress.frames import Code
 from clew.stress.origins import Origins
 from clew.stress.repeat import Behaviour, behaviour_by_episode
-from clew.stress.requests import Request, Requests
+from clew.stress.requests import Request
 from clew.stress.serial import Crowd, Waits
 from clew.stress.verdict import grouped
 from clew.stress.watch import MOVES, Block, LoopWatch
+
+if TYPE_CHECKING:
+    from clew.stress.gateway import Gateway
 
 CANCEL_S = 10.0
 """Seconds that episodes may take to end when they are cancelled. After that, their code is not resumed any more."""
@@ -141,27 +146,35 @@ class WaveRunner:
     def __init__(
         self,
         agent: Any,
-        open_episode: OpenEpisode,
-        requests: Requests,
+        gateway: Gateway,
         *,
         timeout_s: float,
         stuck_s: float,
         say: Callable[[str], None],
     ) -> None:
         """Prepare to run an agent. Arguments are those of `clew.stress.run.stressed`."""
+        self.gateway, self.requests, self.client = gateway, gateway.requests, SharedClient()
         self.code = Code(agent)
         self.origins = Origins(self.code)
         self.busy = BusyWatch()
         self.running: set[Episode] = set()
         self.loop_watch = LoopWatch(self.code, self.running, stuck_s)
-        self.open_episode, self.requests, self.say = open_episode, requests, say
-        self.timeout_s = timeout_s
+        self.say, self.timeout_s = say, timeout_s
         self.episodes = 0
         """Number of episodes run so far."""
         self._agent = agent
         self._patience_s = stuck_s
         self._longest_s = 0.0
         """Seconds that the slowest episode took alone."""
+
+    @asynccontextmanager
+    async def open_episode(self, id: str) -> AsyncIterator[tuple[str, str, SharedClient]]:
+        """Open a session of the gateway for an episode. It is closed on exit."""
+        key = self.gateway.open_episode(id)
+        try:
+            yield self.gateway.base_url, key, self.client
+        finally:
+            await asyncio.shield(self.gateway.close(key))
 
     async def wave(
         self, name: str, jobs: Sequence[tuple[str, dict[str, Any]]], at_once: int, stepped: Stepped | None = None

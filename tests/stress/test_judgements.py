@@ -18,12 +18,14 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import clew
+from clew.gateway.episode_keys import EpisodeKeys
 from clew.gateway.output_parser import parse_output
 from clew.inference.protocol import Completion, GenerateRequest, SamplingParams
 from clew.record.writer import Writer
@@ -191,9 +193,10 @@ def test_the_line_that_started_a_thread_is_known() -> None:
 
 def test_two_episodes_of_each_row_are_watched_side_by_side() -> None:
     async def watched(batch: int, group: int) -> list[str]:
-        runner: Any = waves.WaveRunner(Holder(), None, None, timeout_s=1.0, stuck_s=1.0, say=print)  # type: ignore[arg-type]
+        gateway: Any = SimpleNamespace(requests=Requests(), sessions=EpisodeKeys())
+        runner = waves.WaveRunner(Holder(), gateway, timeout_s=1.0, stuck_s=1.0, say=print)
         rows = [{"prompt": str(number)} for number in range(16)]
-        return [id for id, _ in Stress(Holder(), rows, runner, None, int, batch=batch, group=group, dp=1)._watched]
+        return [id for id, _ in Stress(Holder(), rows, runner, None, batch=batch, group=group, dp=1)._watched]
 
     assert asyncio.run(watched(8, 3)) == [f"g00000{row}.e{copy}" for copy in (0, 1) for row in range(4)]
     assert asyncio.run(watched(16, 1)) == [f"g00000{row}.e0" for row in range(8)]
