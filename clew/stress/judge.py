@@ -76,7 +76,7 @@ def waits_for_one_another(waves: Sequence[Wave]) -> Verdict | None:
     _, alone, narrow, *crowds = waves
     if not all(_shows_throughput(wave) for wave in waves):
         return None
-    verdicts = [serial.verdict(alone.crowd, narrow.crowd, wave.crowd) for wave in crowds]
+    verdicts = [serial.verdict(alone, narrow, wave) for wave in crowds]
     return verdicts[0] if None not in verdicts else None
 
 
@@ -106,18 +106,17 @@ def _waiting(waves: Sequence[Wave], *, blocked: bool) -> Verdict | str | None:
     waits = waits_for_one_another(waves)
     if waits is not None:
         return waits
-    quicker = min((wave.crowd for wave in crowds), key=lambda crowd: crowd.idle_s)
-    few, one = narrow.crowd, alone.crowd
-    if quicker.width == few.width:
+    quicker = min(crowds, key=lambda crowd: crowd.idle_s)
+    if quicker.width == narrow.width:
         return "what runs one at a time: too few episodes run at once. Ask for more: --batch, --group."
-    saturated, place = serial.saturates(one, few, quicker), serial.waited_most(one, quicker)
-    if saturated and serial.by_model(one, quicker):
+    saturated, place = serial.saturates(alone, narrow, quicker), serial.waited_most(alone, quicker)
+    if saturated and serial.by_model(alone, quicker):
         return (
             f"what runs one at a time: throughput did not grow with the width because the model answers more slowly: "
-            f"it has an episode for {quicker.model_s:.2f} s at {quicker.width} at once, alone for {one.model_s:.2f} s. "
-            f"Run the stress without --base-url: the stand-in answers as fast in a crowd."
+            f"it has an episode for {quicker.model_s:.2f} s at {quicker.width} at once, alone for {alone.model_s:.2f} "
+            f"s. Run the stress without --base-url: the stand-in answers as fast in a crowd."
         )
-    suspected = place is not None and quicker.busy_share > serial.BUSY and serial.slows(few, quicker)
+    suspected = place is not None and quicker.busy_share > serial.BUSY and serial.slows(narrow, quicker)
     if not blocked and (saturated or suspected):
         return (
             f"what runs one at a time: throughput did not grow with the width, and at {quicker.width} at once the "

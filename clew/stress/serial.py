@@ -6,13 +6,16 @@ import itertools
 import random
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from clew.stress.agent_steps import Episode
 from clew.stress.busy import Watcher
 from clew.stress.frames import Code, Place, stack_of_coroutine, stack_of_thread
 from clew.stress.verdict import Verdict
+
+if TYPE_CHECKING:
+    from clew.stress.waves import Wave
 
 LOOK_S = 0.02
 """Seconds between two looks at the stacks of waiting episodes."""
@@ -45,83 +48,50 @@ MODELS_PLACE = 0.5
 Interval = tuple[float, float]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Crowd:
-    """Throughput and waiting times of a wave of episodes."""
-
-    width: int
-    seconds: float
-    episodes: int
-    mean_s: float
-    """Mean seconds per episode."""
-    model_s: float
-    """Mean seconds per episode during which the model had at least one of its requests."""
-    waits: dict[Place, float]
-    """Mean seconds per episode spent waiting at each place."""
-    busy_s: float
-    """Seconds in which something that episodes may wait for was computing or waiting for a processor. See `busy.py`."""
-    at_model: Collection[Place] = ()
-    """Places where episodes wait for the model. If they wait long there, the model or Clew's gateway is the cause."""
-    took: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of each episode, by ID."""
-    blocked_s: float = 0.0
-    """Seconds in which a call blocked the event loop without computing."""
-
-    @property
-    def throughput(self) -> float:
-        return self.episodes / self.seconds
-
-    @property
-    def idle_s(self) -> float:
-        """Seconds in which episodes waited for a lock, a tool or the model, not for a processor or a blocked loop."""
-        return max(self.seconds - self.busy_s - self.blocked_s, 0.02 * self.seconds)  # never 0: others divide by it
-
-    @property
-    def busy_share(self) -> float:
-        """Share of the time in which something computed or waited for a processor."""
-        return min(1.0, self.busy_s / self.seconds)
-
-
-def slows(narrow: Crowd, wide: Crowd) -> bool:
+def slows(narrow: Wave, wide: Wave) -> bool:
     """Return whether throughput stops growing between two widths, for any reason."""
     return wide.width > narrow.width and wide.throughput / narrow.throughput < SCALES * wide.width / narrow.width
 
 
-def saturates(alone: Crowd, narrow: Crowd, wide: Crowd) -> bool:
+def saturates(alone: Wave, narrow: Wave, wide: Wave) -> bool:
     """Return whether throughput stops growing although neither the processor nor a blocked event loop limits it.
 
     The time in which one of these does is left out. The episodes that ran in both must also take longer in the wider
     crowd, because some episodes of a crowd may simply be long by themselves.
     """
     widened = wide.width / narrow.width
-    gained = (wide.episodes / wide.idle_s) / (narrow.episodes / narrow.idle_s)
-    both = wide.took.keys() & narrow.took.keys()
-    stretch = sum(wide.took[each] for each in both) / sum(narrow.took[each] for each in both) if both else 0.0
-    alone_s = alone.idle_s / alone.episodes
+    gained = (len(wide.ended) / wide.idle_s) / (len(narrow.ended) / narrow.idle_s)
+    took_wide, took_narrow = ({episode.id: episode.seconds for episode in wave.ended} for wave in (wide, narrow))
+    both = took_wide.keys() & took_narrow.keys()
+    stretch = sum(took_wide[each] for each in both) / sum(took_narrow[each] for each in both) if both else 0.0
+    alone_s = alone.idle_s / len(alone.ended)
     return widened > 1 and gained < SCALES * widened and wide.idle_s > LASTS * alone_s and stretch > STRETCH
 
 
-def by_model(alone: Crowd, wide: Crowd) -> bool:
+def by_model(alone: Wave, wide: Wave) -> bool:
     """Return whether the model explains why episodes take longer in the crowd."""
     return wide.model_s - alone.model_s > MODELS * (wide.mean_s - alone.mean_s)
 
 
-def waited_most(alone: Crowd, wide: Crowd) -> Place | None:
+def waited_most(alone: Wave, wide: Wave) -> Place | None:
     """Return the place whose additional waiting best explains why episodes take longer in the crowd.
 
     Returns:
         None if no place explains enough of the additional time. Places where episodes wait for the model are left out.
     """
-    longer = {
-        place: seconds - alone.waits.get(place, 0.0)
-        for place, seconds in wide.waits.items()
-        if place not in alone.at_model
-    }
-    place = max(longer, key=lambda each: longer[each], default=None)
-    return place if place is not None and longer[place] >= EXPLAINS * (wide.mean_s - alone.mean_s) else None
+    places = wide.waits.seconds.keys() - alone.waits.at_model
+    place = max(sorted(places), key=lambda each: _longer_at(each, alone, wide), default=None)
+    if place is None or _longer_at(place, alone, wide) < EXPLAINS * (wide.mean_s - alone.mean_s):
+        return None
+    return place
 
 
-def verdict(alone: Crowd, narrow: Crowd, wide: Crowd) -> Verdict | None:
+def _longer_at(place: Place, alone: Wave, wide: Wave) -> float:
+    """Return how many seconds longer an episode waits at a place in the crowd than alone."""
+    return wide.waited_s(place) - alone.waited_s(place)
+
+
+def verdict(alone: Wave, narrow: Wave, wide: Wave) -> Verdict | None:
     """Return a verdict that names the place where throughput saturates.
 
     Returns:
@@ -132,7 +102,6 @@ def verdict(alone: Crowd, narrow: Crowd, wide: Crowd) -> Verdict | None:
     place = waited_most(alone, wide)
     if place is None:
         return None
-    longer = wide.waits[place] - alone.waits.get(place, 0.0)
     return Verdict(
         kind="serial",
         what=f"episodes wait for one another: throughput stops at {wide.throughput:.3g} episodes a second, even "
@@ -141,7 +110,7 @@ def verdict(alone: Crowd, narrow: Crowd, wide: Crowd) -> Verdict | None:
         evidence=[
             *(f"{c.width} at once: {c.throughput:.3g} episodes a second" for c in (alone, narrow, wide)),
             f"at {wide.width} at once an episode takes {wide.mean_s:.2f} s, alone {alone.mean_s:.2f} s; "
-            f"{longer:.2f} s more are spent waiting here",
+            f"{_longer_at(place, alone, wide):.2f} s more are spent waiting here",
             f"of {wide.width} episodes at once, {wide.throughput * alone.mean_s:.1f} make progress",
             f"nothing was computed for {1 - wide.busy_share:.0%} of the time",
             "look for a lock, a semaphore, a pool of connections or of threads that all episodes share",

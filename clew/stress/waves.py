@@ -18,11 +18,11 @@ from clew.rollout.reward_function import reward_of_agent
 from clew.stress import serial
 from clew.stress.agent_steps import Episode, Stepped, name_of, run_episode, task_factory
 from clew.stress.busy import BusyWatch
-from clew.stress.frames import Code
+from clew.stress.frames import Code, Place
 from clew.stress.origins import Origins
 from clew.stress.repeat import Behaviour, behaviour_by_episode
 from clew.stress.requests import Request
-from clew.stress.serial import Crowd, Waits
+from clew.stress.serial import Waits
 from clew.stress.verdict import grouped
 from clew.stress.watch import MOVES, Block, LoopWatch
 
@@ -74,7 +74,7 @@ class Wave:
     cpu_s: float
     """Seconds for which this process computed."""
     busy_s: float
-    """Seconds in which threads or child processes were computing or waiting for a processor."""
+    """Seconds in which something that episodes may wait for was computing or waiting for a processor. See `busy.py`."""
     waits: Waits
     blocks: list[Block]
 
@@ -91,28 +91,40 @@ class Wave:
     def mean_s(self) -> float:
         return sum(episode.seconds for episode in self.ended) / max(1, len(self.ended))
 
-    @property
-    def crowd(self) -> Crowd:
-        """Summary for `serial`. Time after the last episode that ended by itself does not count."""
-        ended = self.ended
-        count = max(1, len(ended))
+    @cached_property
+    def counted_s(self) -> float:
+        """Seconds that throughput is measured by. Time after the last episode that ended by itself does not count."""
         seconds = self.seconds
-        if self.stopped and ended:
+        if self.stopped and self.ended:
             began = min(episode.started for episode in self.episodes)
-            seconds = max(episode.finished for episode in ended) - began
-        intervals = ([(each.came, each.done) for each in self.requests_of(episode.id)] for episode in ended)
-        return Crowd(
-            width=self.width,
-            seconds=max(seconds, 1e-6),
-            episodes=len(ended),
-            mean_s=self.mean_s,
-            model_s=sum(map(serial.union, intervals)) / count,
-            waits={place: waited / count for place, waited in self.waits.seconds.items()},
-            busy_s=min(self.busy_s, seconds),
-            at_model=self.waits.at_model,
-            took={episode.id: episode.seconds for episode in ended},
-            blocked_s=sum(block.seconds for block in self.blocks if not block.computing),
-        )
+            seconds = max(episode.finished for episode in self.ended) - began
+        return max(seconds, 1e-6)
+
+    @property
+    def throughput(self) -> float:
+        return len(self.ended) / self.counted_s
+
+    @cached_property
+    def model_s(self) -> float:
+        """Mean seconds per episode during which the model had at least one of its requests."""
+        intervals = ([(each.came, each.done) for each in self.requests_of(episode.id)] for episode in self.ended)
+        return sum(map(serial.union, intervals)) / max(1, len(self.ended))
+
+    def waited_s(self, place: Place) -> float:
+        """Return the mean seconds per episode spent waiting at a place."""
+        return self.waits.seconds.get(place, 0.0) / max(1, len(self.ended))
+
+    @property
+    def busy_share(self) -> float:
+        """Share of the time in which something computed or waited for a processor."""
+        return min(1.0, self.busy_s / self.counted_s)
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds in which episodes waited for a lock, a tool or the model, not for a processor or a blocked loop."""
+        blocked_s = sum(block.seconds for block in self.blocks if not block.computing)
+        idle_s = self.counted_s * (1 - self.busy_share) - blocked_s
+        return max(idle_s, 0.02 * self.counted_s)  # never 0: others divide by it
 
     @cached_property
     def behaviour(self) -> dict[str, Behaviour]:

@@ -44,7 +44,7 @@ from clew.stress.repeat import Behaviour
 from clew.stress.report import Report, seconds_of_parts
 from clew.stress.requests import Request, Requests
 from clew.stress.run import Stress
-from clew.stress.serial import Crowd, Waits
+from clew.stress.serial import Waits
 from clew.stress.shared import ObjectChange
 from clew.stress.standin import StandIn, byte_tokenizer, offered_tools
 from clew.stress.variables import Sources, Uses
@@ -298,18 +298,24 @@ def test_concurrency_of_intervals() -> None:
     assert serial.union(intervals) == 4.0
 
 
-def crowd(width: int, seconds: float, mean_s: float, waited: float, busy: float = 0.1, model_s: float = 1.0) -> Crowd:
-    """The mean of the first two episodes is that of all. busy: a share of the time."""
-    return Crowd(
+def crowd(
+    width: int, seconds: float, mean_s: float, waited: float, busy: float = 0.1, model_s: float = 1.0, **more: Any
+) -> Wave:
+    """Return a wave of episodes that all take mean_s. busy: a share of the time."""
+    episodes = [Episode(f"e{number}", {}, finished=mean_s) for number in range(width)]
+    wave = Wave(
+        name="",
         width=width,
+        episodes=episodes,
+        requests=[request(episode.id, "p", "x", done=model_s) for episode in episodes],
         seconds=seconds,
-        episodes=width,
-        mean_s=mean_s,
-        model_s=model_s,
-        waits={Place("lock"): waited, Place("elsewhere"): 1.0},
+        cpu_s=0.0,
         busy_s=busy * seconds,
-        took={"a": mean_s, "b": mean_s},
+        waits=Waits(set(), Code(Holder()), set),
+        blocks=[],
     )
+    wave.waits.seconds |= {Place("lock"): waited * width, Place("elsewhere"): 1.0 * width}
+    return replace(wave, **more)
 
 
 def test_a_lock_is_where_the_additional_time_is_spent() -> None:
@@ -320,7 +326,8 @@ def test_a_lock_is_where_the_additional_time_is_spent() -> None:
     assert "throughput stops at 1 " in found.what
     assert serial.verdict(alone, crowd(4, 1.0, 1.0, 0.0), crowd(16, 1.1, 1.05, 0.0)) is None
     assert serial.verdict(alone, narrow, crowd(16, 16.0, 8.5, 7.5, busy=0.9)) is None  # the processor's doing
-    blocked = replace(crowd(16, 16.0, 8.5, 7.5), blocked_s=13.0)  # the doing of a call that blocks the loop
+    block = watch.Block(place=Place("sleep"), seconds=13.0, computing=False)
+    blocked = crowd(16, 16.0, 8.5, 7.5, blocks=[block])  # the doing of a call that blocks the loop
     assert serial.verdict(alone, narrow, blocked) is None
     slow = crowd(16, 16.0, 8.5, 7.5, model_s=6.0)
     assert serial.verdict(alone, narrow, slow) is None and serial.by_model(alone, slow)
@@ -640,16 +647,9 @@ def test_a_difference_is_the_agents_only_if_the_model_said_the_same() -> None:
 
 def rewarded(**rewards: float) -> Wave:
     """Return a wave whose episodes made the same request and got these rewards."""
-    return Wave(
-        name="",
-        width=len(rewards),
-        episodes=[Episode(id, {}, finished=1.0, reward=reward) for id, reward in rewards.items()],
-        requests=[request(id, "p", "x") for id in rewards],
-        seconds=1.0,
-        cpu_s=0.0,
-        busy_s=0.0,
-        waits=Waits(set(), Code(Holder()), set),
-        blocks=[],
+    episodes = [Episode(id, {}, finished=1.0, reward=reward) for id, reward in rewards.items()]
+    return crowd(
+        len(rewards), 1.0, 1.0, 0.0, episodes=episodes, requests=[request(id, "p", "x") for id in rewards], busy=0.0
     )
 
 
@@ -871,7 +871,8 @@ def test_a_lock_is_found_beside_a_busy_processor_and_a_busy_processor_is_no_lock
 
 def test_a_row_that_takes_long_is_no_lock() -> None:
     alone, narrow = crowd(1, 1.0, 1.0, 0.0), crowd(4, 1.0, 1.0, 0.0)
-    wide = replace(crowd(16, 10.0, 1.6, 0.6), took={"a": 1.0, "b": 1.0, "c": 10.0})
+    wide = crowd(16, 10.0, 1.0, 0.6)
+    wide.episodes[-1].finished = 10.0
     assert serial.verdict(alone, narrow, wide) is None
 
 
@@ -962,17 +963,7 @@ def test_many_short_blocks_that_take_most_of_the_time_are_suspicious() -> None:
             Episode(f"e{n}", {}, finished=1.0, holds=[(0.1 + n * each_s, 0.1 + (n + 1) * each_s)]) for n in range(8)
         ]
         requests = [request(each.id, "p", "x", done=0.1) for each in episodes]
-        wave = Wave(
-            name="",
-            width=8,
-            episodes=episodes,
-            requests=requests,
-            seconds=1.0,
-            cpu_s=0.0,
-            busy_s=0.0,
-            waits=Waits(set(), Code(Holder()), set),
-            blocks=[],
-        )
+        wave = crowd(8, 1.0, 1.0, 0.0, episodes=episodes, requests=requests)
         return _held(wave, wave)
 
     [verdict] = held(0.1)
