@@ -41,20 +41,17 @@ If several beginnings match, the first one counts. Other warnings are no finding
 """
 
 
-def judge(
-    waves: Sequence[Wave], confirming: Sequence[Wave], origins: Origins, state: State
-) -> tuple[list[Verdict], list[str]]:
+def judge(waves: Sequence[Wave], origins: Origins, state: State) -> tuple[list[Verdict], list[str]]:
     """Return the verdicts that waves at full speed support, and notes, with advice, on what they cannot show.
 
     Args:
-        waves: The waves warm, alone, narrow, crowd and again, in this order.
-        confirming: Further crowds.
+        waves: The waves warm, alone, narrow, crowd and again, in this order, and further crowds that confirm.
         origins: Names the lines that drew random numbers.
         state: Names the object that holds crossed text.
     """
-    warm, alone, _, crowd, again = waves
+    warm, alone, _, crowd, again, *_ = waves
     verdicts = judge_blocks([*crowd.blocks, *again.blocks], crowd.seconds + again.seconds)
-    waits = _waiting([*waves, *confirming], blocked=bool(verdicts))
+    waits = _waiting(waves, blocked=bool(verdicts))
     notes = [waits] if isinstance(waits, str) else []
     if not verdicts and waits is None:
         verdicts += _held(crowd, again)
@@ -67,7 +64,7 @@ def judge(
             f"Run the stress without --base-url: the stand-in repeats its answers."
         )
     verdicts += [waits] if isinstance(waits, Verdict) else []
-    verdicts += judge_answers(waves, state, repeats=not by_chance)
+    verdicts += judge_answers(waves[:5], state, repeats=not by_chance)
     return verdicts + differing + _failing(alone, crowd, again, state), notes
 
 

@@ -120,8 +120,7 @@ class Stress:
         self._sampler = growth.Sampler(runner.code, runner.origins, runner.gateway.sessions.count)
         self._leftovers = growth.Complaints(runner.code)
         self._waves: list[Wave] = []
-        """Waves in the order of the module's docstring, without `confirm`, `troubled` and `elsewhere`."""
-        self._confirming: list[Wave] = []
+        """Waves in the order of the module's docstring, without `troubled` and `elsewhere`."""
         self._samples: list[growth.Sample] = []
 
     async def run(self) -> Report:
@@ -132,13 +131,13 @@ class Stress:
         try:
             async with runner.loop_watch, self._process, runner.origins, runner.busy:
                 loop.set_exception_handler(self._leftovers.hear)
-                await self._run_crowds()
+                crowds = await self._run_crowds()
                 state, changes, uses = await self._watch_state()
                 if runner.requests.knows_tokens:
-                    await self._make_trouble()
+                    await self._make_trouble(crowds[3])
                 await self._trace_memory()
-            verdicts, notes = await self._judge(state, changes, uses)
-            return self._report(verdicts, notes, self._waves[1].mean_s)
+            verdicts, notes = await self._judge(crowds, state, changes, uses)
+            return self._report(verdicts, notes, crowds[1].mean_s)
         except StoodStill as end:
             self._waves.append(end.wave)
             stuck = runner.loop_watch.stuck
@@ -152,21 +151,18 @@ class Stress:
             for task in self._sampler.left_tasks():
                 task.cancel()
 
-    async def _run_crowds(self) -> None:
-        """Run the waves at full speed, from warm to confirm."""
+    async def _run_crowds(self) -> list[Wave]:
+        """Run the waves at full speed, from warm to confirm, and return them."""
         jobs = self._jobs
         await self._wave("warm", jobs[:1], 1, self._process.stepped)
         await self._wave("alone", jobs[:ALONE], 1)
         some = sorted(random.Random(0).sample(range(len(jobs)), max(1, len(jobs) // 4)))
         for name, crowd in (("narrow", [jobs[number] for number in some]), ("crowd", jobs), ("again", jobs)):
-            await self._wave(name, crowd, len(crowd))
-            await self._sample()
-        while len(self._confirming) < CONFIRMING and (
-            waits_for_one_another([*self._waves, *self._confirming]) is not None
-            or growth.grows(self._samples, "resident") is not None
-        ):
-            self._confirming.append(await self._runner.wave("confirm", jobs, len(jobs)))
-            await self._sample()
+            await self._sampled_wave(name, crowd)
+        for _ in range(CONFIRMING):
+            if waits_for_one_another(self._waves) is not None or growth.grows(self._samples, "resident") is not None:
+                await self._sampled_wave("confirm", jobs)
+        return list(self._waves)
 
     async def _watch_state(self) -> tuple[shared.State, list[shared.ObjectChange], Uses]:
         """Run the waves that are examined after each step."""
@@ -194,7 +190,7 @@ class Stress:
                 await self._wave("read", self._watched, WATCHED, used)
         return state, changes, uses
 
-    async def _make_trouble(self) -> None:
+    async def _make_trouble(self, crowd: Wave) -> None:
         """Run the wave with trouble, in turns: the first answer is cut, or the second, third or first request fails."""
         requests, jobs = self._runner.requests, self._jobs[:WATCHED]
         for (episode, _), first in zip(jobs, itertools.cycle((None, 1, 2, 0))):
@@ -213,33 +209,33 @@ class Stress:
             requests.troubles.clear()
             requests.warned = warned
         if troubled is not None:
-            add_warnings(troubled, self._waves[3], requests.warn)
+            add_warnings(troubled, crowd, requests.warn)
 
     async def _trace_memory(self) -> None:
         tracemalloc.start(growth.DEPTH)
         for _ in range(3):
-            await self._wave("traced", self._jobs[:TRACED], TRACED)
-            await self._sample()
+            await self._sampled_wave("traced", self._jobs[:TRACED])
         for _ in range(CONFIRMING):
             # This may not be growth: a bounded cache replaces old entries, which were not traced, with traced ones.
             if growth.grows(self._samples, "memory") is not None:
-                await self._wave("traced", self._jobs, len(self._jobs))
-                await self._sample()
+                await self._sampled_wave("traced", self._jobs)
 
     async def _wave(
         self, name: str, jobs: Sequence[tuple[str, dict[str, Any]]], at_once: int, stepped: Stepped | None = None
     ) -> None:
         self._waves.append(await self._runner.wave(name, jobs, at_once, stepped))
 
-    async def _sample(self) -> None:
+    async def _sampled_wave(self, name: str, jobs: Sequence[tuple[str, dict[str, Any]]]) -> None:
+        """Run a wave of all these jobs at once, and count what it leaves behind."""
+        await self._wave(name, jobs, len(jobs))
         self._samples.append(await self._sampler.sample(self._runner.episodes))
 
     async def _judge(
-        self, state: shared.State, changes: Sequence[shared.ObjectChange], uses: Uses
+        self, crowds: Sequence[Wave], state: shared.State, changes: Sequence[shared.ObjectChange], uses: Uses
     ) -> tuple[list[Verdict], list[str]]:
         """Return all verdicts, and notes on what could not be judged."""
-        runner, crowd, again = self._runner, self._waves[3], self._waves[4]
-        verdicts, notes = judge(self._waves[:5], self._confirming, runner.origins, state)
+        runner, crowd, again = self._runner, crowds[3], crowds[4]
+        verdicts, notes = judge(crowds, runner.origins, state)
         verdicts += judge_warnings(runner.requests.warned, crowd, min(WATCHED, len(self._jobs)))
         crossings = crossed_rows(crowd.episodes, [*crowd.requests, *again.requests])
         tested = False
@@ -268,8 +264,7 @@ class Stress:
         return verdicts + self._leftovers.verdicts(runner.episodes, runner.origins), notes
 
     def _report(self, verdicts: Sequence[Verdict], notes: list[str], alone_s: float | None) -> Report:
-        waves = [*self._waves, *self._confirming]
-        verdicts = [*hanging(waves), *verdicts]
+        verdicts = [*hanging(self._waves), *verdicts]
         return Report(
             agent=f"{type(self._agent).__module__}.{type(self._agent).__qualname__}",
             **self._asked,
@@ -277,7 +272,7 @@ class Stress:
             rows=len(self._rows),
             rows_used=min(self._prompts, len(self._rows)),
             waves=[wave_report(wave, alone_s) for wave in self._waves[1:5] or self._waves],
-            failures=failures(episode for wave in waves for episode in wave.episodes),
+            failures=failures(episode for wave in self._waves for episode in wave.episodes),
             growth=self._samples,
             # The certain ones first, and causes before what differs because of them.
             verdicts=sorted(verdicts, key=lambda verdict: (not verdict.certain, verdict.kind == "differs")),

@@ -694,7 +694,7 @@ def test_episodes_that_differ_are_counted_among_those_that_were_compared() -> No
     code = Code(Holder())
     alone, crowd = rewarded(a=1.0), rewarded(a=1.0, b=1.0, c=1.0)
     waves = [rewarded(a=0.0), alone, crowd, crowd, crowd]
-    verdicts, _ = judge(waves, [], Origins(code), shared.State(Holder(), code))
+    verdicts, _ = judge(waves, Origins(code), shared.State(Holder(), code))
     assert not [each for each in verdicts if each.kind == "blocks"]
     [differs] = [each for each in verdicts if each.kind == "differs"]
     assert differs.what.startswith("1 of 1 episodes differ when")
