@@ -13,15 +13,14 @@ from clew.config import provider
 from clew.errors import RecordError
 from clew.gateway.agent_session import Limits
 from clew.gateway.episode_engine import MAX_NEW_TOKENS, EpisodeEngine, Resources
-from clew.gateway.gateway_thread import GatewayThread, ServingThread
+from clew.gateway.gateway_thread import GatewayThread
 from clew.gateway.interactions import Interaction
-from clew.gateway.proxy import PassThrough
 from clew.inference.detect_server import find_engine
 from clew.inference.protocol import Completion, Engine, GenerateRequest, SamplingParams, ServerFault
 from clew.models.loading import load_tokenizer
 from clew.models.vision import ImageExpander, load_vision
 from clew.record.run import open_run
-from clew.stress.provider import NotedProvider
+from clew.stress.provider import ProviderGateway
 from clew.stress.requests import Request, Requests
 from clew.stress.standin import NamedImages, StandIn, byte_tokenizer, offered_tools
 
@@ -115,20 +114,6 @@ class EngineGateway(GatewayThread):
         engine = OfferingEngine(self._shared, episode_id)
         self.requests.rewards[episode_id] = engine.turn_rewards
         return self.open(engine)[0]
-
-
-class ProviderGateway(ServingThread):
-    """A gateway that passes requests on to a provider unchanged."""
-
-    def __init__(self, url: str, api_key: str) -> None:
-        self.requests = Requests()
-        passed_on = PassThrough(url, api_key)
-        self._provider = NotedProvider(passed_on, self.requests)
-        self.sessions, self.open_episode = self._provider.keys, self._provider.open
-        super().__init__(self._provider, close=passed_on.close)
-
-    async def close(self, key: str) -> None:
-        await self.call(self._provider.close(key))
 
 
 Gateway = EngineGateway | ProviderGateway

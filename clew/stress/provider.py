@@ -21,6 +21,7 @@ from starlette.types import Message, Receive, Scope, Send
 from clew.gateway.app import dialect_of, json_response, key_of
 from clew.gateway.dialect import Refusal
 from clew.gateway.episode_keys import EpisodeKeys
+from clew.gateway.gateway_thread import ServingThread
 from clew.gateway.proxy import PassThrough
 from clew.stress.requests import Request, Requests
 
@@ -91,28 +92,34 @@ class Asking:
     exchanges: list[Exchange] = field(default_factory=list)
 
 
-class NotedProvider:
-    """ASGI app that passes requests on to a provider and notes them. Use it from one event loop."""
+class ProviderGateway(ServingThread):
+    """A gateway that passes requests on to a provider unchanged, and notes them with their answers."""
 
-    def __init__(self, passed_on: PassThrough, requests: Requests) -> None:
-        self._passed_on = passed_on
-        self._requests = requests
-        self.keys: EpisodeKeys[Asking] = EpisodeKeys()
+    def __init__(self, url: str, api_key: str) -> None:
+        self.requests = Requests()
+        self.sessions: EpisodeKeys[Asking] = EpisodeKeys()
+        self._passed_on = PassThrough(url, api_key)
+        super().__init__(self._answer, close=self._passed_on.close)
 
-    def open(self, episode_id: str) -> str:
-        return self.keys.open(episode_id, Asking(episode=episode_id))
+    def open_episode(self, episode_id: str) -> str:
+        """Open a session for an episode that begins, and return its API key."""
+        return self.sessions.open(episode_id, Asking(episode=episode_id))
 
     async def close(self, key: str) -> None:
-        """End an episode, and note its unfinished exchanges as they stand."""
-        asking = self.keys.close(key)
-        while asking.exchanges:
-            self._requests.note(asking.exchanges.pop().as_request())
+        """End an episode, and note its unfinished exchanges as they stand. May be called from any event loop."""
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def close() -> None:
+            asking = self.sessions.close(key)
+            while asking.exchanges:
+                self.requests.note(asking.exchanges.pop().as_request())
+
+        await self.call(close())
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         http, now = HTTPRequest(scope), time.monotonic()
         path = http.url.path
         try:
-            asking = self.keys.find(key_of(http))
+            asking = self.sessions.find(key_of(http))
         except Refusal as refusal:
             await json_response(dialect_of(path).refuse(refusal), refusal.status)(scope, receive, send)
             return
@@ -132,12 +139,12 @@ class NotedProvider:
 
         asking.exchanges.append(exchange)
         try:
-            with self._requests.asking(asking.episode):
+            with self.requests.asking(asking.episode):
                 await self._passed_on(scope, receive_noted, send_noted)
         finally:
             if exchange in asking.exchanges:
                 asking.exchanges.remove(exchange)
-                self._requests.note(exchange.as_request())
+                self.requests.note(exchange.as_request())
 
 
 @dataclass(frozen=True, kw_only=True)
