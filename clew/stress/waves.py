@@ -233,7 +233,7 @@ class WaveRunner:
         raise StoodStill(wave)
 
     def _check(self, episode: Episode, requests: Sequence[Request], gave_up_s: float | None) -> None:
-        """Set the error of an episode that had no answer or names none in its reward, and rewards set by the gateway.
+        """Fail an episode that got no answer or an invalid reward. Fill in the rewards that it set at the gateway.
 
         `gave_up_s` are the seconds after which it gave up a request; None if it gave up none.
         """
