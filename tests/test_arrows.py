@@ -76,7 +76,7 @@ LINES = {
     "models": 790,  # newlines around images; images that are turned; prompts with placeholders; own_code.py
     "record": 3110,  # docstrings with Args in place of sentences that had to be read twice; evaluations.py
     "rollout": 2160,  # reward_of_agent, also for the stress; attached servers that lost their weights
-    "stress": 4500,  # shared.py: entries of an object, slots, closures; sessions that end; clocks; many tries; caches
+    "stress": 4400,  # shared.py: entries of an object, slots, closures; sessions that end; clocks; many tries; caches
     "training": 4905,  # ranks with text alone beside images; the reference of a resumed run; blocks of several dtypes
     "view": 2500,  # 1400 before the health check of a run, a reward that fell included, and its questions over steps
 }
