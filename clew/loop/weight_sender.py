@@ -130,6 +130,7 @@ class WeightSender:
                 group = weight_group.Group(store, name, backend, 0, size)
             except weight_group.MemberLost as lost:
                 error = str(lost) if meeting else "a server failed before all had joined"
+                meeting.clear()  # a server that joined only now would wait for this process for minutes
             digests, lost_later = self._stream(engine, tensors, group)
             if group is not None:
                 group.close()

@@ -311,6 +311,33 @@ def test_nobody_waits_for_a_server_that_died_before_a_broadcast_or_refused_it(
         assert "broke off: a server failed before all had joined" in caplog.text
 
 
+def come_late(config: Config, **options: Any) -> None:
+    """Serve, and join the first broadcast only when the trainer has given it up."""
+    from clew.inference import local
+
+    def late(sent: Broadcast, worker: int) -> Any:
+        if not delayed:
+            delayed.append(sent)
+            time.sleep(6)
+        return joins(sent, worker)
+
+    delayed: list[Broadcast] = []
+    joins, local.joined = local.joined, late
+    serve(config, **options)
+
+
+def test_a_server_that_comes_after_the_trainer_has_given_up_does_not_wait_for_it(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gloo waited 150 s for the trainer to connect, because the meeting point was still open."""
+    monkeypatch.setattr(weight_group, "PATIENCE", datetime.timedelta(seconds=4))
+    with servers(folder, come_late) as [server], publishing(folder) as (engine, publisher, _):
+        began = time.monotonic()
+        publisher(engine)
+        assert version_of(server) == 0 and time.monotonic() - began < 60
+        assert "broke off: not every member joined within 4 s" in caplog.text
+
+
 @pytest.mark.slow
 def test_a_server_whose_name_is_gone_is_taken_out_and_the_others_are_updated(
     folder: Path, monkeypatch: pytest.MonkeyPatch
