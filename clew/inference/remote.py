@@ -498,12 +498,12 @@ class RemoteEngine:
         """Wait until the server says that it is ready. One that ran already is resumed if it generates nothing.
 
         Raises:
-            EngineError: It ended, is no such server, takes connections for `UPDATE_S` without an answer, or is up and
-                cannot be resumed.
+            EngineError: It ended, was stopped by SIGSTOP for `frozen_s`, is no such server, takes connections for
+                `UPDATE_S` without an answer, or is up and cannot be resumed.
         """
         kind, address, silence = self._backend.kind, self._backend.address, ""
         loop, resumed, warned = asyncio.get_running_loop(), False, False
-        began = spoke = loop.time()
+        began = spoke = ran = loop.time()
         with waiting(
             f"{kind} at {address} to start",
             unblocks=kind,
@@ -515,6 +515,10 @@ class RemoteEngine:
             ):
                 if ended := self.process.ended():
                     raise EngineError(f"{kind} did not start: it {ended}")
+                if not (stopped := self.process.stopped()):
+                    ran = loop.time()
+                elif loop.time() - ran > self._frozen_s:
+                    raise EngineError(f"{kind} did not start: its {stopped} is stopped (SIGSTOP). Start the run again.")
                 if silence != NO_ANSWER:  # a closed port is no silence: the server may still open it
                     spoke = loop.time()
                 elif loop.time() - spoke > UPDATE_S and await self._takes_connections():

@@ -490,6 +490,28 @@ def test_a_server_that_dies_at_start_is_reported_within_two_seconds(tmp_path: Pa
     assert time.time() - (tmp_path / "dead").stat().st_mtime < 2
 
 
+def test_a_server_that_is_stopped_while_it_starts_is_not_waited_for_without_end(tmp_path: Path) -> None:
+    tiny_tokenizer(tmp_path / "model")
+    tiny_model(tmp_path / "model")
+    named = config().model_copy(update={"model": Model(path=str(tmp_path / "model"))})
+    launch = Launch(command=[sys.executable, "-c", "import time; time.sleep(600)"], environment={})
+    run = RunDirectory(tmp_path / "runs")
+
+    async def start() -> None:
+        client: Any = VLLMEngine.client(named, "127.0.0.1:1")
+        engine = RemoteEngine(named, RemoteCore(named), client, launch, tmp_path / "log", frozen_s=1.0)
+        try:
+            assert isinstance(engine.process, ServerProcess)
+            os.kill(engine.process.pid, signal.SIGSTOP)
+            with run.report("server") as reporter:
+                await asyncio.wait_for(engine.start(reporter), 30)
+        finally:
+            await engine.close()
+
+    with pytest.raises(EngineError, match=r"vLLM did not start: its process .* is stopped \(SIGSTOP\)"):
+        asyncio.run(start())
+
+
 @pytest.mark.parametrize("kind", [VLLMEngine, SGLangEngine])
 def test_a_server_that_answers_503_without_a_word_is_still_starting(tmp_path: Path, kind: Any) -> None:
     """SGLang does so until its own first request has been answered, and cannot take others before."""
