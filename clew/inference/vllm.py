@@ -127,6 +127,8 @@ class VLLMEngine(Backend):
         """The trainer's digests of the tensors that were sent last."""
         self._first_sent: dict[str, str] = {}
         """Digests of the first version that was sent."""
+        self._salt: dict[str, str] = {}
+        """Field of a request that keeps vLLM from using keys and values of other weights, which no probe would show."""
         self._adapts = False
         """True if only adapters are sent."""
         self.logprobs_mode: LogprobsMode = "unknown"
@@ -304,7 +306,7 @@ class VLLMEngine(Backend):
             ) from None
 
     async def load(self, ref: WeightRef) -> None:
-        self._sent = self._digests_of(ref)
+        self._sent, self._salt = self._digests_of(ref), {"cache_salt": f"{ref.version}-{ref.digest}"}
         if ref.holds_adapters():
             # Not with load_inplace: vLLM would keep it, and read the adapter from disk again in every step.
             models = await self._request("GET", "/v1/models", None)
@@ -473,8 +475,9 @@ class VLLMEngine(Backend):
     def _body_of(self, request: GenerateRequest, params: SamplingParams) -> tuple[str, dict[str, Any]]:
         sampling, ids = _sampling_fields(params), request.input_ids
         if not request.images and not self._generates:
-            return "/v1/completions", {"model": self.model, "prompt": ids, "return_token_ids": True, **sampling}
-        body: dict[str, Any] = {"model": self.model, "token_ids": ids, "sampling_params": sampling}
+            body = {"model": self.model, "prompt": ids, "return_token_ids": True, **self._salt, **sampling}
+            return "/v1/completions", body
+        body = {"model": self.model, "token_ids": ids, **self._salt, "sampling_params": sampling}
         if request.images:
             if not self.takes_images or self._vision is None:
                 raise ImageError(f"vLLM at {self.address} takes no images beside token IDs.")

@@ -25,11 +25,14 @@ from clew.errors import EngineError
 from clew.inference.client import HTTPEngine
 from clew.inference.continuation import generate_through_aborts
 from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, OnToken, SamplingParams
+from clew.inference.remote import RemoteCore, RemoteEngine
+from clew.inference.vllm import VLLMEngine
 from clew.loop.inference_servers import InferenceServers
 from clew.models.tensor_digest import hex_digests
 from clew.record.run import RunDirectory
 from clew.record.weights import DIGESTS_KEY, WeightRef
-from tests.engines.updating import update_in_flight
+from clew.waits import Reporter
+from tests.engines.updating import config_of, update_in_flight
 from tests.models import tiny_model, tiny_tokenizer
 
 PYTHON = os.environ.get("CLEW_VLLM_PYTHON")
@@ -328,7 +331,7 @@ def test_a_server_that_dies_or_freezes_in_mid_update_is_named_and_returns_with_t
 
 @pytest.mark.parametrize("mode", ["restart", "wait"])
 def test_generations_in_flight_restart_or_are_waited_for(serving: Serving, mode: str) -> None:
-    """The last test on this server: it loads weights of which `clew serve` in front of it knows nothing."""
+    """One of the last tests on this server: it loads weights of which `clew serve` in front of it knows nothing."""
     refs = [
         published(
             serving.folder / f"{mode}-{version}", make_model(serving.folder / f"{mode}{version}", version), version
@@ -345,6 +348,38 @@ def test_generations_in_flight_restart_or_are_waited_for(serving: Serving, mode:
     for completion in (first, second):
         folder = serving.folder / f"{mode}{completion.versions[0]}"
         assert exact(completion, transformers.AutoModelForCausalLM.from_pretrained(folder), 1.0) < 1e-4
+
+
+class Unforgetting(VLLMEngine):
+    """A client of a server that says that it forgot the keys and values of the version before, and did not."""
+
+    async def _request(self, method: str, path: str, body: bytes | None, take: Any = None) -> Any:
+        if path.startswith(("/pause", "/reset_prefix_cache")):
+            return {"success": True}
+        return await super()._request(method, path, body, take)
+
+
+def test_keys_and_values_that_were_not_forgotten_are_not_used(serving: Serving) -> None:
+    """Another that loads weights of which `clew serve` knows nothing. The logprobs were wrong by 3 nats."""
+    address = serving.vllm().cmdline()
+    port = address[address.index("--port") + 1]
+    config = config_of(serving.folder, serving.folder / "model", "vllm")
+    prompt = [6 + 7 * place % 90 for place in range(300)]  # a block of the cache has 128 tokens on a CPU
+
+    async def scenario() -> None:
+        engine = RemoteEngine(config, RemoteCore(config), Unforgetting.client(config, f"127.0.0.1:{port}"))
+        try:
+            await engine.start(Reporter(serving.folder / "status", "unforgetting"))
+            for version in (30, 31):
+                model = make_model(serving.folder / f"kept{version}", version)
+                await engine.load_weights(published(serving.folder / f"kept-{version}", model, version))
+                for _ in range(2):  # the second is generated from the cache of the first
+                    params = SamplingParams(max_new_tokens=16, stop_token_ids=())
+                    assert exact(await engine.generate(GenerateRequest(prompt, params)), model, 1.0, prompt) < 1e-4
+        finally:
+            await engine.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), START_S))
 
 
 def _version(serving: Serving) -> int:

@@ -617,6 +617,36 @@ def test_keys_and_values_of_the_old_weights_that_were_not_forgotten(version: Wei
         asyncio.run(load_into(VLLMEngine(address, "model", 256), version))
 
 
+@pytest.mark.parametrize("generates", [True, False])
+def test_no_request_uses_keys_and_values_of_other_weights_than_it_is_meant_for(
+    version: WeightRef, generates: bool
+) -> None:
+    """A server that says that it forgot them, and did not: vLLM scores the probe without them, so it was right."""
+    salts: list[str | None] = []
+    choice = {"token_ids": [7], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "length"}
+
+    async def answer(request: web.Request) -> web.Response:
+        if request.path in ("/v1/completions", vllm.GENERATE):
+            salts.append((await request.json()).get("cache_salt"))
+        return web.json_response({"success": True, "choices": [choice]})
+
+    async def scenario(address: str) -> None:
+        client = VLLMEngine(address, "model", 256)
+        client._generates = generates
+        asked = GenerateRequest([7, 8], SamplingParams(max_new_tokens=1))
+        try:
+            await client.generate(asked)
+            for number in (5, 6):
+                await client.load(replace(version, version=number, digest="ab"))
+                await client.generate(asked)
+        finally:
+            await client.close()
+
+    with serving(answer) as address:
+        asyncio.run(scenario(address))
+    assert salts == [None, "5-ab", "6-ab"]
+
+
 @pytest.mark.parametrize("lease", [0.1, 60.0])
 def test_a_pause_that_ends_in_mid_update_lets_no_request_through(
     tmp_path: Path, version: WeightRef, lease: float
