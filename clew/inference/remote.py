@@ -69,7 +69,6 @@ UNCHECKED_S = 60.0
 ABORT_S = 60.0
 """Seconds within which all aborted requests must come back. After that the server is given up."""
 
-
 RESTARTED = "the server is started again, and has not loaded the newest weights"
 
 NO_TORCHVISION = (
@@ -207,8 +206,7 @@ class RemoteEngine:
         Raises:
             EngineUnreachable: It says so.
         """
-        labels = [span["version"] for span in completion.sampled_by or []]
-        said = {each for each in labels if each is not None} - {label}
+        said = {span["version"] for span in completion.sampled_by or [] if span["version"] is not None} - {label}
         if label is not None and said and self._backend.labels:
             self.failure = (
                 f"{self._backend.kind} at {self._backend.address} serves weights that it calls {min(said)!r}, and was "
@@ -386,10 +384,10 @@ class RemoteEngine:
         if not abs(logprob - ref.probe_logprob) <= self._tolerance:  # NaN too
             raise EngineError(
                 f"{self._backend.kind} at {self._backend.address} answered that it loaded version {ref.version}, and "
-                f"its tensors are the trainer's, but it gives the probe the logprob {logprob:.6f}, and the trainer "
-                f"gave it {ref.probe_logprob:.6f} (tolerance {self._tolerance:g}). It computes from other weights "
-                f"(for example a packed copy of lm_head, or what was left after sleep level 2 discarded the model), or "
-                f"it computes a different model. It serves nothing now."
+                f"the tensors that it holds are the trainer's, but it gives the probe the logprob {logprob:.6f}, and "
+                f"the trainer gave it {ref.probe_logprob:.6f} (tolerance {self._tolerance:g}). It computes from other "
+                f"weights (for example a packed copy of lm_head, or what was left after sleep level 2 discarded the "
+                f"model), or a different model (for example without biases). It serves nothing now."
             )
 
     async def _ended(self) -> None:
@@ -655,8 +653,7 @@ class RemoteEngine:
         """Set `failure` when the server has ended, stands still, or has not answered for `frozen_s`."""
         loop, kind, address = asyncio.get_running_loop(), self._backend.kind, self._backend.address
         period = min(HEALTH_S, self._frozen_s / 4)
-        heard, ran = loop.time(), loop.time()  # when it last answered, and last had no stopped process
-        looked = heard
+        heard = ran = looked = loop.time()  # when it last answered, last had no stopped process, and was last asked
         while self.failure is None:
             await asyncio.sleep(min(POLL_S, period))
             if ended := self.process.ended():

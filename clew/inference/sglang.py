@@ -27,6 +27,7 @@ from clew.inference.backend import HAS_REPLICAS, UNCHANGED, Backend, Launch, che
 from clew.inference.protocol import Completion, EngineUnreachable, FaultyAnswer, GenerateRequest, SamplingParams
 from clew.inference.sglang_checksums import (
     Tensors,
+    changed_tensors,
     checksums,
     joined_ranks,
     left_behind,
@@ -522,15 +523,19 @@ class SGLangEngine(Backend):
         self._held, self._ranks, self._digests = held, ranks, self._sent_digests
 
     async def _compare(self, ref: WeightRef, held: Mapping[str, str]) -> None:
-        """Raise EngineError if the server's checksums are not those of what was sent."""
-        expected = self._expected
-        if expected is None:
-            expected = await asyncio.to_thread(checksums, held, self._sent, self._dtype)
+        """Raise EngineError if the server's checksums are not those of what was sent, or it lacks what has changed."""
+        expected = self._expected or await asyncio.to_thread(checksums, held, self._sent, self._dtype)
         if wrong := [name for name, theirs in held.items() if theirs not in expected.get(name, ())]:
             unchanged = "They still have their values from before the update. " if held == self._held else ""
             raise EngineError(
                 f"SGLang at {self.address} answered that it loaded version {ref.version}, but {len(wrong)} of its "
                 f"{len(held)} tensors are not those of {ref.path}: {few(wrong)}. {unchanged}It serves nothing now."
+            )
+        used = {part for name in held for part in parts_in(name, self._sent_digests)}
+        if unread := sorted(changed_tensors(self._digests, self._sent_digests) - used):
+            raise EngineError(
+                f"SGLang at {self.address} does not read {few(unread)}, which the trainer has changed: it computes "
+                f"another model. It serves nothing now. Train it with inference.backend=vllm or embedded."
             )
 
     async def _left(self) -> str:

@@ -140,7 +140,7 @@ def left_behind(
         sent_before: The trainer's digests of the weights that SGLang had, by the names of the checkpoint.
         sent: Those of the weights that were sent.
     """
-    changed = _changed(sent_before, sent)
+    changed = changed_tensors(sent_before, sent)
     same = [name for name in held if held[name] == held_before.get(name)]
     return [name for name in same if not changed.isdisjoint(parts_in(name, sent))]
 
@@ -156,7 +156,7 @@ def ranks_left_behind(
     One tensor proves nothing: the numbers that changed may all lie in another rank's slice. The arguments are those of
     `left_behind`, rank by rank.
     """
-    changed = _changed(sent_before, sent)
+    changed = changed_tensors(sent_before, sent)
     behind = []
     for rank, tensors in enumerate(held):
         if tensors in held_before:
@@ -166,7 +166,7 @@ def ranks_left_behind(
     return behind
 
 
-def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> set[str]:
+def changed_tensors(before: Mapping[str, str], now: Mapping[str, str]) -> set[str]:
     """Return the tensors that two versions of the weights have with different digests."""
     return {name for name in now.keys() & before.keys() if now[name] != before[name]}
 

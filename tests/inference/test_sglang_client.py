@@ -21,7 +21,7 @@ from clew.inference import sglang
 from clew.inference.detect_server import find_engine
 from clew.inference.protocol import Completion, FaultyAnswer, GenerateRequest, SamplingParams
 from clew.inference.sglang import NEEDED, SESSION, SGLangEngine
-from clew.inference.sglang_checksums import read_folder
+from clew.inference.sglang_checksums import checksum, read_folder
 from clew.models.tensor_digest import hex_digests
 from clew.models.vision import load_vision
 from clew.record.weight_broadcast import Broadcast
@@ -246,6 +246,25 @@ def test_an_update_fails_if_a_changed_tensor_stays_old_on_the_server(tmp_path: P
         engine._digests = {}
         await update(engine, stand_in, written(tmp_path, 4, q=9), *stand_in.ranks)  # digests of version 3 are not known
 
+    use(stand_in, body)
+
+
+def test_a_tensor_that_the_server_does_not_read_must_stay_as_it_was(tmp_path: Path) -> None:
+    """SGLang's Granite has no biases in its attention. They begin as zeros, and the probe is too coarse for a step."""
+    stand_in = StandIn()
+    stand_in.server = {"device": "cpu", "dtype": "float32"}
+
+    async def load(engine: SGLangEngine, ref: WeightRef) -> None:
+        held = {NORM: checksum(NORM, [read_folder(ref.path)[NORM]], "F32")[0]}
+        await update(engine, stand_in, ref, held)
+
+    async def body(engine: SGLangEngine) -> None:
+        await load(engine, written(tmp_path, 0))
+        await load(engine, written(tmp_path, 1, norm=1))
+        with pytest.raises(EngineError, match=f"SGLang at {engine.address} does not read {Q}, which the trainer has"):
+            await load(engine, written(tmp_path, 2, norm=2, q=1))
+
+    stand_in.ranks = [{NORM: "before"}]
     use(stand_in, body)
 
 
