@@ -137,12 +137,11 @@ def judge_answers(waves: Sequence[Wave], state: State, *, repeats: bool) -> list
     """
     *_, crowd, again = waves
     everything = [request for wave in waves for request in wave.requests]
-    apart = [(crowd.requests, again.requests), (again.requests, crowd.requests)]
-    crossings = [
-        crossing
-        for requests, others in ([(everything, everything)] if repeats else apart)
-        for crossing in crossed_answers(requests, _is_own(crowd, others))
-    ]
+    searches = [(crowd.requests, again.requests), (again.requests, crowd.requests)]
+    if repeats:  # in all waves together, an answer of several episodes is nobody's
+        searches.append((everything, everything))
+    found = [each for requests, others in searches for each in crossed_answers(requests, _is_own(crowd, others))]
+    crossings = list({(each.asker, each.owner): each for each in found}.values())
     what = f"answers cross over, between {len(crossings)} pairs of episodes"
     return _verdict(what, "{} asked with {!r}, which {} had been told", crossings, crowd, state, certain=True)
 
