@@ -69,6 +69,9 @@ UNCHECKED_S = 60.0
 ABORT_S = 60.0
 """Seconds within which all aborted requests must come back. After that the server is given up."""
 
+DYING_S = 5.0
+"""Seconds that a server which Clew has started may take to end after its first error, which then explains it."""
+
 RESTARTED = "the server is started again, and has not loaded the newest weights"
 
 NO_TORCHVISION = (
@@ -477,8 +480,15 @@ class RemoteEngine:
         with waiting(f"{kind} at {backend.address} to generate its first tokens", unblocks=kind):
             if self.attached:
                 await self._resumed()
-            async with self._answered_within(UPDATE_S, "show what it can do, which includes a generation"):
-                lacks = await backend.prepare()
+            try:
+                async with self._answered_within(UPDATE_S, "show what it can do, which includes a generation"):
+                    lacks = await backend.prepare()
+            except EngineError:  # its engine may have died of the first request, before its HTTP server ends
+                for _ in range(0 if self.attached else round(DYING_S / POLL_S)):
+                    if ended := self.process.ended():
+                        raise EngineError(f"{kind} did not start: it {ended}") from None
+                    await asyncio.sleep(POLL_S)
+                raise
         for lack in lacks:
             log.warning("%s at %s: %s", kind, backend.address, lack)
         if self.attached:

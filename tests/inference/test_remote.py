@@ -490,6 +490,47 @@ def test_a_server_that_dies_at_start_is_reported_within_two_seconds(tmp_path: Pa
     assert time.time() - (tmp_path / "dead").stat().st_mtime < 2
 
 
+DIES_OF_ITS_FIRST_REQUEST = """
+import http.server, os, sys, threading
+def die():
+    sys.stderr.write("ValueError: Head dimension 64 is not supported\\n")
+    sys.stderr.flush()
+    os._exit(1)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        ready = self.path == "/health"
+        self.send_response(200 if ready else 500)
+        self.send_header("Content-Length", "2")
+        self.end_headers()
+        self.wfile.write(b"{}")
+        if not ready:
+            threading.Timer(0.5, die).start()
+    do_POST = do_GET
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def test_a_server_that_dies_of_its_first_request_is_reported_with_the_cause_in_its_log(tmp_path: Path) -> None:
+    tiny_tokenizer(tmp_path / "model")
+    tiny_model(tmp_path / "model")
+    named = config().model_copy(update={"model": Model(path=str(tmp_path / "model"))})
+    port = free_port()
+    launch = Launch(command=[sys.executable, "-c", DIES_OF_ITS_FIRST_REQUEST, str(port)], environment={})
+    run = RunDirectory(tmp_path / "runs")
+
+    async def start() -> None:
+        client: Any = VLLMEngine.client(named, f"127.0.0.1:{port}")
+        engine = RemoteEngine(named, RemoteCore(named), client, launch, tmp_path / "log")
+        try:
+            with run.report("server") as reporter:
+                await engine.start(reporter)
+        finally:
+            await engine.close()
+
+    with pytest.raises(EngineError, match=r"vLLM did not start: it ended with code 1: ValueError: Head dimension 64"):
+        asyncio.run(asyncio.wait_for(start(), 60))
+
+
 def test_a_server_that_is_stopped_while_it_starts_is_not_waited_for_without_end(tmp_path: Path) -> None:
     tiny_tokenizer(tmp_path / "model")
     tiny_model(tmp_path / "model")
