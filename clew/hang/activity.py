@@ -314,6 +314,8 @@ def _coroutine(base: Activity, thread: Thread, user: Frame, text: str) -> Activi
     if thread.ended:
         return replace(base, kind="unknown")
     inside = thread.frames[: thread.frames.index(user)]
+    if any(frame.name == "serve_forever" for frame in inside):
+        return replace(base, kind="select", op="serve_forever")
     if not thread.user_frames and any(SERVING.search(f.file) for f in thread.frames):
         return replace(base, kind="unknown")
     starts_program = any(re.search(r"asyncio/subprocess\.py$", frame.file) for frame in inside)
@@ -661,5 +663,9 @@ def activities(process: Process, sources: Mapping[str, str], world: int | None) 
     if every[0].kind in IDLE and not every[0].in_loop:
         for other in every[1:]:
             if other.kind in DISTRIBUTED and other.kind != "store":
+                if not other.of_user:  # a library's: the line that waits for it says more
+                    main = every[0]
+                    found = replace(other, file=main.file, line=main.line, function=main.function, text=main.text)
+                    return [found, *(each for each in every if each is not other)]
                 return [other, *(each for each in every if each is not other)]
     return every

@@ -6,9 +6,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from clew.hang.locks import is_shared_lock, left_locked
+from clew.hang.locks import is_shared_lock, left_locked, nobody_releases
 from clew.hang.roles import waits_for_work
-from clew.hang.source import ends_one_of, ends_wait, function_named, loop_at, polls
+from clew.hang.source import ends_one_of, ends_wait, function_named, loop_at, polls, taking
 from clew.hang.verdict import Actor, Sink, Verdict
 from clew.hang.waits_for import THROUGH_PIPES, TO_OTHERS
 
@@ -18,12 +18,14 @@ def dead(sink: Sink) -> Verdict | None:
     if sink.one.dead:
         return _ended_itself(sink)
     kinds = (*TO_OTHERS, "sleep") if sink.one.rank is not None else (*TO_OTHERS, "sleep", "store")
-    abandoned = is_shared_lock(sink.act, sink.sources) and bool(left_locked(sink))
+    abandoned = is_shared_lock(sink.act, sink.sources) and (bool(left_locked(sink)) or nobody_releases(sink))
     opens_pipe = sink.one.process.waits_in == "wait_for_partner"  # nobody has it open for the other direction
     if sink.one.moving or not (abandoned or sink.act.kind in kinds or opens_pipe):
         return None
     found = _other_ended(sink, abandoned)
-    return found if found or abandoned else _part_ended(sink) or _starves_waiter(sink) or _part_of_waiter_ended(sink)
+    if found or abandoned:
+        return found
+    return _part_ended(sink) or _starves_waiter(sink) or _part_of_waiter_ended(sink) or _untaken(sink)
 
 
 def _ended_itself(sink: Sink) -> Verdict:
@@ -43,7 +45,7 @@ def _ended_itself(sink: Sink) -> Verdict:
 
 
 def _other_ended(sink: Sink, abandoned: bool) -> Verdict | None:
-    """Find other processes that have ended. `abandoned` says that the culprit waits for a lock that was left locked."""
+    """Find other processes that have ended. `abandoned` says that nobody alive releases the lock that is awaited."""
     # A process that ended normally left no lock locked.
     gone = [a for a in sink.job if a.dead and a.role != "idle" and not (abandoned and done(a))]
     awaits_server = sink.act.kind in ("http", "network") and not sink.act.op.endswith("accept")
@@ -95,6 +97,24 @@ def _part_of_waiter_ended(sink: Sink) -> Verdict | None:
     label, threads = by.process.label, ", ".join(by.process.inside.ended_threads[:4])
     why = f"A thread of {label} has ended: {threads}. It may have made what is awaited here: {sink.one.says}."
     return sink.blame("dead", [by], why, cause="dead", confidence="medium")
+
+
+def _untaken(sink: Sink) -> Verdict | None:
+    """Find a process with items in a queue of its own that only a thread which is gone would take."""
+    for one in (a for a in (*sink.culprits, *sink.waiters) if not a.moving):
+        running = {frame.name for thread in one.process.threads for frame in thread.frames}
+        for frame in one.process.user_frames:
+            text = sink.sources.get(frame.file, "")
+            filled = [name for name, value in frame.locals.items() if name.endswith(".queue)") and value != "0"]
+            for queue in (name.removeprefix("len(").removesuffix(".queue)") for name in filled):
+                takers = taking(text, queue)
+                if takers and not takers & running and takers <= {*re.findall(r"target=(?:\w+\.)*(\w+)", text)}:
+                    why = (
+                        f"No thread of {one.process.label} takes the items of {queue} any more: the one that ran "
+                        f"{min(takers)} has ended. {one.says}.{sink.who_waits}"
+                    )
+                    return sink.blame("dead", [one], why, cause="dead", confidence="medium")
+    return None
 
 
 def outlived(sink: Sink) -> Verdict | None:

@@ -24,7 +24,7 @@ from clew.hang.rejecting_loops import refuses
 from clew.hang.roles import WAITS_INSIDE, actors_of, world_of
 from clew.hang.same_call import initialisation, missing_ranks, same_everywhere, two_threads
 from clew.hang.verdict import SOUND, Actor, Sink, Verdict, names, sentences, verdict_about
-from clew.hang.waits_for import TO_OTHERS, Edges, all_edges, collective_edges, key_of, reachable, sinks
+from clew.hang.waits_for import TO_OTHERS, Edges, all_edges, collective_edges, key_of, reachable, reads_requests, sinks
 
 SUPERVISING = ("process", "thread", "pool", "future", "tasks", "ray")
 """Kinds of waits of a main process that only waits for its children to end."""
@@ -250,7 +250,7 @@ def _only_serves(actor: Actor, sources: Mapping[str, str]) -> bool:
     serves = main.op.endswith("accept") or (
         bool(serving) and main.kind == "sleep" and waiting <= {"queue", "condition"}
     )
-    return (serves and source.goes_on_for_ever(loop)) or _reads_requests(main, sources)
+    return (serves and source.goes_on_for_ever(loop)) or reads_requests(main, sources)
 
 
 def _keeps_house(one: Activity, sources: Mapping[str, str]) -> bool:
@@ -264,18 +264,6 @@ def _keeps_house(one: Activity, sources: Mapping[str, str]) -> bool:
 def _may_work(one: Activity) -> bool:
     """Return whether a thread or coroutine runs the user's code, and is neither a heartbeat nor an idle event loop."""
     return one.of_user and not one.heartbeat and not one.idle_loop
-
-
-def _reads_requests(one: Activity, sources: Mapping[str, str]) -> bool:
-    """Return whether a thread or coroutine waits for requests: on a connection that it has accepted or was given."""
-    text = sources.get(one.file, "")
-    handler, loop = source.enclosing_function(text, one.line), source.outermost_loop(text, one.line)
-    if handler is not None and re.search(rf"start_server\(\s*(\w+\.)*{one.function}\b", text):
-        return one.target in {each.arg for each in handler.args.args}
-    accepts = loop is not None and any(name.endswith("accept") for name in source.calls_of(loop))
-    name = re.escape(one.target)
-    accepted = re.search(rf"\b{name}\b.* = .*accept\(|accept\(.*\bas\b.*\b{name}\b", text) is not None
-    return one.op == "serve_forever" or (accepts and accepted and one.kind in ("pipe", "network"))
 
 
 def _unasked(job: list[Actor], sources: Mapping[str, str]) -> Verdict | None:
@@ -300,7 +288,7 @@ def _is_free(server: Actor, sources: Mapping[str, str]) -> bool:
     if server.activity.op == "acquire" or _has_rounds(server, sources):  # it waits for a semaphore, so it has work
         return False
     working = [one for one in server.threads if _may_work(one)]
-    reading = [one for one in working if _reads_requests(one, sources)]
+    reading = [one for one in working if reads_requests(one, sources)]
     if not server.process.listens:
         return _free_at_unix_socket(server, reading, sources)
     # A client outside of this job may keep a connection open without asking for anything.

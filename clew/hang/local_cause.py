@@ -450,12 +450,27 @@ def _unflushed(sink: Sink) -> Verdict | None:
     return sink.blame("external wait", [one], why, cause="pipe", confidence="medium").at(site)
 
 
+def _told_to_some(sink: Sink) -> Verdict | None:
+    """Judge ranks without orders from a main process. It waits for others, which wait for them in a collective."""
+    inside = [a for a in sink.culprits if a.rank is not None and a.activity.kind in DISTRIBUTED]
+    away = [a for a in sink.culprits if a.rank is not None and a.activity.kind in THROUGH_PIPES]
+    drivers = [a for a in sink.culprits if a.rank is None]
+    if not inside or not away or len(drivers) != 1:
+        return None
+    why = (
+        f"{sentences(inside)} {sentences(away)} So {drivers[0].process.label} has not told rank {names(away)} to take "
+        f"part, and waits for the others: {drivers[0].says}."
+    )
+    pids = tuple(a.pid for a in (*away, *drivers))
+    return sink.blame("missing rank", away, why, pids=pids, structural=True)
+
+
 def _blocked(sink: Sink) -> Verdict | None:
     """Name the call in which the culprit is blocked."""
     mains = [t for t in sink.one.threads if t.thread == "MainThread" and t.kind in WAITS_INSIDE and t.site]
     circle = "".join(f" Meanwhile the main thread {words_of(t)} at {t.place}." for t in mains)
     pattern, asleep = LOCAL[sink.act.kind][0], sink.act.kind == "sleep"
-    if asleep and not sink.blocked_ranks:
+    if asleep and (sink.one.rank is None or not sink.blocked_ranks):
         # A thread that asks again and again while the main one waits in the same process: they wait for one another.
         inside = sink.act.thread != "MainThread" and not sink.one.process.peers
         pattern = "rollout blocked" if circle and inside else "external wait"
@@ -591,7 +606,7 @@ RULES: tuple[Callable[[Sink], Verdict | None], ...] = (
     locked_outside, locked_by_fork, kept_locked, pipe_kept_open, joined_too_early, _joins_its_producer, dead,
     _own_waits, never_holds, _slow, locked_crosswise, locked_by, _cleaned_up, _store, _joins_alone, _one_at_a_time,
     _unexplained, _loader, _silent_server, _outside, retrying, device, _unscheduled, _computing, both_poll,
-    threads_poll, asks_as_told, polling, _through_server, lost_task, _unflushed, _blocked,
+    threads_poll, asks_as_told, polling, _through_server, lost_task, _unflushed, _told_to_some, _blocked,
 )  # fmt: skip
 """Rules in the order in which they are tried: the first that answers decides, so facts come before guesses.
 

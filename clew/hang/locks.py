@@ -119,6 +119,22 @@ def releasers(waiting: Actor, job: Sequence[Actor], sources: Mapping[str, str]) 
     return found
 
 
+def _counts(lock: str, sources: Mapping[str, str]) -> bool:
+    """Return whether a function only releases a lock and never acquires it, as with a semaphore that counts."""
+    trees = [tree for text in sources.values() if (tree := source.parse(text))]
+    functions = [n for tree in trees for n in ast.walk(tree) if isinstance(n, source.Function)]
+    return any(_only_released(each, lock) for each in functions)
+
+
+def nobody_releases(sink: Sink) -> bool:
+    """Return whether no living process is in a function that releases the semaphore which the culprit waits for."""
+    living = [a for a in sink.job if not a.dead]
+    frames = [frame for a in living for thread in a.process.threads for frame in thread.user_frames]
+    around = [source.enclosing_function(sink.sources.get(frame.file, ""), frame.line) for frame in frames]
+    inside = any(each is not None and _only_released(each, sink.act.target) for each in around)
+    return _counts(sink.act.target, sink.sources) and not inside
+
+
 def _only_released(function: source.Function, lock: str) -> int:
     """Return the last line at which a function releases a lock that it never acquires; 0 if there is none."""
     calls = sorted(source.calls_in(function), key=lambda call: call.lineno)
@@ -171,11 +187,8 @@ def _locked_at(text: str, line: int) -> list[tuple[str, int]]:
 def left_locked(sink: Sink) -> str:
     """Return words about a lock that was left locked: nothing that was seen is inside a `with` of it."""
     if is_shared_lock(sink.act, sink.sources):
-        trees = [tree for text in sink.sources.values() if (tree := source.parse(text))]
-        functions = [n for tree in trees for n in ast.walk(tree) if isinstance(n, source.Function)]
-        apart = any(_only_released(each, sink.act.target) for each in functions)
         # A semaphore has no owner. A lock that one function takes and another one releases cannot be followed.
-        if apart or any(lock_holders(a, sink.act, sink.sources) for a in sink.job):
+        if _counts(sink.act.target, sink.sources) or any(lock_holders(a, sink.act, sink.sources) for a in sink.job):
             return ""
         return f" No process that was seen has locked {sink.act.target}: one that was killed there left it locked."
     if sink.act.op not in ("with", "acquire") or not sink.act.target:
@@ -183,7 +196,7 @@ def left_locked(sink: Sink) -> str:
     forked = sink.parent
     who = "coroutine" if sink.act.task else "thread"
     said = f" No {who} of {sink.one.process.label} is inside `with {sink.act.target}`."
-    if forked is not None and forked.process.command == sink.one.process.command:
+    if not sink.act.task and forked is not None and forked.process.command == sink.one.process.command:
         return (
             f"{said} It was forked from {forked.process.label}, and a lock that another thread holds at that moment "
             "stays locked in the child. Start it with spawn, or before the threads."

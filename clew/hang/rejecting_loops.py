@@ -34,6 +34,7 @@ from clew.hang.source import (
     loops_at,
     names_in,
     outermost_loop,
+    parse,
     same_name,
 )
 from clew.hang.verdict import Actor, Sink, Verdict, sentences, words_of
@@ -56,6 +57,8 @@ NO_FILTER = re.compile(
     r"^(not )?\w+$|\blen\(|size|shape|numel|count|empty|full|\bstart|resume|offset|\bseen|consumed|already|processed"
 )
 """Matches a test for whether there is enough of something, or one that skips what an earlier run has done."""
+OF_ONE_ANSWER = re.compile(r"tok|char|byte|step|position", re.I)
+"""Matches counters that grow while a single item is still being made."""
 GIVES_UP = re.compile(r"bad|err|fail|nan|skip|drop|reject|miss|spike", re.I)
 """Names of what a loop counts to give up, and does not collect."""
 
@@ -272,7 +275,8 @@ def _keeps_nothing(process: Process, sources: Mapping[str, str]) -> str:
         alike = [t for t in process.threads if frame.function in {f.function for f in t.user_frames}]
         if not (thread.os_id == process.pid or thread.task) or thread.ended or len(alike) > 1:
             continue  # of several that collect, one has no luck
-        loops = loops_at(sources.get(frame.file, ""), frame.line)
+        text = sources.get(frame.file, "")
+        loops = loops_at(text, frame.line)
         same = (t for look in process.looks for t in look.threads if (t.at, t.os_id) == (thread.at, thread.os_id))
         every = [f.locals for t in same for f in t.frames if f.function == frame.function]
         for loop in reversed(loops):
@@ -281,28 +285,31 @@ def _keeps_nothing(process: Process, sources: Mapping[str, str]) -> str:
             still = sorted(name for name in {*goals, *frame.locals} if {each.get(name) for each in every} == {"0"})
             kept = next((name for name in still if KEPT.search(name) and name in tested), "")
             kept = kept or (min(goals) if goals and goals <= {*still} else "")
-            if kept and (name := _many_rounds(loop, loops[0], every, process, sources)):
+            rounds, counts = _rounds(loop, loops[0]), counted(parse(text) or loop)
+            if kept and (name := _many_rounds(rounds, counts, every, moved_counters(process, sources))):
                 return f"{frame.name}.{name} (beside {kept})"
     return ""
 
 
 def _many_rounds(
-    loop: Loop, outer: Loop, every: Sequence[Mapping[str, str]], process: Process, sources: Mapping[str, str]
+    rounds: set[str], counts: set[str], every: Sequence[Mapping[str, str]], moved: Mapping[str, tuple[int, int]]
 ) -> str:
     """Return what counts the rounds of a loop, if it went round `BARREN` times since it was entered; else "".
 
     Args:
+        rounds: Names that start again when the loop is entered.
+        counts: Names that anything in the file counts. An attribute goes on where the last call has ended, so it must
+            grow enough while nothing else does.
         every: Local variables of the loop's function in each look.
+        moved: All counters of the process that have moved; see `moved_counters`.
     """
     values = {n: [int(each[n]) for each in every if each.get(n, "").isdigit()] for n in {n for e in every for n in e}}
     grown = {name: each for name, each in values.items() if each and each[0] < each[-1]}
-    if of_loop := next((name for name in _rounds(loop, outer) if grown.get(name, [0])[-1] >= BARREN), ""):
+    if of_loop := next((name for name in rounds if grown.get(name, [0])[-1] >= BARREN), ""):
         return of_loop
-    # An attribute goes on where the last call of the function ended. So it must grow enough while nothing else does.
-    counts, moved = counted(loop), moved_counters(process, sources)
-    alone = {_short(name).rpartition(".")[2] for name in moved} <= counts
-    own = (name for name, each in grown.items() if name.startswith("self.") and name[5:] in counts)
-    return next((name for name in own if alone and grown[name][-1] - grown[name][0] >= BARREN), "")
+    alone = {_short(name).rpartition(".")[2] for name in moved}
+    own = {f"self.{name}" for name in alone & counts if len(alone) == 1 and not OF_ONE_ANSWER.search(name)}
+    return next((name for name in own & grown.keys() if grown[name][-1] - grown[name][0] >= BARREN), "")
 
 
 def _stays_empty(process: Process, refused: str, sources: Mapping[str, str]) -> bool:

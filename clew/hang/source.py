@@ -426,6 +426,13 @@ def function_named(text: str, name: str) -> Function | None:
     return next((node for node in nodes if isinstance(node, Function) and node.name == name), None)
 
 
+def taking(text: str, queue: str) -> set[str]:
+    """Return the names of the functions that take items from a queue."""
+    tree = parse(text)
+    functions = [node for node in ast.walk(tree) if isinstance(node, Function)] if tree else []
+    return {each.name for each in functions if any(dotted(call.func) == f"{queue}.get" for call in calls_in(each))}
+
+
 def ends_one_of(text: str, line: int, waits: Collection[Wait], *, by_argument: bool = True) -> bool:
     """Return whether the function around a line, or the loop if there is none, may end one of these waits.
 

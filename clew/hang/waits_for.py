@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
+from clew.hang import source
 from clew.hang.activity import DISTRIBUTED, Activity
 from clew.hang.locks import lockers, releasers
 from clew.hang.observed import Process
@@ -69,8 +70,11 @@ def _members(one: Activity, ranks: Sequence[Actor]) -> set[int]:
 def all_edges(job: Sequence[Actor], sources: Mapping[str, str]) -> Edges:
     """Return which processes could end each process's wait, for a lock, a collective or another one, as pids."""
     edges, collective = application_edges(job), collective_edges([actor for actor in job if actor.rank is not None])
+    idle = {a.pid for a in job if a.rank is None and _only_reads_requests(a, sources)}
     for a in job:
         edges[a.pid] |= collective.get(a.pid, set()) | lockers(a, job, sources) | releasers(a, job, sources)
+        if a.activity.kind not in ("http", "network"):  # no other answer is due from a server that awaits requests
+            edges[a.pid] -= idle
     return edges
 
 
@@ -133,6 +137,24 @@ def _could_end(actor: Actor, job: Sequence[Actor], listening: Mapping[tuple[str,
     # A server reports waits for its own engine. Other processes wait for the server that they are connected to.
     reported -= {roles[actor.pid], "server" if pids else ""}
     return pids | {pid for pid, role in roles.items() if role in reported}
+
+
+def reads_requests(one: Activity, sources: Mapping[str, str]) -> bool:
+    """Return whether a thread or coroutine waits for requests: on a connection that it has accepted or was given."""
+    text = sources.get(one.file, "")
+    handler, loop = source.enclosing_function(text, one.line), source.outermost_loop(text, one.line)
+    if handler is not None and re.search(rf"start_server\(\s*(\w+\.)*{one.function}\b", text):
+        return one.target in {each.arg for each in handler.args.args}
+    accepts = loop is not None and any(name.endswith("accept") for name in source.calls_of(loop))
+    name = re.escape(one.target)
+    accepted = re.search(rf"\b{name}\b.* = .*accept\(|accept\(.*\bas\b.*\b{name}\b", text) is not None
+    return one.op == "serve_forever" or (accepts and accepted and one.kind in ("pipe", "network"))
+
+
+def _only_reads_requests(actor: Actor, sources: Mapping[str, str]) -> bool:
+    """Return whether each thread and task of the user's in a process waits for requests."""
+    own = [each for each in actor.threads if each.of_user and not each.idle_loop]
+    return bool(own) and all(each.op == "serve_forever" or reads_requests(each, sources) for each in own)
 
 
 def _children(actor: Actor, job: Sequence[Actor]) -> set[int]:
