@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -178,21 +177,31 @@ def answer_of_stream(body: bytes) -> Answer:
     The pieces of each text (of a choice, a block or a tool call) are joined.
     """
     id, error = "", ""
-    texts_by_path: defaultdict[tuple[Any, ...], str] = defaultdict(str)
+    texts_by_path: dict[tuple[Any, ...], str] = {}
+
+    def add(path: tuple[Any, ...], piece: Any) -> None:
+        if isinstance(piece, str):
+            texts_by_path[path] = texts_by_path.get(path, "") + piece
+        elif isinstance(piece, dict):
+            for name, each in piece.items():
+                if name not in CHANCE | FORM:
+                    add((*path, name), each)
+        elif isinstance(piece, list):
+            for number, each in enumerate(piece):
+                add((*path, each.get("index", number) if isinstance(each, dict) else number), each)
+
     for line in body.splitlines():
         event = _object(line.removeprefix(b"data:")) if line.startswith(b"data:") else None
         if event is None:
             continue
         about = next((event[name] for name in ("response", "message") if isinstance(event.get(name), dict)), event)
         id, error = id or str(about.get("id", "")), error or _error(about)
+        add((), _choices(event))
         place = event.get("output_index"), event.get("content_index"), event.get("index")
-        item = event.get("item") if event.get("type") == "response.output_item.added" else None
-        for path, said in (
-            ((), _choices(event)),
-            *((place, each) for each in (event.get("content_block"), event.get("delta"), item)),
-        ):
-            for where, piece in _leaves(said, CHANCE | FORM, path):
-                texts_by_path[where] += piece
+        add(place, event.get("content_block"))
+        add(place, event.get("delta"))
+        if event.get("type") == "response.output_item.added":
+            add(place, event.get("item"))
     return Answer(id=id, words="\n".join(filter(None, texts_by_path.values())), error=error)
 
 
@@ -217,27 +226,21 @@ def texts(value: Any, left_out: frozenset[str] = frozenset()) -> Iterator[str]:
 
     Tools, and the arguments of a tool call, are given as JSON; data (see `OPAQUE`) as its length and digest.
     """
-    return (text for _, text in _leaves(value, left_out))
-
-
-def _leaves(value: Any, left_out: frozenset[str], path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], str]]:
-    """Yield the texts within a value as in `texts`, each with its path: the names and indices that lead to it."""
     if isinstance(value, str):
         start = value[:OPAQUE]
         is_text = len(start) < OPAQUE or not start.isascii() or len(start.split(maxsplit=1)) > 1
-        yield path, value if is_text else f"{len(value)} characters: {hashlib.sha256(value.encode()).hexdigest()}"
+        yield value if is_text else f"{len(value)} characters: {hashlib.sha256(value.encode()).hexdigest()}"
     elif isinstance(value, list):
-        for number, each in enumerate(value):
-            index = each.get("index", number) if isinstance(each, dict) else number
-            yield from _leaves(each, left_out, (*path, index))
+        for each in value:
+            yield from texts(each, left_out)
     elif isinstance(value, dict):
         for name, each in value.items():
-            if name == "tools" or (name in ("input", "arguments") and isinstance(each, dict) and each):
-                yield (*path, name), json.dumps(each, ensure_ascii=False, default=str)
+            if name == "tools" or (name in ("input", "arguments") and isinstance(each, dict)):
+                yield json.dumps(each, ensure_ascii=False, default=str)
             elif name not in left_out:
-                yield from _leaves(each, left_out, (*path, name))
+                yield from texts(each, left_out)
     elif value is not None:
-        yield path, str(value)
+        yield str(value)
 
 
 def _object(text: bytes) -> dict[str, Any] | None:
