@@ -89,10 +89,10 @@ def _only_messages(sink: Sink) -> Verdict | None:
         why = f"Ranks {names(culprits)} all receive, and none of them sends. {parted[1]} {sink.says}"
     elif kinds == {"send"} and (ahead := _further_on(culprits, sink.sources)):
         why = (
-            f"Ranks {names(culprits)} all send, and none of them receives. Rank {ahead.rank} is further on: it may "
-            f"have received fewer micro-batches than are sent to it. {sink.says}"
+            f"Ranks {names(culprits)} all send, and none of them receives. Rank {ahead.rank} is further on: it "
+            f"receives fewer micro-batches than are sent to it. {sink.says}"
         )
-        return sink.blame("pipeline micro-batch mismatch", [ahead], why, structural=True, confidence="medium")
+        return sink.blame("pipeline micro-batch mismatch", culprits, why, structural=True)
     else:
         pattern = "send/receive cycle"
         tags = {a.activity.tag for a in culprits if a.activity.tag.isdigit()}

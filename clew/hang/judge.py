@@ -47,8 +47,10 @@ def judge(snapshot: Snapshot) -> Verdict:
     actors = actors_of(snapshot)
     if not (snapshot.unseen or snapshot.alike) and (ended := _all_ended(actors)):
         return _hedged(ended, snapshot, [])
-    working = [actor for actor in actors if actor.role not in ("launcher", "idle") or actor.stopped]
-    job = [actor for actor in working if not _waited_for(actor, actors)]
+    loading = {actor.pid for actor in actors if actor.activity.kind == "data_loader"}
+    stopped = [actor for actor in actors if actor.role == "idle" and actor.stopped and actor.process.parent in loading]
+    working = [actor for actor in actors if actor.role not in ("launcher", "idle")]
+    job = [actor for actor in (*working, *stopped) if not _waited_for(actor, actors)]
     if not any(actor.threads or actor.dead or actor.stopped for actor in job):
         return _hedged(_unread(actors, job), snapshot, job)
     ranks = [actor for actor in job if actor.rank is not None]

@@ -189,7 +189,7 @@ class Process:
     files: tuple[str, ...] = ()
     """Inodes of the files that it has locked."""
     inherits: tuple[str, ...] = ()
-    """Inodes in `files` that the process which forked it had locked, and has closed since."""
+    """Inodes in `files` that its parent has locked, and has closed since."""
     wants: tuple[str, ...] = ()
     """Inodes of the files that it waits to lock; if there are none, of its open files that others have locked."""
     outside: tuple[str, ...] = ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -173,7 +173,7 @@ class FileLock(NamedTuple):
     held: bool
     """True if that process has the lock, False if it waits for it."""
     inherited: bool = False
-    """True if it was forked from the process that took the lock and that has closed the file since."""
+    """True if its parent took the lock, and has closed the file since."""
 
 
 def locks_of_machine() -> list[FileLock]:
@@ -186,18 +186,23 @@ def locks_of_machine() -> list[FileLock]:
     return found
 
 
-def with_heirs(locks: Sequence[FileLock], pids: Iterable[int]) -> list[FileLock]:
-    """Return the locks. One that its process has no longer open belongs to those of `pids` that inherited it.
+def with_heirs(locks: Sequence[FileLock], parents: Mapping[int, int]) -> list[FileLock]:
+    """Return the locks. One that its process has no longer open belongs to the child that inherited it.
 
-    A lock by flock() belongs to the open file. A forked process shares it, and it lasts until both have closed it.
+    A lock by flock() belongs to the open file. A forked process shares it, and it lasts until both have closed it. A
+    lock of an open file description (F_OFD_SETLK) names no process: it belongs to whoever has it.
+
+    Args:
+        locks: Locks of this machine.
+        parents: Parent of each process that may have one, by pid.
     """
-    shown = {pid: _locked_through(pid) for pid in {*pids, *(lock.pid for lock in locks)}} if locks else {}
-    heirs = {lock.inode: [pid for pid in pids if lock.inode in shown[pid]] for lock in locks if lock.held}
+    shown = {pid: _locked_through(pid) for pid in {*parents, *(lock.pid for lock in locks)}} if locks else {}
     found = []
     for lock in locks:
+        others = [pid for pid, parent in parents.items() if lock.inode in shown[pid] and lock.pid in (parent, -1)]
         kept = not lock.held or lock.inode in shown[lock.pid]
-        inherited = [] if kept else [FileLock(pid, lock.inode, True, True) for pid in heirs[lock.inode]]
-        found += inherited or [lock]
+        heirs = [] if kept else [FileLock(pid, lock.inode, True, lock.pid != -1) for pid in others]
+        found += heirs or [lock]
     return found
 
 

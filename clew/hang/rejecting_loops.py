@@ -59,6 +59,8 @@ NO_FILTER = re.compile(
 """Matches a test for whether there is enough of something, or one that skips what an earlier run has done."""
 OF_ONE_ANSWER = re.compile(r"tok|char|byte|step|position", re.I)
 """Matches counters that grow while a single item is still being made."""
+SENDS = re.compile(r"(^|\.)(send|put|write|post|request|generate)\w*$")
+"""Matches the names of calls with which a loop writes to another process in each round."""
 GIVES_UP = re.compile(r"bad|err|fail|nan|skip|drop|reject|miss|spike", re.I)
 """Names of what a loop counts to give up, and does not collect."""
 
@@ -277,39 +279,69 @@ def _keeps_nothing(process: Process, sources: Mapping[str, str]) -> str:
             continue  # of several that collect, one has no luck
         text = sources.get(frame.file, "")
         loops = loops_at(text, frame.line)
-        same = (t for look in process.looks for t in look.threads if (t.at, t.os_id) == (thread.at, thread.os_id))
-        every = [f.locals for t in same for f in t.frames if f.function == frame.function]
+        same = [t for look in process.looks for t in look.threads if (t.at, t.os_id) == (thread.at, thread.os_id)]
+        stacks = [t.frames for t in same if t.frames]
+        every = [f.locals for frames in stacks for f in frames if f.function == frame.function]
         for loop in reversed(loops):
             tested = ast.unparse(loop.test) if isinstance(loop, ast.While) else ""
             goals = _collected(loop)  # if one of them grows, the loop may end
             still = sorted(name for name in {*goals, *frame.locals} if {each.get(name) for each in every} == {"0"})
             kept = next((name for name in still if KEPT.search(name) and name in tested), "")
             kept = kept or (min(goals) if goals and goals <= {*still} else "")
-            rounds, counts = _rounds(loop, loops[0]), counted(parse(text) or loop)
-            if kept and (name := _many_rounds(rounds, counts, every, moved_counters(process, sources))):
+            name = _many_rounds(_rounds(loop, loops[0]), every) if kept else ""
+            if kept and not name:
+                name = _many_tries(process, frame.function, stacks, loop, sources)
+            if name:
                 return f"{frame.name}.{name} (beside {kept})"
     return ""
 
 
-def _many_rounds(
-    rounds: set[str], counts: set[str], every: Sequence[Mapping[str, str]], moved: Mapping[str, tuple[int, int]]
-) -> str:
+def _many_rounds(rounds: set[str], every: Sequence[Mapping[str, str]]) -> str:
     """Return what counts the rounds of a loop, if it went round `BARREN` times since it was entered; else "".
 
     Args:
         rounds: Names that start again when the loop is entered.
-        counts: Names that anything in the file counts. An attribute goes on where the last call has ended, so it must
-            grow enough while nothing else does.
         every: Local variables of the loop's function in each look.
-        moved: All counters of the process that have moved; see `moved_counters`.
     """
-    values = {n: [int(each[n]) for each in every if each.get(n, "").isdigit()] for n in {n for e in every for n in e}}
-    grown = {name: each for name, each in values.items() if each and each[0] < each[-1]}
-    if of_loop := next((name for name in rounds if grown.get(name, [0])[-1] >= BARREN), ""):
-        return of_loop
-    alone = {_short(name).rpartition(".")[2] for name in moved}
-    own = {f"self.{name}" for name in alone & counts if len(alone) == 1 and not OF_ONE_ANSWER.search(name)}
-    return next((name for name in own & grown.keys() if grown[name][-1] - grown[name][0] >= BARREN), "")
+    for name in rounds:
+        values = [int(each[name]) for each in every if each.get(name, "").isdigit()]
+        if values and values[0] < values[-1] >= BARREN:
+            return name
+    return ""
+
+
+def _many_tries(
+    process: Process, function: str, stacks: Sequence[Sequence[Frame]], loop: Loop, sources: Mapping[str, str]
+) -> str:
+    """Return the attribute that counts tries, if it grew by `BARREN` and nothing else shows progress; else "".
+
+    It goes on where the last call of the function ended. So the function must not have returned meanwhile.
+
+    Args:
+        function: Name of the function with the loop.
+        stacks: Frames of its thread in each look.
+    """
+    silent = process.first.written == process.last.written or any(map(SENDS.search, calls_of(loop)))
+    whole = [each for each in stacks if each[-1].function == stacks[0][-1].function]  # others were torn while read
+    inside = [(each[n], each[n + 1 :]) for each in whole for n, f in enumerate(each) if f.function == function]
+    if not silent or len(inside) != len(whole) or 2 * len(whole) < len(process.looks):
+        return ""
+    moved = {_short(name).rpartition(".")[2] for name in moved_counters(process, sources)}
+    every = [frame.locals for frame, _ in inside]
+    for name in (each for each in every[-1] if each.startswith("self.") and not OF_ONE_ANSWER.search(each)):
+        tries, values = name[5:], [int(each[name]) for each in every if each.get(name, "").isdigit()]
+        callers = [
+            [(_without(f.locals, tries), f.addresses, f.line) for f in outer if f.of_user] for _, outer in inside
+        ]
+        counts = any(tries in counted(tree) for text in sources.values() if (tree := parse(text)))
+        never_returned = all(each == callers[0] for each in callers)
+        if values and values[-1] - values[0] >= BARREN and moved <= {tries} and counts and never_returned:
+            return name
+    return ""
+
+
+def _without(values: Mapping[str, str], attribute: str) -> dict[str, str]:
+    return {name: value for name, value in values.items() if name.rpartition(".")[2] != attribute}
 
 
 def _stays_empty(process: Process, refused: str, sources: Mapping[str, str]) -> bool:

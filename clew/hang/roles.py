@@ -207,13 +207,16 @@ def actors_of(snapshot: Snapshot) -> list[Actor]:
 def _with_group_of_waits(actors: list[Actor]) -> list[Actor]:
     """Return the processes. Ranks that wait for a tensor of a collective get the group that has exactly these ranks.
 
-    No frame of such a wait names the collective's group, as in a DTensor. All ranks are assumed if no group fits.
+    No frame of such a wait names the collective's group, as in a DTensor. They may also wait in other groups, of which
+    a member is missing: then all ranks are assumed.
     """
     waiting = [a for a in actors if a.rank is not None and a.activity.op == "wait_tensor"]
     ranks = {a.rank for a in waiting}
-    known = [each for a in waiting for each in a.process.inside.groups]
-    group = next((each for each in known if set(each.members) == ranks and each.name != "world"), None)
-    if group is None:
+    known = [g for a in waiting for g in a.process.inside.groups if a.rank in g.members and g.name != "world"]
+    entered = {(a.rank, a.activity.members) for a in actors}
+    missing = [(rank, each.members) for each in known for rank in each.members if rank not in ranks]
+    group = next((each for each in known if set(each.members) == ranks), None)
+    if group is None or not entered.issuperset(missing):
         return actors
     name = f"{group.name} of ranks {list(group.members)}"
     found = {a.pid: replace(a.activity, group=name, members=group.members) for a in waiting}

@@ -128,10 +128,7 @@ def _could_end(actor: Actor, job: Sequence[Actor], listening: Mapping[tuple[str,
         case "store" if actor.rank is None:  # those that still start may set the key that it waits for
             pids = _children(actor, job) & {a.pid for a in job if a.moving}
         case "condition" | "sleep":
-            # A task gets a semaphore of asyncio from another task, which may wait for a child.
-            own = actor.activity.task and actor.activity.op == "acquire"
-            beside = any(each.kind in ("http", "network", "pipe", "process") for each in actor.threads)
-            pids = _children(actor, job) - _asking(actor, job) if beside or not own else set()
+            pids = _children(actor, job) - _asking(actor, job)
     reported = {PROCESSES.get(wait["unblocks"], wait["unblocks"].partition(" ")[0]) for wait in process.waits}
     roles = {a.pid: a.process.name.partition("-")[0] for a in job}
     # A server reports waits for its own engine. Other processes wait for the server that they are connected to.
@@ -152,9 +149,10 @@ def reads_requests(one: Activity, sources: Mapping[str, str]) -> bool:
 
 
 def _only_reads_requests(actor: Actor, sources: Mapping[str, str]) -> bool:
-    """Return whether each thread and task of the user's in a process waits for requests."""
+    """Return whether each thread and task of the user's in a server waits for requests."""
     own = [each for each in actor.threads if each.of_user and not each.idle_loop]
-    return bool(own) and all(each.op == "serve_forever" or reads_requests(each, sources) for each in own)
+    serves = bool(own) or (bool(actor.process.listens) and any(each.idle_loop for each in actor.threads))
+    return serves and all(each.op == "serve_forever" or reads_requests(each, sources) for each in own)
 
 
 def _children(actor: Actor, job: Sequence[Actor]) -> set[int]:

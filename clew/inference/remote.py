@@ -511,7 +511,7 @@ class RemoteEngine:
         """
         kind, address, silence = self._backend.kind, self._backend.address, ""
         loop, resumed, warned = asyncio.get_running_loop(), False, False
-        began = spoke = ran = loop.time()
+        began = spoke = ran = looked = loop.time()
         with waiting(
             f"{kind} at {address} to start",
             unblocks=kind,
@@ -523,10 +523,13 @@ class RemoteEngine:
             ):
                 if ended := self.process.ended():
                     raise EngineError(f"{kind} did not start: it {ended}")
-                if not (stopped := self.process.stopped()):
-                    ran = loop.time()
-                elif loop.time() - ran > self._frozen_s:
-                    raise EngineError(f"{kind} did not start: its {stopped} is stopped (SIGSTOP). Start the run again.")
+                if loop.time() - looked > self._frozen_s / 4:  # it looks at all processes of the machine
+                    looked, stopped = loop.time(), self.process.stopped()
+                    ran = ran if stopped else looked
+                    if looked - ran > self._frozen_s:
+                        raise EngineError(
+                            f"{kind} did not start: its {stopped} is stopped (SIGSTOP). Start the run again."
+                        )
                 if silence != NO_ANSWER:  # a closed port is no silence: the server may still open it
                     spoke = loop.time()
                 elif loop.time() - spoke > UPDATE_S and await self._takes_connections():

@@ -126,6 +126,8 @@ async def _run_child(
                         complaint = errors.read().decode(errors="replace").strip().splitlines()
                         return (complaint or ["it printed nothing"])[-1]
                     episode.reward, episode.error, episode.at = json.loads(answer)
+        except json.JSONDecodeError as error:  # it was killed while it wrote
+            return f"it printed half a line: {error}"
         except TimeoutError:
             return f"it did not end within {limit:g} s"
         finally:

@@ -169,7 +169,7 @@ class Sampler:
         """Each thing that is left, and the line that it comes from, by quantity."""
         if sys.platform == "linux":
             left |= {"files": [], "sockets": []}
-            for number, name in _open_files().items() - self._files.items():
+            for number, name in sorted(_open_files().items() - self._files.items()):
                 if name.startswith("socket:"):
                     left["sockets"].append(("", origins.sockets.get(number, "")))
                 else:

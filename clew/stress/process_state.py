@@ -32,7 +32,8 @@ def _changed_by(function: str, argument: Any) -> str:
     if function in ("putenv", "unsetenv"):
         return f"os.environ['{os.fsdecode(argument)}']"
     if function == "signal":
-        return f"the handler of {signal.Signals(argument).name}"
+        known = argument in {*signal.Signals}  # the user's own call says what is wrong with another number
+        return f"the handler of {signal.Signals(argument).name}" if known else ""
     return {"umask": "the umask", "setlocale": "the locale"}.get(function, "the working directory")
 
 
@@ -82,7 +83,8 @@ class ProcessState:
     def _note(self, caller: FrameType, function: str, /, *arguments: Any, **named: Any) -> None:
         place = self._code.users_place(lines_of(caller))
         if place is not None:
-            self._called[_changed_by(function, [*arguments, *named.values()][0])] = str(place)
+            first = arguments[0] if arguments else named.get("signalnum", next(iter(named.values()), None))
+            self._called[_changed_by(function, first)] = str(place)
 
     def look(self) -> None:
         """Take the present state as the baseline, so that earlier changes are attributed to no episode."""

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -834,6 +835,19 @@ def test_what_changes_after_the_stress_is_nobodys(monkeypatch: pytest.MonkeyPatc
         return state.changes
 
     assert asyncio.run(changes()) == []
+
+
+def test_any_call_that_changes_the_process_does_what_it_does_without_the_stress() -> None:
+    number = signal.SIGRTMIN + 1  # it has no name
+
+    async def changes() -> None:
+        async with ProcessState(Code(test_three_outcomes)):
+            signal.signal(number, signal.SIG_IGN)
+            signal.signal(handler=signal.SIG_DFL, signalnum=number)
+            with pytest.raises(TypeError):
+                os.chdir()  # type: ignore[call-arg]
+
+    asyncio.run(changes())
 
 
 def test_three_outcomes() -> None:
