@@ -413,7 +413,7 @@ def group_of(frame: Frame, place: Place) -> tuple[str, tuple[int, ...] | None]:
         return "world", None
     text = place.sources.get(callers[0].file, "")
     calls = source.calls_at(text, callers[0].line)
-    call = next((each for each in calls if source.dotted(each.func).rpartition(".")[2] == frame.name), None)
+    call = next((each for each in calls if source.last_name(each.func) == frame.name), None)
     passed = source.keyword(call, "group") if call is not None else None
     if call is not None and passed is None:
         arguments = call.args if frame.name.endswith("barrier") else call.args[1:]  # the first one is the tensor
@@ -441,7 +441,7 @@ def new_group_members(text: str, name: str, names: dict[str, Any]) -> tuple[int,
     """Return the ranks of `name = new_group(RANKS)`; None if they do not follow from the source and `names`."""
     integers = {**expressions.constants(text), **names}
     for value in source.assignments(text, name):
-        if isinstance(value, ast.Call) and source.dotted(value.func).rpartition(".")[2] == "new_group":
+        if isinstance(value, ast.Call) and source.last_name(value.func) == "new_group":
             ranks = source.keyword(value, "ranks", 0)
             if ranks is None:
                 return tuple(range(integers["world_size"])) if "world_size" in integers else None
@@ -567,11 +567,11 @@ def _work(base: Activity, call: ast.Call, place: Place) -> Activity | None:
         is_work = "Work" in place.user.locals.get(name, "")
         return replace(base, kind="collective", op="wait", group="?") if is_work else None
     one = _nearest(made, place)
-    op = source.dotted(one.func).rpartition(".")[2]
+    op = source.last_name(one.func)
     passed = source.keyword(one, "group")
     group, members = "world", None
     if passed is not None and not source.dotted(passed).endswith("group.WORLD"):
-        group = source.dotted(passed).rpartition(".")[2]
+        group = source.last_name(passed)
         members = place.members_of(group)
     if op == "batch_isend_irecv":
         messages = _messages_of(one, place)

@@ -76,7 +76,7 @@ def _fills(one: Activity, sink: Sink) -> bool:
     fills, asks = (source.loop_at(sink.sources.get(each.file, ""), each.line) for each in (one, sink.act))
     if fills is None or not isinstance(asks, ast.While):
         return False
-    asked = {getattr(node, "attr", getattr(node, "id", "")) for node in ast.walk(asks.test)}
+    asked = set(map(source.last_name, source.nodes_in((ast.Attribute, ast.Name), asks.test)))
     return not asked.isdisjoint(source.filled(fills))
 
 
@@ -110,19 +110,17 @@ def _asked_at(one: Activity, sources: Mapping[str, str]) -> set[str]:
     loop = source.loop_at(sources.get(one.file, ""), one.line)
     if one.kind != "sleep" or not isinstance(loop, ast.While):
         return set()
-    items = (node for node in ast.walk(loop.test) if isinstance(node, (ast.Attribute, ast.Subscript)))
-    return source.texts_in(loop.test) | {ast.unparse(node) for node in items}
+    items = source.nodes_in((ast.Attribute, ast.Subscript), loop.test)
+    return source.texts_in(loop.test) | set(map(ast.unparse, items))
 
 
 def _set_around(one: Activity, sources: Mapping[str, str]) -> set[str]:
     """Return the attributes and items that the function around a line assigns, and the strings that it passes on."""
-    around, found = source.enclosing_function(sources.get(one.file, ""), one.line), set[str]()
-    for node in ast.walk(around) if around else ():
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-            found |= source.texts_in(node)
-        elif isinstance(node, (ast.Assign, ast.AugAssign)):
-            found |= {ast.unparse(each) for each in (node.targets if isinstance(node, ast.Assign) else [node.target])}
-    return found
+    around = source.enclosing_function(sources.get(one.file, ""), one.line)
+    calls = [node for node in source.nodes_in(ast.Expr, around) if isinstance(node.value, ast.Call)]
+    targets = [each for node in source.nodes_in(ast.Assign, around) for each in node.targets]
+    targets += [node.target for node in source.nodes_in(ast.AugAssign, around)]
+    return set().union(*map(source.texts_in, calls), map(ast.unparse, targets))
 
 
 def asks_as_told(sink: Sink) -> Verdict | None:
@@ -191,6 +189,6 @@ def _writes(call: ast.Call) -> bool:
 def _names_of_files(node: source.Loop | ast.expr, text: str) -> set[str]:
     """Return the strings in a loop or expression, and in what its function assigns to its names, except file types."""
     around = source.enclosing_function(text, node.lineno)
-    names, nodes = source.names_in(node), list(ast.walk(around)) if around else []
-    assigned = [each.value for each in nodes if isinstance(each, ast.Assign) and names & source.names_in(*each.targets)]
+    names, assigns = source.names_in(node), source.nodes_in(ast.Assign, around)
+    assigned = [each.value for each in assigns if names & source.names_in(*each.targets)]
     return {part for each in (node, *assigned) for part in source.texts_in(each) if re.match(r"[^.\s].{2}", part)}

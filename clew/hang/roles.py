@@ -13,7 +13,14 @@ from clew.hang.activity import C10D, DISTRIBUTED, Activity, activities
 from clew.hang.observed import Group, Process, Snapshot
 from clew.hang.programs import awaited_work, with_python_parents
 from clew.hang.progress import moves, moves_inside, without_torn
-from clew.hang.source import enclosing_function, ends_one_of, goes_on_for_ever, loop_variables, outermost_loop
+from clew.hang.source import (
+    enclosing_function,
+    ends_one_of,
+    goes_on_for_ever,
+    loop_variables,
+    nodes_in,
+    outermost_loop,
+)
 from clew.hang.verdict import Actor
 
 RANK_NAMES = ("rank", "global_rank", "world_rank", "my_rank", "local_rank", "rank_id", "RANK", "self.rank")
@@ -262,7 +269,7 @@ def _is_bystander(one: Activity, every: Sequence[Activity], sources: Mapping[str
     text = sources.get(one.file, "")
     loop, function = outermost_loop(text, one.line), enclosing_function(text, one.line)
     serves = "serve_forever(" in one.text or one.op.endswith("accept")
-    gives = function is not None and any(isinstance(n, (ast.Return, ast.Yield)) and n.value for n in ast.walk(function))
+    gives = any(node.value for node in nodes_in((ast.Return, ast.Yield), function))
     serves = serves or (one.kind in ("process", "pipe") and loop is not None and not gives)
     if not serves and not _idles_for_ever(one, sources):
         return False

@@ -16,12 +16,14 @@ from clew.hang.observed import Frame
 from clew.hang.source import (
     Function,
     Loop,
-    block_of,
     calls_at,
     dotted,
     enclosing,
-    leaves_one,
+    guards_before,
+    last_name,
     loops_at,
+    names_in,
+    nodes_in,
     parse,
     tells_ranks,
 )
@@ -131,26 +133,19 @@ def _is_on_branch(text: str, line: int) -> bool:
 def _branches_off(text: str, path: Sequence[ast.AST], *, loops: bool) -> bool:
     """Return whether the last of these nodes is on a branch within the first, or after an exit for most ranks."""
     branches = (ast.If, ast.Match, ast.While, ast.ExceptHandler, *(() if loops else (ast.For, ast.AsyncFor)))
-    for outer, inner in pairwise(path):
-        block = block_of(outer, inner)
-        for node in block[: block.index(inner)] if block else ():
-            if isinstance(node, ast.If) and leaves_one(text, node):
-                return True
-    return any(isinstance(node, branches) for node in path[1:])
+    left = any(guards_before(text, outer, inner) for outer, inner in pairwise(path))
+    return left or any(isinstance(node, branches) for node in path[1:])
 
 
 def _calls_once(text: str, line: int) -> bool:
     """Return whether a line calls each function once, as far as it shows: it has no comprehension, for example."""
     calls = calls_at(text, line)
-    called = [dotted(call.func) for call in calls]
-    if any(name.rpartition(".")[2] in ("map", "filter", "reduce", "starmap") for name in called):
+    if any(last_name(call.func) in ("map", "filter", "reduce", "starmap") for call in calls):
         return False
-    called = [name for name in called if name not in vars(builtins)]
-    nodes = [each for call in calls for each in ast.walk(call)]
-    path = enclosing(text, line)
-    nodes += ast.walk(path[-1]) if path and not hasattr(path[-1], "body") else ()
-    several = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-    return len(called) == len(set(called)) and not any(isinstance(node, several) for node in nodes)
+    called = [name for call in calls if (name := dotted(call.func)) not in vars(builtins)]
+    simple = [node for node in enclosing(text, line)[-1:] if not hasattr(node, "body")]
+    several = nodes_in((ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp), *calls, *simple)
+    return len(called) == len(set(called)) and not several
 
 
 def _rounds_between(text: str, line: int, later: int) -> list[tuple[set[str], bool]]:
@@ -178,5 +173,4 @@ def _rounds(loop: Loop, line: int, later: int) -> tuple[set[str], bool]:
     target = loop.target
     if "enumerate(" in source and isinstance(target, ast.Tuple):
         target = target.elts[0]
-    names = {each.id for each in ast.walk(target) if isinstance(each, ast.Name)}
-    return names, NUMBERS.search(source) is not None
+    return names_in(target), NUMBERS.search(source) is not None

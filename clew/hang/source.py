@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 STDIN, STDOUT = re.compile(r"\.stdin\.write(lines)?$"), re.compile(r"(^|\.)stdout\.write(lines)?$|^print$")
 """Match calls that write to a child program, and calls by which a program writes its own output."""
@@ -62,6 +62,8 @@ COLLECTS = re.compile(r"(^|\.)Path$|^(range|enumerate|zip|set|tuple|map|filter)$
 """Calls that only go through what the condition of a loop asks about."""
 LIMIT = re.compile(r"Empty|Full|Time_?[Oo]ut")
 """Exceptions that say that a wait has reached its limit."""
+PROGRAM_ENDS = re.compile("Cancelled|Interrupt")
+"""Exceptions that are raised when the program or its task should end."""
 UNLIMITED = re.compile(r"\.(get|wait|acquire|read)$")
 """Calls that do not poll unless they have an argument, such as a timeout."""
 ENDING = {
@@ -76,6 +78,9 @@ Wait = tuple[str, str]
 """Kind of a wait, and the object that is waited for ("" if it has no name)."""
 Loop = ast.While | ast.For | ast.AsyncFor
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+LEAVES = (ast.Break, ast.Return, ast.Raise)
+"""Statements by which a program leaves a loop."""
+Node = TypeVar("Node", bound=ast.AST)
 
 
 @lru_cache(maxsize=256)
@@ -135,14 +140,24 @@ def same_name(one: str, other: str) -> bool:
     return bool(short) and (long == short or long.endswith(f".{short}"))
 
 
-def names_in(*nodes: ast.AST | None) -> set[str]:
-    """Return the names of the variables that occur in some nodes; None counts as an empty node."""
-    return {each.id for node in nodes if node is not None for each in ast.walk(node) if isinstance(each, ast.Name)}
+def last_name(node: ast.AST) -> str:
+    """Return the last part of a dotted name, such as all_reduce in dist.all_reduce."""
+    return dotted(node).rpartition(".")[2]
 
 
-def calls_in(*nodes: ast.AST | None) -> list[ast.Call]:
-    """Return the calls that occur in some nodes; None counts as an empty node."""
-    return [each for node in nodes if node is not None for each in ast.walk(node) if isinstance(each, ast.Call)]
+def nodes_in(kind: type[Node] | tuple[type[Node], ...], *roots: ast.AST | None) -> list[Node]:
+    """Return the nodes of some classes that occur in syntax trees, also the roots; None counts as an empty tree."""
+    return [node for root in roots if root is not None for node in ast.walk(root) if isinstance(node, kind)]
+
+
+def names_in(*roots: ast.AST | None) -> set[str]:
+    """Return the names of the variables that occur in syntax trees."""
+    return {node.id for node in nodes_in(ast.Name, *roots)}
+
+
+def calls_in(*roots: ast.AST | None) -> list[ast.Call]:
+    """Return the calls that occur in syntax trees."""
+    return nodes_in(ast.Call, *roots)
 
 
 def calls_at(text: str, line: int) -> list[ast.Call]:
@@ -165,20 +180,14 @@ def calls_at(text: str, line: int) -> list[ast.Call]:
 @lru_cache(maxsize=256)
 def rank_names(text: str) -> frozenset[str]:
     """Return the variables assigned from get_rank(), RANK of the environment, or a comparison with such a variable."""
-    tree, found = parse(text), set[str]()
-    for node in ast.walk(tree) if tree else ():
-        if not isinstance(node, ast.Assign):
-            continue
+    found = set[str]()
+    for node in nodes_in(ast.Assign, parse(text)):
         value = ast.unparse(node.value)
         compares = isinstance(node.value, ast.Compare) and found & set(re.findall(r"\w+", value))
         if compares or re.search(r"get_rank\(|[\"']RANK[\"']", value):
             for target in node.targets:
-                found |= {dotted(each).rpartition(".")[2] for each in _targets(target)}
+                found |= {last_name(each) for each in getattr(target, "elts", [target])}
     return frozenset(found - {"world", "world_size"})
-
-
-def _targets(target: ast.expr) -> list[ast.expr]:
-    return list(target.elts) if isinstance(target, (ast.Tuple, ast.List)) else [target]
 
 
 def holds_for_one(test: ast.expr) -> bool:
@@ -194,7 +203,7 @@ def holds_for_one(test: ast.expr) -> bool:
         case ast.Compare():
             return not isinstance(test.ops[0], (ast.NotEq, ast.Gt, ast.GtE))
         case ast.Name() | ast.Attribute():
-            return not re.fullmatch(r"(\w+_)?rank", dotted(test).rpartition(".")[2].lower())
+            return not re.fullmatch(r"(\w+_)?rank", last_name(test).lower())
     return True
 
 
@@ -208,11 +217,11 @@ def _of_one(text: str, test: ast.expr) -> bool:
     """Return whether a condition is plainly on one rank: `rank != 0` or `not is_main`, but not `i % world != rank`."""
     match test:
         case ast.UnaryOp(op=ast.Not(), operand=ast.Name() | ast.Attribute() | ast.Call() as one):
-            name = dotted(one.func if isinstance(one, ast.Call) else one).rpartition(".")[2]
+            name = last_name(one.func if isinstance(one, ast.Call) else one)
             return name in rank_names(text) or bool(re.search("(^|_)(main|master|zero|chief|primary)(_|$)", name))
         case ast.Compare(left=ast.Name() | ast.Attribute() | ast.Call() as left, comparators=[ast.Constant(value=0)]):
             test = left.func if isinstance(left, ast.Call) else left
-    name = dotted(test).rpartition(".")[2]
+    name = last_name(test)
     return name in rank_names(text) or bool(re.fullmatch(r"(\w+_)?rank", name.removeprefix("get_"), re.I))
 
 
@@ -222,18 +231,22 @@ def leaves_one(text: str, node: ast.If) -> bool:
     return leaves and tells_ranks(text, node.test) and not holds_for_one(node.test)
 
 
+def guards_before(text: str, outer: ast.AST, inner: ast.AST) -> list[ast.If]:
+    """Return the statements by which all ranks but one leave a block of `outer` before they come to `inner`."""
+    block = block_of(outer, inner)
+    before = block[: block.index(inner)] if block else []
+    return [node for node in before if isinstance(node, ast.If) and leaves_one(text, node)]
+
+
 @lru_cache(maxsize=4096)
 def branch_of_rank(text: str, line: int) -> str:
     """Return "alone" if only one rank runs a line, "side" if the others run the other branch, otherwise ""."""
     for outer, inner in pairwise(enclosing(text, line)):
-        block = block_of(outer, inner)
-        for guard in (each for each in block[: block.index(inner)] if isinstance(each, ast.If)) if block else ():
-            # The others may make the same call before they leave.
-            if leaves_one(text, guard) and _of_one(text, guard.test) and not calls_in(*guard.body):
-                return "alone"
-        if not isinstance(outer, ast.If):
-            continue
-        if not tells_ranks(text, outer.test):
+        # The others may make the same call before they leave.
+        left = (guard for guard in guards_before(text, outer, inner) if not calls_in(*guard.body))
+        if any(_of_one(text, guard.test) for guard in left):
+            return "alone"
+        if not isinstance(outer, ast.If) or not tells_ranks(text, outer.test):
             continue
         if inner in (outer.body if holds_for_one(outer.test) else outer.orelse):
             return "side" if outer.orelse else "alone"
@@ -266,10 +279,10 @@ def _cleans_up(path: Sequence[ast.AST], text: str, line: int) -> bool | None:
         text: Source of the file.
         line: The line, from which a call has not returned.
     """
-    names = (dotted(call.func).rpartition(".")[2] for call in calls_at(text, line))
-    if not _leads_to_raise(path) and not any(HANDLER_CLEANUP.search(name) for name in names):
+    names = (last_name(call.func) for call in calls_at(text, line))
+    if not _leads_to_raise(path) and not any(map(HANDLER_CLEANUP.search, names)):
         return None
-    return any(isinstance(node, ast.Raise) for node in ast.walk(path[0]))
+    return bool(nodes_in(ast.Raise, path[0]))
 
 
 def block_of(outer: ast.AST, inner: ast.AST) -> list[Any]:
@@ -321,31 +334,33 @@ def loops_at(text: str, line: int) -> list[Loop]:
 
 def texts_in(node: ast.AST) -> set[str]:
     """Return the string constants in an expression or statement."""
-    constants = (each.value for each in ast.walk(node) if isinstance(each, ast.Constant))
-    return {each for each in constants if isinstance(each, str)}
+    return {each.value for each in nodes_in(ast.Constant, node) if isinstance(each.value, str)}
 
 
-def counted(loop: ast.AST) -> set[str]:
-    """Return the names and attributes that a loop counts up or down, such as `tries` in `tries += 1`."""
-    targets = (node.target for node in ast.walk(loop) if isinstance(node, ast.AugAssign))
-    return {dotted(each).rpartition(".")[2] for each in targets if isinstance(each, (ast.Name, ast.Attribute))}
+def counted(*roots: ast.AST) -> set[str]:
+    """Return the names and attributes that loops count up or down, such as `tries` in `tries += 1`."""
+    targets = (node.target for node in nodes_in(ast.AugAssign, *roots))
+    return {last_name(each) for each in targets if isinstance(each, (ast.Name, ast.Attribute))}
+
+
+def _handlers(loop: ast.AST, errors: re.Pattern[str]) -> list[ast.ExceptHandler]:
+    """Return each `except` in a loop that names such an exception."""
+    return [each for each in nodes_in(ast.ExceptHandler, loop) if each.type and errors.search(ast.unparse(each.type))]
 
 
 def missed(loop: ast.AST) -> set[str]:
     """Return the names that a loop counts when a wait has reached its limit, such as `idle` beside queue.Empty."""
-    handlers = ((n, n.type) for n in ast.walk(loop) if isinstance(n, ast.ExceptHandler) and n.type is not None)
-    late = [node for each, error in handlers if LIMIT.search(ast.unparse(error)) for node in ast.walk(each)]
-    others = (node for node in ast.walk(loop) if isinstance(node, ast.AugAssign) and node not in late)
-    return set().union(*map(counted, late)) - set().union(*map(counted, others))
+    late = nodes_in(ast.AugAssign, *_handlers(loop, LIMIT))
+    return counted(*late) - counted(*(node for node in nodes_in(ast.AugAssign, loop) if node not in late))
 
 
 def filled(loop: ast.AST) -> set[str]:
     """Return the names and attributes of the collections to which a loop adds items, such as `rows` in rows[n] = 1."""
     functions = (call.func for call in calls_in(loop))
     grown = [each.value for each in functions if isinstance(each, ast.Attribute) and each.attr in GROWS]
-    targets = [each for node in ast.walk(loop) if isinstance(node, ast.Assign) for each in node.targets]
+    targets = [each for node in nodes_in(ast.Assign, loop) for each in node.targets]
     grown += [each.value for each in targets if isinstance(each, ast.Subscript)]
-    return {dotted(each).rpartition(".")[2] for each in grown}
+    return set(map(last_name, grown))
 
 
 @lru_cache(maxsize=4096)
@@ -354,7 +369,7 @@ def made_anew(text: str, line: int) -> frozenset[str]:
     if (loop := outermost_loop(text, line)) is None:
         return frozenset()
     whole = (ast.ListComp, ast.SetComp, ast.DictComp)
-    made = [n for n in ast.walk(loop) if isinstance(n, ast.Assign) and isinstance(n.value, whole)]
+    made = [node for node in nodes_in(ast.Assign, loop) if isinstance(node.value, whole)]
     names = {name for each in made for name in names_in(*each.targets) - names_in(each.value)}  # not: jobs of jobs
     return frozenset(f"len({name})" for name in names - filled(loop))
 
@@ -363,19 +378,14 @@ def made_anew(text: str, line: int) -> frozenset[str]:
 def loop_variables(text: str, line: int) -> frozenset[str]:
     """Return the variables of all `for` loops in the function around a line, or in the module if there is none."""
     around = enclosing_function(text, line) or parse(text)
-    loops = (each for each in (ast.walk(around) if around else ()) if isinstance(each, (ast.For, ast.AsyncFor)))
-    return frozenset(names_in(*(each.target for each in loops)))
+    return frozenset(names_in(*(loop.target for loop in nodes_in((ast.For, ast.AsyncFor), around))))
 
 
 def goes_on_for_ever(loop: ast.AST | None) -> bool:
     """Return whether a loop is `while True` without a break, return or raise: it is not meant to end."""
     if not isinstance(loop, ast.While) or not isinstance(loop.test, ast.Constant) or not loop.test.value:
         return False
-    handlers = [node for node in ast.walk(loop) if isinstance(node, ast.ExceptHandler)]
-    ends = [each for each in handlers if each.type and re.search("Cancelled|Interrupt", ast.unparse(each.type))]
-    at_end = {node for each in ends for node in ast.walk(each)}
-    leaves = {n for n in ast.walk(loop) if isinstance(n, (ast.Break, ast.Return, ast.Raise))}
-    return leaves <= at_end
+    return set(nodes_in(LEAVES, loop)) <= set(nodes_in(LEAVES, *_handlers(loop, PROGRAM_ENDS)))
 
 
 @lru_cache(maxsize=4096)
@@ -392,9 +402,9 @@ def periodic(text: str, line: int) -> bool:
 @lru_cache(maxsize=4096)
 def clocks(text: str, line: int) -> set[str]:
     """Return the names that the function around a line computes from the clock, without other calls, such as an age."""
-    function, found = enclosing_function(text, line), set[str]()
-    for node in ast.walk(function) if function else ():
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+    found = set[str]()
+    for node in nodes_in(ast.Assign, enclosing_function(text, line)):
+        if isinstance(node.targets[0], ast.Name):
             calls = {dotted(call.func) for call in calls_in(node.value)} - NUMBERS
             used = names_in(node.value)
             if (calls or used & found) and all(map(CLOCK.search, calls)):
@@ -421,9 +431,8 @@ def follows(text: str, line: int, later: int) -> bool:
 @lru_cache(maxsize=4096)
 def function_named(text: str, name: str) -> Function | None:
     """Return the first function of a file with this name."""
-    tree = parse(text)
-    nodes = ast.walk(tree) if tree else ()
-    return next((node for node in nodes if isinstance(node, Function) and node.name == name), None)
+    functions = nodes_in((ast.FunctionDef, ast.AsyncFunctionDef), parse(text))
+    return next((each for each in functions if each.name == name), None)
 
 
 def taking(text: str, queue: str) -> set[str]:
@@ -468,13 +477,10 @@ def ends_wait(around: Function | Loop, text: str, wait: Wait, by_argument: bool 
 
 def _from_table(name: str, around: ast.AST) -> bool:
     """Return whether an object is an item of a table, such as pending.pop(number), or a variable that was one."""
-    if name.endswith(("[]", ".pop()", ".get()", ".popleft()")):
+    if name in names_in(*(loop.target for loop in nodes_in(ast.For, around))):
         return True
-    nodes = list(ast.walk(around))
-    if any(isinstance(node, ast.For) and name in names_in(node.target) for node in nodes):
-        return True
-    values = (node.value for node in nodes if isinstance(node, ast.Assign) and name in map(dotted, node.targets))
-    return any(dotted(value).endswith(("[]", ".pop()", ".get()", ".popleft()")) for value in values)
+    values = (dotted(node.value) for node in nodes_in(ast.Assign, around) if name in map(dotted, node.targets))
+    return any(each.endswith(("[]", ".pop()", ".get()", ".popleft()")) for each in (name, *values))
 
 
 def _without_nested(around: ast.AST) -> Iterator[ast.AST]:
@@ -536,8 +542,8 @@ def polls(loop: ast.AST, text: str, depth: int = 2, also: re.Pattern[str] | None
 
 def retries(loop: ast.AST) -> bool:
     """Return whether a loop only makes attempts: it is left when one succeeds, and goes on when one fails."""
-    for node in ast.walk(loop):
-        if isinstance(node, ast.Try) and any(not isinstance(each.body[-1], ast.Raise) for each in node.handlers):
+    for node in nodes_in(ast.Try, loop):
+        if any(not isinstance(each.body[-1], ast.Raise) for each in node.handlers):
             last = (node.orelse or node.body)[-1]  # reached only if the attempt has succeeded
             while isinstance(last, (ast.With, ast.AsyncWith)):
                 last = last.body[-1]
@@ -546,50 +552,53 @@ def retries(loop: ast.AST) -> bool:
     return False
 
 
+def _ends_if(loop: Loop) -> list[ast.expr]:
+    """Return the conditions of `if` statements in the body of a loop that leave it."""
+    tests = (node for node in loop.body if isinstance(node, ast.If))
+    return [node.test for node in tests if isinstance(node.body[-1], (ast.Return, ast.Break))]
+
+
 def asks(loop: Loop | None) -> bool:
     """Return whether a `while` is left when a test holds, and otherwise only gets values, logs and sleeps."""
-    nodes = loop.body if isinstance(loop, ast.While) else []
-    leaves = any(isinstance(n, ast.If) and isinstance(n.body[-1], (ast.Return, ast.Break)) for n in nodes)
-    acts = [dotted(n.value.func) for n in nodes if isinstance(n, ast.Expr) and isinstance(n.value, ast.Call)]
-    return leaves and all(map(POLLS.search, acts))
+    if not isinstance(loop, ast.While) or not _ends_if(loop):
+        return False
+    acts = [dotted(n.value.func) for n in loop.body if isinstance(n, ast.Expr) and isinstance(n.value, ast.Call)]
+    return all(map(POLLS.search, acts))
 
 
 def asks_for_file(loop: Loop, text: str) -> bool:
     """Return whether a loop only waits and asks for a file, and is left when it is there."""
-    leaves = (n for n in loop.body if isinstance(n, ast.If) and isinstance(n.body[-1], (ast.Return, ast.Break)))
-    asks = any(re.search(r"exists|is_?file|glob|listdir|stat\(", ast.unparse(n.test)) for n in leaves)
-    return asks and any(name.endswith("sleep") for name in calls_of(loop)) and polls(loop, text)
+    for_file = any(re.search(r"exists|is_?file|glob|listdir|stat\(", ast.unparse(test)) for test in _ends_if(loop))
+    return for_file and any(name.endswith("sleep") for name in calls_of(loop)) and polls(loop, text)
 
 
 @lru_cache(maxsize=4096)
 def heartbeat(text: str, line: int) -> bool:
     """Return whether a line is in a loop that only sleeps and reports, for ever or until an event is set."""
     loop = loop_at(text, line)
-    if not isinstance(loop, ast.While):
+    if not isinstance(loop, ast.While) or nodes_in(LEAVES, loop):
         return False
     until = next((dotted(call.func) for call in calls_in(loop.test)), "")
     if not isinstance(loop.test, ast.Constant):
         waits = all(name.removesuffix("()").endswith((".wait", ".is_set", "sleep")) for name in calls_of(loop))
         if waits or not until.endswith((".wait", ".is_set")):  # one that reports nothing waits for the event
             return False
-    leaves = any(isinstance(node, (ast.Break, ast.Return, ast.Raise)) for node in ast.walk(loop))
-    return not leaves and polls(loop, text, also=MEASURES)
+    return polls(loop, text, also=MEASURES)
 
 
 def selects_for_a_time(text: str, line: int) -> bool:
     """Return whether a line calls select() or poll() with a limit."""
     places = {"select": 3, "poll": 0}
-    calls = [(call, dotted(call.func).rpartition(".")[2]) for call in calls_at(text, line)]
+    calls = [(call, last_name(call.func)) for call in calls_at(text, line)]
     limits = (keyword(call, "timeout", places[name]) for call, name in calls if name in places)
     return any(limit is not None and ast.unparse(limit) != "None" for limit in limits)
 
 
 def may_ask_again(text: str, line: int) -> bool:
     """Return whether a line is in a `while`, in a loop that may be left early, or where a failure is handled."""
-    return in_handler(text, line) or any(
-        isinstance(loop, ast.While) or any(isinstance(node, (ast.Break, ast.Return)) for node in ast.walk(loop))
-        for loop in loops_at(text, line)
-    )
+    loops = loops_at(text, line)
+    may_go_on = any(isinstance(loop, ast.While) or nodes_in((ast.Break, ast.Return), loop) for loop in loops)
+    return may_go_on or in_handler(text, line)
 
 
 def sleeps_s(text: str, line: int, names: Mapping[str, str]) -> float | None:
@@ -648,18 +657,17 @@ def keyword(call: ast.Call, name: str, place: int | None = None) -> ast.expr | N
 
 def assignments(text: str, name: str) -> Iterator[ast.expr]:
     """Yield the values that a file assigns or appends to a name or attribute, and the iterables of loops over it."""
-    tree = parse(text)
     last = name.rpartition(".")[2]
-    for node in ast.walk(tree) if tree else ():
+    for node in nodes_in(ast.AST, parse(text)):
         if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
             for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-                if dotted(target).rpartition(".")[2].removesuffix("[]") == last:
+                if last_name(target).removesuffix("[]") == last:
                     yield node.value
                 elif isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
                     for each, value in zip(target.elts, node.value.elts, strict=False):
-                        if dotted(each).rpartition(".")[2] == last:
+                        if last_name(each) == last:
                             yield value
-        elif isinstance(node, ast.Call) and dotted(node.func).rpartition(".")[2] == "append" and node.args:
+        elif isinstance(node, ast.Call) and last_name(node.func) == "append" and node.args:
             if dotted(node.func).removesuffix(".append").rpartition(".")[2] == last:
                 yield node.args[0]
         elif isinstance(node, (ast.For, ast.comprehension)) and dotted(node.target) == name:
@@ -669,9 +677,8 @@ def assignments(text: str, name: str) -> Iterator[ast.expr]:
 def origin(text: str, call: ast.Call) -> str:
     """Return the top-level module from which the file imports a called name; "" if it does not import it."""
     root = dotted(call.func).partition(".")[0]
-    for node in ast.walk(parse(text) or ast.Module([], [])):
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            for name in node.names:
-                if root == (name.asname or name.name.partition(".")[0]):
-                    return (getattr(node, "module", None) or name.name).partition(".")[0]
+    for node in nodes_in((ast.Import, ast.ImportFrom), parse(text)):
+        for name in node.names:
+            if root == (name.asname or name.name.partition(".")[0]):
+                return (getattr(node, "module", None) or name.name).partition(".")[0]
     return ""
