@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import builtins
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise, takewhile
 
 from clew.hang.observed import Frame
@@ -49,18 +49,16 @@ def is_past(ahead: Actor, still: Actor, sources: Mapping[str, str], *, loops: bo
         loops: Count a rank as past, too, if it has left a loop in which the other still is.
         job: Ranks that show how many turns such a loop should take.
     """
-    ours, theirs = ahead.process.user_frames[::-1], still.process.user_frames[::-1]
-    for depth, (a, b) in enumerate(zip(ours, theirs, strict=False)):
-        if (a.file, a.function) != (b.file, b.function):
-            return False
+    for depth, (a, b) in enumerate(_common_calls(ahead, still)):
         text = sources.get(a.file, "")
-        for variables, numbers in _rounds_between(text, b.line, a.line):
+        for loop in _loops_around(text, a.line, b.line):
+            variables, numbers = _rounds(loop, b.line, a.line)
             known = variables & a.locals.keys() & b.locals.keys()
             known = {name for name in known if numbers or a.locals[name].startswith(("'", '"'))}
             if not known or any(a.locals[name] != b.locals[name] for name in known):
                 return False
         if a.line != b.line:
-            inner = theirs[depth + 1 :]
+            inner = still.process.user_frames[::-1][depth + 1 :]
             optional = loops and any(_is_on_branch(sources.get(each.file, ""), each.line) for each in inner)
             extra_turn = loops and any(_takes_more(name, a, b, job) for name in _turns_before(text, b.line, a.line))
             return not optional and not extra_turn and _has_passed(text, b.line, a.line, loops=loops)
@@ -71,14 +69,12 @@ def is_past(ahead: Actor, still: Actor, sources: Mapping[str, str], *, loops: bo
 
 def is_rounds_ahead(ahead: Actor, still: Actor, sources: Mapping[str, str]) -> bool:
     """Return whether a rank is in a later round than another of the outermost loop in which their rounds differ."""
-    ours, theirs = ahead.process.user_frames[::-1], still.process.user_frames[::-1]
-    for a, b in zip(ours, theirs, strict=False):
-        if (a.file, a.function) != (b.file, b.function):
-            return False
+    for a, b in _common_calls(ahead, still):
         text = sources.get(a.file, "")
-        both = [loop for loop in loops_at(text, a.line) if loop in loops_at(text, b.line)]
-        # Other counters need not count rounds: of tokens, for example, or of rows from the rank's own first one on.
-        for loop in (each for each in both if isinstance(each, ast.For) and not tells_ranks(text, each.iter)):
+        for loop in _loops_around(text, a.line, b.line):
+            # Other counters need not count rounds: of tokens, for example, or of rows from the rank's own first one on.
+            if not isinstance(loop, ast.For) or tells_ranks(text, loop.iter):
+                continue
             variables, numbers = _rounds(loop, a.line, b.line)
             values = [(a.locals.get(name, ""), b.locals.get(name, "")) for name in variables if numbers]
             known = [(int(here), int(there)) for here, there in values if here.isdigit() and there.isdigit()]
@@ -87,6 +83,12 @@ def is_rounds_ahead(ahead: Actor, still: Actor, sources: Mapping[str, str]) -> b
         if a.line != b.line:
             return False
     return False
+
+
+def _common_calls(ahead: Actor, still: Actor) -> Iterator[tuple[Frame, Frame]]:
+    """Yield the frames of two ranks in pairs, the outermost first, as long as both are in the same function."""
+    pairs = zip(ahead.process.user_frames[::-1], still.process.user_frames[::-1], strict=False)
+    return takewhile(lambda pair: (pair[0].file, pair[0].function) == (pair[1].file, pair[1].function), pairs)
 
 
 def _takes_more(name: str, ended: Frame, still: Frame, job: Sequence[Actor]) -> bool:
@@ -100,7 +102,7 @@ def _takes_more(name: str, ended: Frame, still: Frame, job: Sequence[Actor]) -> 
 
 def _called_by_library(frame: Frame, actor: Actor) -> bool:
     """Return whether a library calls the next frame of the user, and may do so several times."""
-    frames = actor.process.main.frames if actor.process.main else ()
+    frames = actor.process.main_frames
     place = next((n for n, each in enumerate(frames) if each is frame), 0)
     between = takewhile(lambda each: not each.of_user, reversed(frames[:place]))
     return any(not CALLS_ONCE.search(each.file) for each in between)
@@ -148,13 +150,9 @@ def _calls_once(text: str, line: int) -> bool:
     return len(called) == len(set(called)) and not several
 
 
-def _rounds_between(text: str, line: int, later: int) -> list[tuple[set[str], bool]]:
-    """Return, for each loop around both lines, variables that tell one round from another.
-
-    The second value is False if they do so only as texts: numbers of other sources than `range` may repeat.
-    """
-    both = [loop for loop in loops_at(text, line) if loop in loops_at(text, later)]
-    return [_rounds(loop, line, later) for loop in both]
+def _loops_around(text: str, line: int, later: int) -> list[Loop]:
+    """Return the loops around both of two lines, outermost first."""
+    return [loop for loop in loops_at(text, line) if loop in loops_at(text, later)]
 
 
 def _turns_before(text: str, line: int, later: int) -> set[str]:
@@ -164,6 +162,10 @@ def _turns_before(text: str, line: int, later: int) -> set[str]:
 
 
 def _rounds(loop: Loop, line: int, later: int) -> tuple[set[str], bool]:
+    """Return the variables that tell one round of a loop around two lines from another.
+
+    The second value is False if they do so only as texts: numbers of other sources than `range` may repeat.
+    """
     if isinstance(loop, ast.While):  # a counter that each round counts, but not between the lines
         steps = [node for node in loop.body if isinstance(node, ast.AugAssign)]
         steps = [node for node in steps if isinstance(node.value, (ast.Constant, ast.Name))]
