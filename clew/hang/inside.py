@@ -16,6 +16,8 @@ MOST_TASKS = 1_000
 DEEPEST = 40
 CYTHON_AWAITS = 64
 """Offset, in a coroutine that Cython has compiled, of what it awaits."""
+TORN = (Unreadable, KeyError, ValueError)
+"""Exceptions of reading an object that has changed meanwhile, or is not what was expected."""
 C10D = "torch.distributed.distributed_c10d"
 POOLED = re.compile(r"\w*PoolWorker-\d+|(ThreadPoolExecutor-\d+|asyncio)_\d")
 """Names of the processes and threads of pools, which end them when the pool is closed."""
@@ -23,26 +25,21 @@ POOLED = re.compile(r"\w*PoolWorker-\d+|(ThreadPoolExecutor-\d+|asyncio)_\d")
 
 def tasks_of(pid: int) -> tuple[Thread, ...]:
     """Return the tasks of asyncio in a process; none if its memory cannot be read."""
-    try:
-        with Memory(pid) as memory:
-            return tuple(tasks(memory))
-    except (Unreadable, OSError, KeyError, ValueError):
-        return ()
+    with suppress(*TORN, OSError), Memory(pid) as memory:
+        return tuple(tasks(memory))
+    return ()
 
 
 def inside(pid: int, threads: tuple[Thread, ...] = ()) -> Inside:
     """Return what the memory of a process says about groups, threads and children; nothing if it cannot be read."""
-    try:
-        with Memory(pid) as memory:
-            modules = memory.modules()
-            started = {child[0]: child for child in [*children(memory), *_programs(memory, threads)]}
-            return Inside(
-                groups=groups(memory) if C10D in modules else (),
-                ended_threads=tuple(ended_threads(memory)),
-                children=tuple(started.values()),
-            )
-    except (Unreadable, OSError, KeyError, ValueError):
-        return Inside()
+    with suppress(*TORN, OSError), Memory(pid) as memory:
+        started = {child[0]: child for child in [*children(memory), *_programs(memory, threads)]}
+        return Inside(
+            groups=groups(memory),
+            ended_threads=tuple(ended_threads(memory)),
+            children=tuple(started.values()),
+        )
+    return Inside()
 
 
 def _programs(memory: Memory, threads: tuple[Thread, ...]) -> Iterator[tuple[int, str, int]]:
@@ -50,14 +47,14 @@ def _programs(memory: Memory, threads: tuple[Thread, ...]) -> Iterator[tuple[int
     held: list[int] = []
     for frame in (frame for thread in threads for frame in thread.user_frames):
         held += frame.addresses.values()
-        with suppress(Unreadable, KeyError, ValueError):
+        with suppress(*TORN):
             held += memory.module("__main__").values() if frame.name == "<module>" else ()
             held += memory.attributes(frame.addresses["self"]).values()
     for address in list(held):
         with suppress(Unreadable):
             held += memory.items(address)[:100]
     for address in set(held):
-        with suppress(Unreadable, KeyError, ValueError):
+        with suppress(*TORN):
             if memory.type_name(address) == "Popen":
                 values = memory.attributes(address)
                 if memory.show(values["returncode"]) != "None":
@@ -83,7 +80,7 @@ def tasks(memory: Memory) -> Iterator[Thread]:
     for number, task in enumerate(_referents(memory, every)):
         if number >= MOST_TASKS:
             return
-        with suppress(Unreadable, KeyError, ValueError):
+        with suppress(*TORN):
             state, error = memory.int32(task + place["state"]), memory.word(task + place["exception"])
             name = memory.show(memory.word(task + place["task_name"])).strip("'")
             waiter = memory.word(task + place["waiter"])
@@ -113,12 +110,10 @@ def coroutine_frames(memory: Memory, address: int) -> list[Frame]:
         if kind == "coroutine" and "cython" in memory.full_type_name(address):  # as around the methods of Ray's actors
             address = memory.word(address + CYTHON_AWAITS)
             continue
-        if kind == "async_generator_asend":
-            address = memory.word(address + 16)
-        elif kind == "coroutine_wrapper":
+        if kind in ("async_generator_asend", "coroutine_wrapper"):
             address = memory.word(address + 16)
             continue
-        elif kind not in ("coroutine", "generator", "async_generator"):
+        if kind not in ("coroutine", "generator", "async_generator"):
             break
         top = memory.int32(address + place["top"])
         if top <= 0:  # it runs now, so its frames are a thread's; or it has ended, and they are gone
@@ -236,7 +231,7 @@ def children(memory: Memory) -> Iterator[tuple[int, str, int]]:
     """Yield pid, name and exit code of the children of `multiprocessing` that have been reaped."""
     module = memory.module("multiprocessing.process")
     for process in _referents(memory, module["_dangling"]) if "_dangling" in module else ():
-        with suppress(Unreadable, KeyError, ValueError):
+        with suppress(*TORN):
             values = memory.attributes(process)
             popen = memory.attributes(values["_popen"])
             name, code = memory.text(values["_name"]), memory.show(popen["returncode"])
@@ -270,11 +265,9 @@ def with_numbers(pid: int, threads: tuple[Thread, ...]) -> tuple[Thread, ...]:
     Added are the integer attributes of `self` (self.step), integers in small dicts (self.stats.rejected), lengths of
     containers (len(groups)), and a script's own variables.
     """
-    try:
-        with Memory(pid) as memory:
-            return tuple(replace(t, frames=tuple(_with_numbers(memory, f) for f in t.frames)) for t in threads)
-    except (Unreadable, OSError):
-        return threads
+    with suppress(Unreadable, OSError), Memory(pid) as memory:
+        return tuple(replace(t, frames=tuple(_with_numbers(memory, f) for f in t.frames)) for t in threads)
+    return threads
 
 
 def _with_numbers(memory: Memory, frame: Frame) -> Frame:
@@ -287,7 +280,7 @@ def _with_numbers(memory: Memory, frame: Frame) -> Frame:
     if not frame.of_user and frame.file != PROGRAM:
         return frame
     frame = _without_cells(memory, frame)
-    with suppress(Unreadable, KeyError, ValueError):
+    with suppress(*TORN):
         roots = dict(frame.addresses)
         if frame.name == "<module>":
             roots |= memory.module("__main__")
@@ -308,7 +301,7 @@ def _without_cells(memory: Memory, frame: Frame) -> Frame:
 
 
 def _numbers(memory: Memory, name: str, address: int, depth: int) -> dict[str, str]:
-    with suppress(Unreadable, KeyError, ValueError):
+    with suppress(*TORN):
         kind = memory.type_name(address)
         if kind in ("int", "float"):
             return {name: memory.show(address)}

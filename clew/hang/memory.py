@@ -10,7 +10,7 @@ import os
 import struct
 import subprocess
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,6 @@ class Memory:
             raise Unreadable("unknown version of Python")
         self.pid, self.layout = pid, layout
         self.pages: dict[int, bytes] = {}
-        self._modules: dict[str, int] = {}
         self.is_312 = tuple(layout["version"][:2]) >= (3, 12)
         try:
             self.file = os.open(proc.PROC / str(pid) / "mem", os.O_RDONLY)
@@ -183,21 +182,19 @@ class Memory:
 
     def module(self, name: str) -> dict[str, int]:
         """Return the addresses of a module's variables by name; empty if the process has not imported it."""
-        found = self.modules().get(name)
+        found = self.modules.get(name)
         return self.named(self.word(found + 16)) if found else {}
 
+    @cached_property
     def modules(self) -> dict[str, int]:
         """Return the addresses of the modules by name."""
-        if self._modules:
-            return self._modules
         place = self.layout["runtime"]
         with (proc.PROC / str(self.pid) / "maps").open() as maps:
             starts = [int(line.partition("-")[0], 16) for line in maps if line.rstrip().endswith(" " + place["file"])]
         if not starts:
             raise Unreadable("no Python")
         interpreter = self.word(min(starts) + place["distance"] + place["interpreter"])
-        self._modules = self.named(self.word(interpreter + place["modules"]))
-        return self._modules
+        return self.named(self.word(interpreter + place["modules"]))
 
     def show(self, address: int) -> str:
         """Return an object as text, as py-spy shows it."""
