@@ -8,6 +8,7 @@ reducing all at once.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -36,8 +37,8 @@ class Reducer:
             sources: Text of the source files in the stacks, which say who belongs to a group. It may grow meanwhile.
         """
         self._sources = sources
-        self._kept: dict[Hashable, list[Process]] = {}
-        self._alike: dict[Hashable, list[tuple[int, int, str]]] = {}
+        self._kept = defaultdict[Hashable, list[Process]](list)
+        self._alike = defaultdict[Hashable, list[tuple[int, int, str]]](list)
 
     def add(self, process: Process, state: Hashable = None) -> None:
         """Add a process.
@@ -49,15 +50,12 @@ class Reducer:
             key: Hashable = (len(self._kept), process.pid)
         else:
             key = state_of(process, self._sources) if state is None else state
-        kept = self._kept.setdefault(key, [])
-        if len(kept) < KEPT:
-            kept.append(replace(process, alike=()) if process.alike else process)
-            more = list(process.alike)
+        if len(self._kept[key]) < KEPT:
+            self._kept[key].append(replace(process, alike=()) if process.alike else process)
         else:
             assert process.rank is not None
-            more = [(process.rank, process.pid, process.host), *process.alike]
-        if more:
-            self._alike.setdefault(key, []).extend(more)
+            self._alike[key].append((process.rank, process.pid, process.host))
+        self._alike[key] += process.alike
 
     def stands_for(self, state: Hashable) -> bool:
         """Return whether there are enough representatives of a state that `raw_state` gave."""
@@ -68,7 +66,7 @@ class Reducer:
         """Return the representatives; the first of each state lists the ranks that it stands for."""
         found = []
         for key, kept in self._kept.items():
-            alike = tuple(sorted(self._alike.get(key, ())))
+            alike = tuple(sorted(self._alike[key]))
             found += [replace(kept[0], alike=alike) if alike else kept[0], *kept[1:]]
         return tuple(found)
 
