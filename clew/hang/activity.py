@@ -6,6 +6,7 @@ import ast
 import itertools
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any
@@ -52,7 +53,6 @@ LIBRARY: Patterns = (
     (r"/pdb\.py$|/bdb\.py$", "", "stdin"),
     (r"/socket\.py$", "accept", "network"),
     (r"torch/utils/data/dataloader\.py$", "_try_get_data|_get_data|_next_data|_shutdown_workers", "data_loader"),
-    (r"torch/distributed/rendezvous\.py$", "", "init"),
     (r"torch/distributed/rpc/", "", "rpc"),
     (r"/subprocess\.py$", "_wait|wait|communicate|_try_wait", "process"),
     (r"multiprocess(ing)?/popen_\w+\.py$", "wait|poll", "process"),
@@ -60,9 +60,9 @@ LIBRARY: Patterns = (
     (r"multiprocess(ing)?/managers\.py$", "acquire|__enter__", "lock"),
     (r"multiprocess(ing)?/managers\.py$", "wait|wait_for", "signal"),
     (r"multiprocess(ing)?/managers\.py$", "", "queue"),
-    (r"multiprocess(ing)?/queues\.py$|^queue\.py$|/queue\.py$", "get", "queue"),
+    (r"multiprocess(ing)?/queues\.py$|(^|/)queue\.py$", "get", "queue"),
     (r"multiprocess(ing)?/queues\.py$|/queue\.py$", "put", "queue_full"),
-    (r"/queue\.py$|^queue\.py$", "join", "condition"),
+    (r"(^|/)queue\.py$", "join", "condition"),
     (r"ray/_private/worker\.py$", "get_objects|wait", "ray"),
     (r"ray/_private/worker\.py$", "main_loop", "queue"),
     (r"multiprocess(ing)?/pool\.py$", "get|wait|next|join", "pool"),
@@ -177,13 +177,8 @@ LOOP_COUNTER = re.compile(r"\.(self\.)?(\w*step\w*|it|iter\w*|i|n|epoch|batch\w*
 
 def counters_of(frames: tuple[Frame, ...]) -> dict[str, int]:
     """Return the integer locals of the user's frames, by frame and name: they show loops that advance."""
-    found: dict[str, int] = {}
-    for frame in frames:
-        if frame.of_user:
-            for name, text in frame.locals.items():
-                if re.fullmatch(r"-?\d{1,15}", text):
-                    found[f"{frame.name}.{name}"] = int(text)
-    return found
+    values = ((f"{f.name}.{name}", text) for f in frames if f.of_user for name, text in f.locals.items())
+    return {name: int(text) for name, text in values if re.fullmatch(r"-?\d{1,15}", text)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -596,11 +591,10 @@ def _nearest(calls: list[ast.Call], place: Place) -> ast.Call:
 
 def _peer(node: ast.expr | None, place: Place) -> int | None:
     """Return the rank that an argument names, or None if its value is not known."""
-    try:
+    with suppress(expressions.Unknown, TypeError, ValueError):
         value = expressions.evaluate(node, place.names) if node is not None else None
-    except (expressions.Unknown, TypeError, ValueError):
-        return None
-    return value if isinstance(value, int) else None
+        return value if isinstance(value, int) else None
+    return None
 
 
 def _peers(messages: list[ast.Call], place: Place) -> tuple[int, ...]:

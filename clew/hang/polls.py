@@ -9,7 +9,7 @@ from pathlib import PurePath
 
 from clew.hang import source
 from clew.hang.activity import Activity, line_of
-from clew.hang.progress import fails_in_loop
+from clew.hang.progress import fails_in_loop, mains_of
 from clew.hang.verdict import Actor, Sink, Verdict, sentences
 
 FILE_CALLS = re.compile(
@@ -28,7 +28,13 @@ def retrying(sink: Sink) -> Verdict | None:
     """Judge a client that asks an idle server again and again and sleeps where it handles the failure."""
     still = [a for a in [*sink.culprits, *sink.waiters] if not a.moving]
     pausing = [a for a in still if a.activity.kind in ("sleep", "http", "network")]
-    clients = [a for a in pausing if _failing(sink, a) or _polls(sink, a)]
+    unwell = sink.one.process.answers.get("health", "").startswith("5") and sink.act.kind == "select"
+    clients = [
+        a
+        for a in pausing
+        if any(fails_in_loop(thread, sink.sources) for thread in mains_of(a.process))
+        or (unwell and asks_again(a.activity, sink.sources))
+    ]
     if not clients or (clients[0] is not sink.one and not sink.one.process.listens):
         return None
     asked = [a.process for a in sink.job if "health" in a.process.answers]
@@ -45,18 +51,6 @@ def retrying(sink: Sink) -> Verdict | None:
         return sink.blame("lock or I/O", clients, why, cause="lock", confidence="medium")
     why = " ".join([why, *sorted(said)])
     return sink.blame("external wait", clients, why, cause="http", confidence="medium")
-
-
-def _polls(sink: Sink, actor: Actor) -> bool:
-    """Return whether a process sleeps in a loop while the culprit, an idle server, answers /health with status 5xx."""
-    unwell = sink.one.process.answers.get("health", "").startswith("5") and sink.act.kind == "select"
-    return unwell and asks_again(actor.activity, sink.sources)
-
-
-def _failing(sink: Sink, actor: Actor) -> bool:
-    """Return whether any look found the main thread where it handles a failed attempt."""
-    threads = (look.main(actor.pid) for look in actor.process.looks)
-    return any(fails_in_loop(thread, sink.sources) for thread in threads if thread is not None)
 
 
 def threads_poll(sink: Sink) -> Verdict | None:

@@ -391,7 +391,8 @@ def _goes_through_collectives(process: Process, every: Sequence[Activity], woken
         return True
     # A different address means a different work, but a new work can get the address of the last one. For messages, two
     # wake-ups are enough: nothing but a message wakes up a rank that waits for one.
-    works = {_work_address(look, process.pid) for look in process.looks} - {0}
+    addresses = ([f.addresses["work"] for f in main.frames if "work" in f.addresses] for main in mains_of(process))
+    works = {each[0] for each in addresses if each} - {0}
     messages = all(each.kind in ("send", "recv") for each in every)
     return (woken > 0 and len(works) > 1) or (messages and woken >= 2)
 
@@ -516,11 +517,6 @@ def in_loop(process: Process, sources: Mapping[str, str]) -> bool:
     """Return whether any of the user's frames of the main thread is within a loop."""
     places = ((sources.get(frame.file, ""), frame.line) for frame in process.main_frames)
     return any(source.loop_at(*place) is not None for place in places)
-
-
-def _work_address(look: Look, pid: int) -> int:
-    thread = look.main(pid)
-    return next((frame.addresses["work"] for frame in thread.frames if "work" in frame.addresses), 0) if thread else 0
 
 
 def _works_in_library(process: Process, sources: Mapping[str, str]) -> bool:

@@ -61,10 +61,8 @@ def local_integer(process: Process, wanted: Sequence[str], sources: Mapping[str,
 
 def _spawned_rank(process: Process) -> int | None:
     """Return the rank that torch.multiprocessing.spawn gave: it calls fn(i, ...), where i is the rank."""
-    for frame in process.main_frames:
-        if frame.name == "_wrap" and "multiprocessing/spawn" in frame.file and frame.locals.get("i", "").isdigit():
-            return int(frame.locals["i"])
-    return None
+    starting = (f for f in process.main_frames if f.name == "_wrap" and "multiprocessing/spawn" in f.file)
+    return next((int(number) for frame in starting if (number := frame.locals.get("i", "")).isdigit()), None)
 
 
 def joins_as(process: Process) -> tuple[int, int, str] | None:

@@ -45,15 +45,14 @@ POLLS = re.compile(
 """Calls of a loop that only asks again and again."""
 QUERIES = re.compile(r"\.(execute|fetchone|fetchall|now|strftime|ready|raise_for_status|refresh)$|stdout\.write$")
 """Calls of a loop that only asks again and again if it also waits; otherwise it may work through the rows."""
-REPORTS = re.compile(
-    r"\.(write|writelines|write_text|dump|dumps|send|sendto|log|set|touch|execute|inc|observe|add_scalars?)$"
-)
-"""Calls by which a heartbeat tells others that its process is alive."""
 EVENT = re.compile(r"\.(wait|is_set)\(|running|alive|stop|clos|shut|exit|quit|cancel")
 """Calls and names in the condition of a loop that goes on until an event is set, or until the program ends."""
 CLOCK = re.compile(r"(^|\.)(time|monotonic|perf_counter)(_ns)?$")
-MEASURES = re.compile(rf"{REPORTS.pattern}|^(os\.getloadavg|(psutil|pynvml|resource|torch\.cuda)\..*)$")
-"""Calls by which a heartbeat looks at the machine, and those by which it reports."""
+MEASURES = re.compile(
+    r"\.(write|writelines|write_text|dump|dumps|send|sendto|log|set|touch|execute|inc|observe|add_scalars?)$|"
+    r"^(os\.getloadavg|(psutil|pynvml|resource|torch\.cuda)\..*)$"
+)
+"""Calls by which a heartbeat tells others that its process is alive, and those by which it looks at the machine."""
 GROWS = ("append", "extend", "add", "update", "appendleft")
 """Methods by which a collection grows."""
 NUMBERS = {"int", "round", "float", "max", "min", "abs"}
@@ -86,10 +85,9 @@ Node = TypeVar("Node", bound=ast.AST)
 @lru_cache(maxsize=256)
 def parse(text: str) -> ast.Module | None:
     """Return the syntax tree of a source file; None if it is no Python."""
-    try:
+    with suppress(SyntaxError, ValueError, RecursionError):
         return ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError):
-        return None
+    return None
 
 
 def _covers(node: ast.AST, line: int) -> bool:
@@ -100,12 +98,10 @@ def _covers(node: ast.AST, line: int) -> bool:
 @lru_cache(maxsize=4096)
 def enclosing(text: str, line: int) -> tuple[ast.AST, ...]:
     """Return the nodes around a line, outermost first."""
-    tree, path = parse(text), list[ast.AST]()
-    node: ast.AST | None = tree
-    while node is not None:
-        node = next((each for each in ast.iter_child_nodes(node) if _spans(each, line)), None)
-        if node is not None:
-            path.append(node)
+    path: list[ast.AST] = []
+    around: ast.AST | None = parse(text)
+    while around and (around := next((n for n in ast.iter_child_nodes(around) if _spans(n, line)), None)):
+        path.append(around)
     return tuple(path)
 
 
@@ -414,16 +410,15 @@ def clocks(text: str, line: int) -> set[str]:
 
 def follows(text: str, line: int, later: int) -> bool:
     """Return whether a program can go from one line on to a later one: not from one branch of an `if` to another."""
+
+    def branch(blocks: Sequence[list[ast.stmt]], line: int) -> list[ast.stmt] | None:
+        return next((b for b in blocks if b and b[0].lineno <= line <= (b[-1].end_lineno or 0)), None)
+
     for node in enclosing(text, line):
-        branches: list[list[ast.stmt]] = []
-        if isinstance(node, ast.If):
-            branches = [node.body, node.orelse]
-        elif isinstance(node, ast.Match):
-            branches = [case.body for case in node.cases]
-        places = [(b[0].lineno, b[-1].end_lineno or b[-1].lineno) for b in branches if b]
-        here = [place for place in places if place[0] <= line <= place[1]]
-        there = [place for place in places if place[0] <= later <= place[1]]
-        if here and there and here != there:
+        blocks = [node.body, node.orelse] if isinstance(node, ast.If) else []
+        blocks += [case.body for case in node.cases] if isinstance(node, ast.Match) else []
+        here, there = branch(blocks, line), branch(blocks, later)
+        if here and there and here is not there:
             return False
     return True
 
