@@ -29,12 +29,12 @@ def retrying(sink: Sink) -> Verdict | None:
     still = [a for a in [*sink.culprits, *sink.waiters] if not a.moving]
     pausing = [a for a in still if a.activity.kind in ("sleep", "http", "network")]
     unwell = sink.one.process.answers.get("health", "").startswith("5") and sink.act.kind == "select"
-    clients = [
-        a
-        for a in pausing
-        if any(fails_in_loop(thread, sink.sources) for thread in mains_of(a.process))
-        or (unwell and asks_again(a.activity, sink.sources))
-    ]
+
+    def has_failed(actor: Actor) -> bool:
+        failing = any(fails_in_loop(thread, sink.sources) for thread in mains_of(actor.process))
+        return failing or (unwell and asks_again(actor.activity, sink.sources))
+
+    clients = list(filter(has_failed, pausing))
     if not clients or (clients[0] is not sink.one and not sink.one.process.listens):
         return None
     asked = [a.process for a in sink.job if "health" in a.process.answers]

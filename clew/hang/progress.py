@@ -165,9 +165,8 @@ def deadlines(text: str, line: int) -> set[str]:
     loop = source.loop_at(text, line)
     if not isinstance(loop, ast.While) or source.polls(loop, text):
         return set()
-    if not any(source.CLOCK.search(source.dotted(call.func)) for call in source.calls_in(loop.test)):
-        return set()
-    return source.names_in(loop.test)
+    asks_clock = any(source.CLOCK.search(source.dotted(call.func)) for call in source.calls_in(loop.test))
+    return source.names_in(loop.test) if asks_clock else set()
 
 
 @lru_cache(maxsize=4096)
@@ -462,7 +461,7 @@ def goes_round(process: Process, every: list[Activity], sources: Mapping[str, st
     """
     threads = mains_of(process)
     sleeping = [each for each in every if each.kind == "sleep"]
-    if not threads or len({each.line for each in sleeping}) != 1:
+    if len({each.line for each in sleeping}) != 1:
         return False
     failed = [fails_in_loop(thread, sources) for thread in threads]
     failing = 2 * len(sleeping) > len(every) and 2 * sum(failed) > len(failed)
@@ -520,17 +519,12 @@ def in_loop(process: Process, sources: Mapping[str, str]) -> bool:
 
 
 def _works_in_library(process: Process, sources: Mapping[str, str]) -> bool:
-    """Return whether one of the user's lines, outside a `while`, keeps a library busy at changing places.
-
-    An import, for example, can take longer than the whole watch.
-    """
+    """Return whether one of the user's lines, outside a `while`, keeps a library busy at changing places."""
     threads = mains_of(process)
     stacks = {tuple(f.function for f in thread.frames if not f.of_user) for thread in threads}
     running = sum(look.state == "R" for look in process.looks) > len(process.looks) / 2
     if len(stacks) < 2 or not (running or busy(process)):
         return False
-    if all(importing(thread) for thread in threads):
-        return True
     users = (frame for thread in threads for frame in thread.user_frames[:1])
     loops = (source.outermost_loop(sources.get(frame.file, ""), frame.line) for frame in users)
     return not any(isinstance(loop, ast.While) for loop in loops)

@@ -81,11 +81,10 @@ def reduced(snapshot: Snapshot) -> Snapshot:
 
 def state_of(process: Process, sources: Mapping[str, str]) -> Hashable:
     """Return the state of a rank, as a key: of ranks with equal keys, one can stand for the others."""
-    looks = process.looks
-    # A rank that has moved is alone in its state: its looks are its own, even if the last one equals that of others.
-    alone = len({tuple(_frames(look.threads)) for look in looks[:-1]}) > 1
-    threads = tuple(_frames(looks[-1].threads)) if looks else ()
     last, main = process.last, process.last.main(process.pid)
+    # A rank that has moved is alone in its state: its looks are its own, even if the last one equals that of others.
+    alone = len({tuple(_frames(look.threads)) for look in process.looks[:-1]}) > 1
+    threads = tuple(_frames(last.threads))
     one = activity_of(process, main, sources, process.world) if main is not None else None
     operation: tuple[Hashable, ...] = ()
     if main is not None and one is not None:  # everything by which `same_call` tells ranks apart

@@ -174,7 +174,7 @@ def initialisation(ranks: list[Actor]) -> Verdict | None:
             )
             sure = outside[0].activity.kind in DISTRIBUTED
             return verdict_about("initialisation", outside, why, inside, structural=sure)
-        if inside and len(inside) == len(ranks) and len(ranks) > 1:
+        if len(inside) == len(ranks) > 1:
             if found := _other_address(inside) or _other_groups(inside) or _other_value(inside):
                 return found
             why = f"All ranks are in {words} and none proceeds: they may use different addresses, ports or world sizes."
