@@ -166,6 +166,10 @@ class Activity:
         """Return the user's call site with its line of source, if that is known."""
         return f"{self.site}: {self.text}" if self.text else self.site
 
+    def loop_in(self, sources: Mapping[str, str]) -> source.Loop | None:
+        """Return the innermost loop around the place, within its function."""
+        return source.loop_at(sources.get(self.file, ""), self.line)
+
 
 WORKS = re.compile(r"\.len\([^)]*(pending|work|handle|future|req|flight|outstanding)", re.I)
 """Matches names in `Activity.counters` that are lengths of lists of unfinished asynchronous operations."""

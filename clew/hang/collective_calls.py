@@ -95,8 +95,7 @@ def record_lines(ranks: Sequence[Actor]) -> tuple[str, ...]:
         calls = {pid: _newest_call(call) for pid, call in newest.items()}
         text = _by_value([a for a in ranks if a.process.calls], calls)
         lines.append(f"torch's flight record of group {group}: {text}")
-    lines += [text for _, _, text in _unequal(ranks)]
-    return tuple(lines)
+    return (*lines, *(text for _, _, text in _unequal(ranks)))
 
 
 def _pending_groups(ranks: Sequence[Actor]) -> list[str]:

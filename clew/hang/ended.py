@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from clew.hang.locks import is_shared_lock, left_locked, nobody_releases
 from clew.hang.roles import waits_for_work
-from clew.hang.source import ends_one_of, ends_wait, function_named, loop_at, polls, taking
+from clew.hang.source import ends_one_of, ends_wait, function_named, polls, taking
 from clew.hang.verdict import Actor, Sink, Verdict
 from clew.hang.waits_for import THROUGH_PIPES, TO_OTHERS
 
@@ -215,7 +215,7 @@ def explains(name: str, waiting: Actor, job: Sequence[Actor], sources: Mapping[s
     """
     act = waiting.activity
     if act.kind == "sleep":  # only a loop that asks again and again waits, and not while somebody else works
-        loop = loop_at(sources.get(act.file, ""), act.line)
+        loop = act.loop_in(sources)
         return loop is not None and polls(loop, sources[act.file]) and not any(a.moving for a in job)
     wait = (act.kind, act.target)
 

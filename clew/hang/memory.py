@@ -10,6 +10,7 @@ import os
 import struct
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ class Unreadable(Exception):
 def layout_of(program: str) -> dict[str, Any] | None:
     """Return the offsets that a Python program finds in itself; None if its version is not supported."""
     script = Path(__file__).with_name("python_layout.py")
-    try:
+    with suppress(OSError, subprocess.SubprocessError, ValueError):
         # The program is started with the rights of the caller, so another user must not be able to replace it.
         if "python" not in Path(program).name or Path(program).stat().st_uid not in (0, os.getuid()):
             return None
@@ -41,9 +42,8 @@ def layout_of(program: str) -> dict[str, Any] | None:
             [program, "-I", "-S", str(script)], capture_output=True, text=True, timeout=CALIBRATE_S, check=True
         )
         found = json.loads(ended.stdout)
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return None
-    return found if tuple(found["version"][:2]) in VERSIONS else None
+        return found if tuple(found["version"][:2]) in VERSIONS else None
+    return None
 
 
 class Memory:

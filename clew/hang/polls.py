@@ -21,7 +21,7 @@ WRITES = re.compile(r"(^|\.)(write_text|write_bytes|touch|rename|save\w*)$|^os\.
 
 def asks_again(one: Activity, sources: Mapping[str, str]) -> bool:
     """Return whether a thread sleeps in a loop."""
-    return one.kind == "sleep" and source.loop_at(sources.get(one.file, ""), one.line) is not None
+    return one.kind == "sleep" and one.loop_in(sources) is not None
 
 
 def retrying(sink: Sink) -> Verdict | None:
@@ -67,7 +67,7 @@ def threads_poll(sink: Sink) -> Verdict | None:
 
 def _fills(one: Activity, sink: Sink) -> bool:
     """Return whether a thread's loop fills what the culprit's loop asks about, and so does more than report."""
-    fills, asks = (source.loop_at(sink.sources.get(each.file, ""), each.line) for each in (one, sink.act))
+    fills, asks = one.loop_in(sink.sources), sink.act.loop_in(sink.sources)
     if fills is None or not isinstance(asks, ast.While):
         return False
     asked = set(map(source.last_name, source.nodes_in((ast.Attribute, ast.Name), asks.test)))
@@ -101,7 +101,7 @@ def _wait_for_each_other(one: Actor, other: Actor, sources: Mapping[str, str]) -
 
 def _asked_at(one: Activity, sources: Mapping[str, str]) -> set[str]:
     """Return the strings, attributes and items in the condition of the loop in which a thread sleeps."""
-    loop = source.loop_at(sources.get(one.file, ""), one.line)
+    loop = one.loop_in(sources)
     if one.kind != "sleep" or not isinstance(loop, ast.While):
         return set()
     items = source.nodes_in((ast.Attribute, ast.Subscript), loop.test)
@@ -122,8 +122,8 @@ def asks_as_told(sink: Sink) -> Verdict | None:
 
     Processes that call it at different places may wait for one another: all of them are named, with their callers.
     """
-    text, frames = sink.sources.get(sink.act.file, ""), sink.one.process.user_frames
-    helper, loop = source.enclosing_function(text, sink.act.line), source.loop_at(text, sink.act.line)
+    frames, loop = sink.one.process.user_frames, sink.act.loop_in(sink.sources)
+    helper = source.enclosing_function(sink.sources.get(sink.act.file, ""), sink.act.line)
     if sink.act.kind != "sleep" or sink.act.task or helper is None or loop is None:
         return None
     given = {each.arg for each in helper.args.args}
@@ -151,7 +151,7 @@ def asks_as_told(sink: Sink) -> Verdict | None:
 
 def polling(sink: Sink) -> Verdict | None:
     """Judge a loop that sleeps until a file appears."""
-    loop = source.loop_at(sink.sources.get(sink.act.file, ""), sink.act.line)
+    loop = sink.act.loop_in(sink.sources)
     if sink.act.kind != "sleep" or loop is None or not any(map(FILE_CALLS.search, source.calls_of(loop))):
         return None
     why = f"{sink.one.process.label} polls for a file that does not appear, at {sink.act.place}."

@@ -465,8 +465,7 @@ def goes_round(process: Process, every: list[Activity], sources: Mapping[str, st
         return False
     failed = [fails_in_loop(thread, sources) for thread in threads]
     failing = 2 * len(sleeping) > len(every) and 2 * sum(failed) > len(failed)
-    loop = source.loop_at(sources.get(sleeping[0].file, ""), sleeping[0].line)
-    quiet = process.last.written == process.first.written or source.asks(loop)
+    quiet = process.last.written == process.first.written or source.asks(sleeping[0].loop_in(sources))
     silent = len(sleeping) == len(every) and quiet
     if not failing and not silent:
         return False
