@@ -4,7 +4,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+
+def norm(weight):
+    assert isinstance(weight, DTensor)
+    return weight.full_tensor().norm()
+
 
 dist.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
@@ -14,5 +21,5 @@ print("ready", flush=True)
 for step in range(6):
     model(torch.ones(2, 8)).sum().backward()
     if step == 3 and mesh["tensor"].get_local_rank() == 0:
-        print(model[0].weight.full_tensor().norm(), flush=True)
+        print(norm(model[0].weight), flush=True)
     dist.barrier()

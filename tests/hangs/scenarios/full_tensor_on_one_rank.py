@@ -4,7 +4,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+
+def norm(weight):
+    assert isinstance(weight, DTensor)
+    return weight.full_tensor().norm()
+
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
@@ -15,6 +22,7 @@ print("ready", flush=True)
 for step in range(6):
     model(torch.ones(2, 8)).sum().backward()
     for weight in model.parameters():
+        assert isinstance(weight.grad, DTensor)
         dist.all_reduce(weight.grad.to_local(), group=mesh["data"].get_group())
     if step == 3 and rank == 0:
-        print(model[0].weight.full_tensor().norm(), flush=True)
+        print(norm(model[0].weight), flush=True)

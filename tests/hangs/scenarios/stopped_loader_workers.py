@@ -1,5 +1,6 @@
 """The workers of rank 1's data loader are stopped by a signal."""
 
+import multiprocessing
 import os
 import signal
 
@@ -15,8 +16,8 @@ def main():
     for step, (batch,) in enumerate(batches):
         dist.all_reduce(batch)
         if step == 3 and dist.get_rank() == 1:
-            for worker in batches._workers:
-                os.kill(worker.pid, signal.SIGSTOP)
+            for worker in multiprocessing.active_children():
+                os.kill(worker.pid or 0, signal.SIGSTOP)
 
 
 if __name__ == "__main__":

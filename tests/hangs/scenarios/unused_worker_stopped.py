@@ -8,7 +8,7 @@ if __name__ == "__main__":
     pool = multiprocessing.get_context("fork").Pool(2)
     pool.map(abs, range(4))
     print("ready", flush=True)
-    os.kill(pool._pool[0].pid, signal.SIGSTOP)
+    os.kill(multiprocessing.active_children()[0].pid or 0, signal.SIGSTOP)
     step = 0
     while True:
         step += 1
