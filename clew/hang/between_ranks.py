@@ -90,7 +90,7 @@ def _only_messages(sink: Sink) -> Verdict | None:
     elif kinds == {"send"} and (ahead := _further_on(culprits, sink.sources)):
         why = (
             f"Ranks {names(culprits)} all send, and none of them receives. Rank {ahead.rank} is further on: it "
-            f"receives fewer micro-batches than are sent to it. {sink.says}"
+            f"may receive fewer micro-batches than are sent to it. {sink.says}"
         )
         return sink.blame("pipeline micro-batch mismatch", culprits, why, structural=True)
     else:

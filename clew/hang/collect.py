@@ -197,7 +197,7 @@ def watch(pids: Sequence[int], until: Callable[[Sequence[Process], float], bool]
             pause = PERIOD_S * (0.6 + 0.8 * (7 * len(processes[0].looks) % 11) / 11) if processes else PERIOD_S
             time.sleep(max(0.0, pause - (time.monotonic() - began)))
     machine = proc.sockets_of_machine()
-    locks = proc.with_heirs(proc.locks_of_machine(), {process.pid: process.parent for process in processes})
+    locks = proc.with_heirs(proc.locks_of_machine(), [process.pid for process in processes])
     with ThreadPoolExecutor(AT_ONCE) as pool:
         processes = list(pool.map(lambda process: _with_waits(process, machine, locks), processes))
     processes = with_ends(processes, machine)
@@ -280,7 +280,7 @@ def _with_waits(process: Process, machine: dict[str, tuple[str, int, int]], lock
         pipes=tuple(link for link in links if link.startswith("pipe:")),
         gpus=tuple(link for link in links if re.fullmatch(r"/dev/nvidia\d+", link)),
         files=tuple(str(lock.inode) for lock in own if lock.held),
-        inherits=tuple(str(lock.inode) for lock in own if lock.inherited),
+        inherits=tuple((str(lock.inode), lock.taker) for lock in own if lock.taker),
         wants=tuple(map(str, awaited or sorted(of_others))),
         inside=inside(process.pid, process.threads) if process.threads else process.inside,
         calls=calls_of(proc.environment_of(process.pid).get(SOCKET_VARIABLE, "")),

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from clew.hang.locks import is_shared_lock, left_locked, nobody_releases
 from clew.hang.roles import waits_for_work
-from clew.hang.source import ends_one_of, ends_wait, function_named, polls, taking
-from clew.hang.verdict import Actor, Sink, Verdict
+from clew.hang.source import ends_one_of, ends_wait, function_named, polls, started_before, taking
+from clew.hang.verdict import Actor, Sink, Verdict, sentences
 from clew.hang.waits_for import THROUGH_PIPES, TO_OTHERS
 
 
@@ -100,18 +100,20 @@ def _part_of_waiter_ended(sink: Sink) -> Verdict | None:
 
 
 def _untaken(sink: Sink) -> Verdict | None:
-    """Find a process with items in a queue of its own that only a thread which is gone would take."""
+    """Find a process with items in a queue whose only reader, a thread that it had started, has ended."""
     for one in (a for a in (*sink.culprits, *sink.waiters) if not a.moving):
         running = {frame.name for thread in one.process.threads for frame in thread.frames}
+        places = [(sink.sources.get(frame.file, ""), frame.line) for frame in one.process.user_frames]
+        started = set().union(*(started_before(text, line) for text, line in places))
         for frame in one.process.user_frames:
             text = sink.sources.get(frame.file, "")
             filled = [name for name, value in frame.locals.items() if name.endswith(".queue)") and value != "0"]
             for queue in (name.removeprefix("len(").removesuffix(".queue)") for name in filled):
-                takers = taking(text, queue)
-                if takers and not takers & running and takers <= {*re.findall(r"target=(?:\w+\.)*(\w+)", text)}:
+                takers = taking(text, frame.line, queue)
+                if takers and not takers & running and takers <= started:
                     why = (
                         f"No thread of {one.process.label} takes the items of {queue} any more: the one that ran "
-                        f"{min(takers)} has ended. {one.says}.{sink.who_waits}"
+                        f"{min(takers)} has ended. {sentences([one])}"
                     )
                     return sink.blame("dead", [one], why, cause="dead", confidence="medium")
     return None

@@ -47,10 +47,8 @@ def judge(snapshot: Snapshot) -> Verdict:
     actors = actors_of(snapshot)
     if not (snapshot.unseen or snapshot.alike) and (ended := _all_ended(actors)):
         return _hedged(ended, snapshot, [])
-    loading = {actor.pid for actor in actors if actor.activity.kind == "data_loader"}
-    stopped = [actor for actor in actors if actor.role == "idle" and actor.stopped and actor.process.parent in loading]
-    working = [actor for actor in actors if actor.role not in ("launcher", "idle")]
-    job = [actor for actor in (*working, *stopped) if not _waited_for(actor, actors)]
+    working = [a for a in actors if a.role not in ("launcher", "idle") or (a.stopped and _is_missed(a, actors))]
+    job = [actor for actor in working if not _waited_for(actor, actors)]
     if not any(actor.threads or actor.dead or actor.stopped for actor in job):
         return _hedged(_unread(actors, job), snapshot, job)
     ranks = [actor for actor in job if actor.rank is not None]
@@ -66,6 +64,15 @@ def judge(snapshot: Snapshot) -> Verdict:
         verdict = _perhaps_slow(_unless_asleep(verdict, job, snapshot), _mains(job, ranks), snapshot)
         verdict = replace(verdict, evidence=(*verdict.evidence, *record_lines(ranks)))
     return with_advice(_hedged(verdict, snapshot, job), job, snapshot.sources)
+
+
+def _is_missed(stopped: Actor, actors: list[Actor]) -> bool:
+    """Return whether somebody waits for a stopped launcher, which serves the store, or for a stopped idle worker."""
+    if stopped.role == "launcher":
+        return any(a.activity.kind in ("init", "store") for a in actors)
+    parent = next((a for a in actors if a.pid == stopped.process.parent and not a.moving), None)
+    waits = (parent.activity, *parent.threads) if parent else ()
+    return any(each.kind in ("data_loader", "pool", "future") for each in waits)
 
 
 def _unread(actors: list[Actor], job: list[Actor]) -> Verdict:

@@ -457,8 +457,11 @@ def _told_to_some(sink: Sink) -> Verdict | None:
     drivers = [a for a in sink.culprits if a.rank is None]
     if not inside or not away or len(drivers) != 1:
         return None
+    if source.goes_on_for_ever(drivers[0].activity.loop_in(sink.sources)):
+        return None  # it serves whoever asks, and drives nobody
+    ranks = f"rank{'s' * (len(away) > 1)} {names(away)}"
     why = (
-        f"{sentences(inside)} {sentences(away)} So {drivers[0].process.label} has not told rank {names(away)} to take "
+        f"{sentences(inside)} {sentences(away)} So {drivers[0].process.label} has not told {ranks} to take "
         f"part, and waits for the others: {drivers[0].says}."
     )
     pids = tuple(a.pid for a in (*away, *drivers))

@@ -24,8 +24,9 @@ def locked_outside(sink: Sink) -> Verdict | None:
 def locked_by_fork(sink: Sink) -> Verdict | None:
     """Find a process that keeps a file locked, without knowing it, for the process that forked it."""
     for waits in (a for a in (*sink.culprits, *sink.waiters) if a.activity.kind == "file"):
-        for by in (a for a in sink.job if {*a.process.inherits} & {*waits.process.wants}):
-            taker = next((a for a in sink.job if a.pid == by.process.parent), None)
+        kept = ((a, pid) for a in sink.job for file, pid in a.process.inherits if file in waits.process.wants)
+        for by, pid in kept:
+            taker = next((a for a in sink.job if a.pid == pid), None)
             why = (
                 f"{waits.says}. {by.process.label} keeps that file locked: it was forked"
                 f"{f' from {taker.process.label}' if taker else ''} while it was locked, and a lock by flock() lasts "
@@ -120,7 +121,7 @@ def releasers(waiting: Actor, job: Sequence[Actor], sources: Mapping[str, str]) 
 
 
 def _counts(lock: str, sources: Mapping[str, str]) -> bool:
-    """Return whether a function only releases a lock and never acquires it, as with a semaphore that counts."""
+    """Return whether some function only releases a lock and never acquires it, as with a semaphore that counts."""
     trees = [tree for text in sources.values() if (tree := source.parse(text))]
     functions = [n for tree in trees for n in ast.walk(tree) if isinstance(n, source.Function)]
     return any(_only_released(each, lock) for each in functions)
@@ -130,8 +131,8 @@ def nobody_releases(sink: Sink) -> bool:
     """Return whether no living process is in a function that releases the semaphore which the culprit waits for."""
     living = [a for a in sink.job if not a.dead]
     frames = [frame for a in living for thread in a.process.threads for frame in thread.user_frames]
-    around = [source.enclosing_function(sink.sources.get(frame.file, ""), frame.line) for frame in frames]
-    inside = any(each is not None and _only_released(each, sink.act.target) for each in around)
+    wait = {("lock", sink.act.target)}
+    inside = any(source.ends_one_of(sink.sources.get(frame.file, ""), frame.line, wait) for frame in frames)
     return _counts(sink.act.target, sink.sources) and not inside
 
 

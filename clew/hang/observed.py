@@ -188,8 +188,8 @@ class Process:
     """Devices of NVIDIA GPUs that it has opened, such as /dev/nvidia0."""
     files: tuple[str, ...] = ()
     """Inodes of the files that it has locked."""
-    inherits: tuple[str, ...] = ()
-    """Inodes in `files` that its parent has locked, and has closed since."""
+    inherits: tuple[tuple[str, int], ...] = ()
+    """Inodes in `files` whose lock a fork handed on, and the pid that took it and has closed the file since."""
     wants: tuple[str, ...] = ()
     """Inodes of the files that it waits to lock; if there are none, of its open files that others have locked."""
     outside: tuple[str, ...] = ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -172,8 +172,8 @@ class FileLock(NamedTuple):
     inode: int
     held: bool
     """True if that process has the lock, False if it waits for it."""
-    inherited: bool = False
-    """True if its parent took the lock, and has closed the file since."""
+    taker: int = 0
+    """Pid of the process that took the lock, and has closed the file since; 0 if this one took it."""
 
 
 def locks_of_machine() -> list[FileLock]:
@@ -186,30 +186,27 @@ def locks_of_machine() -> list[FileLock]:
     return found
 
 
-def with_heirs(locks: Sequence[FileLock], parents: Mapping[int, int]) -> list[FileLock]:
-    """Return the locks. One that its process has no longer open belongs to the child that inherited it.
+def with_heirs(locks: Sequence[FileLock], pids: Collection[int]) -> list[FileLock]:
+    """Return the locks. One that its process has no longer open belongs to those of `pids` that inherited it.
 
     A lock by flock() belongs to the open file. A forked process shares it, and it lasts until both have closed it. A
     lock of an open file description (F_OFD_SETLK) names no process: it belongs to whoever has it.
-
-    Args:
-        locks: Locks of this machine.
-        parents: Parent of each process that may have one, by pid.
     """
-    shown = {pid: _locked_through(pid) for pid in {*parents, *(lock.pid for lock in locks)}} if locks else {}
+    shown = {pid: _locked_through(pid) for pid in {*pids, *(lock.pid for lock in locks)}} if locks else {}
     found = []
     for lock in locks:
-        others = [pid for pid, parent in parents.items() if lock.inode in shown[pid] and lock.pid in (parent, -1)]
-        kept = not lock.held or lock.inode in shown[lock.pid]
-        heirs = [] if kept else [FileLock(pid, lock.inode, True, lock.pid != -1) for pid in others]
+        at = lock.pid, lock.inode
+        kept = not lock.held or at in shown[lock.pid]
+        taker = max(lock.pid, 0)
+        heirs = [] if kept else [FileLock(pid, lock.inode, True, taker) for pid in pids if at in shown[pid]]
         found += heirs or [lock]
     return found
 
 
-def _locked_through(pid: int) -> set[int]:
-    """Return the inodes of the files of which an open descriptor of a process has a lock."""
-    said = (re.findall(r"^lock:.* \w+:\w+:(\d+) ", text, re.M) for text in descriptors_info(pid).values())
-    return {int(inode) for each in said for inode in each}
+def _locked_through(pid: int) -> set[tuple[int, int]]:
+    """Return the locks that the open descriptors of a process have: the pid that took each, and the file's inode."""
+    said = (re.findall(r"^lock:.* (-?\d+) \w+:\w+:(\d+) ", text, re.M) for text in descriptors_info(pid).values())
+    return {(int(taker), int(inode)) for each in said for taker, inode in each}
 
 
 def descriptors_info(pid: int) -> dict[str, str]:

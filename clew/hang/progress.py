@@ -361,7 +361,9 @@ def _stands_still(process: Process, sources: Mapping[str, str]) -> bool:
 
     One that is always 0 does not count: each round may find 0, and wait for more.
     """
-    frame = mains_of(process)[-1].user_frames[0]
+    frame = next(iter(mains_of(process)[-1].user_frames), None)
+    if frame is None:
+        return False
     lines, loop = sources.get(frame.file, "").splitlines(), source.loop_at(sources.get(frame.file, ""), frame.line)
     numbers = {frame.line, loop.lineno if loop is not None else frame.line}
     condition = " ".join(lines[number - 1] for number in numbers if number <= len(lines))

@@ -29,6 +29,7 @@ from clew.hang.source import (
     clocks,
     counted,
     dotted,
+    enclosing,
     filled,
     loop_at,
     loops_at,
@@ -57,8 +58,8 @@ NO_FILTER = re.compile(
     r"^(not )?\w+$|\blen\(|size|shape|numel|count|empty|full|\bstart|resume|offset|\bseen|consumed|already|processed"
 )
 """Matches a test for whether there is enough of something, or one that skips what an earlier run has done."""
-OF_ONE_ANSWER = re.compile(r"tok|char|byte|step|position", re.I)
-"""Matches counters that grow while a single item is still being made."""
+OF_ONE_ITEM = re.compile(r"tok|char|byte|step|position|frame|tick|move|turn|transition|interact|(^|\.)t$", re.I)
+"""Matches counters that grow while a single item, such as an answer or an episode, is still being made."""
 SENDS = re.compile(r"(^|\.)(send|put|write|post|request|generate)\w*$")
 """Matches the names of calls with which a loop writes to another process in each round."""
 GIVES_UP = re.compile(r"bad|err|fail|nan|skip|drop|reject|miss|spike", re.I)
@@ -303,7 +304,7 @@ def _many_rounds(rounds: set[str], every: Sequence[Mapping[str, str]]) -> str:
         rounds: Names that start again when the loop is entered.
         every: Local variables of the loop's function in each look.
     """
-    for name in rounds:
+    for name in (each for each in rounds if not OF_ONE_ITEM.search(each)):
         values = [int(each[name]) for each in every if each.get(name, "").isdigit()]
         if values and values[0] < values[-1] >= BARREN:
             return name
@@ -324,11 +325,14 @@ def _many_tries(
     silent = process.first.written == process.last.written or any(map(SENDS.search, calls_of(loop)))
     whole = [each for each in stacks if each[-1].function == stacks[0][-1].function]  # others were torn while read
     inside = [(each[n], each[n + 1 :]) for each in whole for n, f in enumerate(each) if f.function == function]
-    if not silent or len(inside) != len(whole) or 2 * len(whole) < len(process.looks):
+    keeps_one = isinstance(loop, ast.While) and re.search(r"\b1\b|^not ", ast.unparse(loop.test))
+    if keeps_one or not silent or len(inside) != len(whole) or 2 * len(whole) < len(process.looks):
         return ""
+    if not all(outer and _assigns(sources.get(outer[0].file, ""), outer[0].line) for _, outer in inside):
+        return ""  # nothing would show that it has returned
     moved = {_short(name).rpartition(".")[2] for name in moved_counters(process, sources)}
     every = [frame.locals for frame, _ in inside]
-    for name in (each for each in every[-1] if each.startswith("self.") and not OF_ONE_ANSWER.search(each)):
+    for name in (each for each in every[-1] if each.startswith("self.") and not OF_ONE_ITEM.search(each)):
         tries, values = name[5:], [int(each[name]) for each in every if each.get(name, "").isdigit()]
         callers = [
             [(_without(f.locals, tries), f.addresses, f.line) for f in outer if f.of_user] for _, outer in inside
@@ -338,6 +342,12 @@ def _many_tries(
         if values and values[-1] - values[0] >= BARREN and moved <= {tries} and counts and never_returned:
             return name
     return ""
+
+
+def _assigns(text: str, line: int) -> bool:
+    """Return whether the statement at a line assigns something."""
+    kinds = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr)
+    return any(isinstance(node, kinds) for node in enclosing(text, line))
 
 
 def _without(values: Mapping[str, str], attribute: str) -> dict[str, str]:

@@ -221,7 +221,8 @@ def _with_group_of_waits(actors: list[Actor]) -> list[Actor]:
     entered = {(a.rank, a.activity.members) for a in actors}
     missing = [(rank, each.members) for each in known for rank in each.members if rank not in ranks]
     group = next((each for each in known if set(each.members) == ranks), None)
-    if group is None or not entered.issuperset(missing):
+    with_all = any(a.activity.kind == "collective" and a.activity.group == "world" for a in actors if a not in waiting)
+    if group is None or with_all or not entered.issuperset(missing):
         return actors
     name = f"{group.name} of ranks {list(group.members)}"
     found = {a.pid: replace(a.activity, group=name, members=group.members) for a in waiting}

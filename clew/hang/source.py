@@ -430,11 +430,26 @@ def function_named(text: str, name: str) -> Function | None:
     return next((each for each in functions if each.name == name), None)
 
 
-def taking(text: str, queue: str) -> set[str]:
-    """Return the names of the functions that take items from a queue."""
-    tree = parse(text)
-    functions = [node for node in ast.walk(tree) if isinstance(node, Function)] if tree else []
-    return {each.name for each in functions if any(dotted(call.func) == f"{queue}.get" for call in calls_in(each))}
+def taking(text: str, line: int, queue: str) -> set[str]:
+    """Return the names of the functions, of the class around a line if one is, that take items from a queue."""
+    around = [node for node in enclosing(text, line) if isinstance(node, ast.ClassDef)]
+    scope = around[-1] if around else parse(text)
+    taken = re.compile(rf"{re.escape(queue)}(\.get(_nowait)?)?")
+    named = {
+        function.name: {dotted(each) for call in calls_in(function) for each in (call.func, *call.args)}
+        for function in nodes_in((ast.FunctionDef, ast.AsyncFunctionDef), scope)
+    }
+    return {name for name, called in named.items() if any(taken.fullmatch(each) for each in called)}
+
+
+def started_before(text: str, line: int) -> set[str]:
+    """Return the targets of the threads that the function around a line, or its class's `__init__`, has started."""
+    function = enclosing_function(text, line)
+    classes = [node for node in enclosing(text, line) if isinstance(node, ast.ClassDef)]
+    made = [node for each in classes for node in each.body if isinstance(node, Function) and node.name == "__init__"]
+    calls = [*(call for call in calls_in(function) if call.lineno < line), *calls_in(*made)]
+    targets = (keyword(call, "target") for call in calls if dotted(call.func).endswith("Thread"))
+    return {dotted(target).rpartition(".")[2] for target in targets if target is not None}
 
 
 def ends_one_of(text: str, line: int, waits: Collection[Wait], *, by_argument: bool = True) -> bool:

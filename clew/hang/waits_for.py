@@ -73,7 +73,7 @@ def all_edges(job: Sequence[Actor], sources: Mapping[str, str]) -> Edges:
     idle = {a.pid for a in job if a.rank is None and _only_reads_requests(a, sources)}
     for a in job:
         edges[a.pid] |= collective.get(a.pid, set()) | lockers(a, job, sources) | releasers(a, job, sources)
-        if a.activity.kind not in ("http", "network"):  # no other answer is due from a server that awaits requests
+        if a.activity.kind not in ("http", "network", "pipe"):  # a server that awaits requests ends no other wait
             edges[a.pid] -= idle
     return edges
 
@@ -151,7 +151,7 @@ def reads_requests(one: Activity, sources: Mapping[str, str]) -> bool:
 def _only_reads_requests(actor: Actor, sources: Mapping[str, str]) -> bool:
     """Return whether each thread and task of the user's in a server waits for requests."""
     own = [each for each in actor.threads if each.of_user and not each.idle_loop]
-    serves = bool(own) or (bool(actor.process.listens) and any(each.idle_loop for each in actor.threads))
+    serves = bool(own) or (bool(actor.process.listens) and any(each.task for each in actor.threads))
     return serves and all(each.op == "serve_forever" or reads_requests(each, sources) for each in own)
 
 

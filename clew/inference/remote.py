@@ -483,10 +483,10 @@ class RemoteEngine:
             try:
                 async with self._answered_within(UPDATE_S, "show what it can do, which includes a generation"):
                     lacks = await backend.prepare()
-            except EngineError:  # its engine may have died of the first request, before its HTTP server ends
+            except EngineError as error:  # its engine may have died of the first request, before its HTTP server ends
                 for _ in range(0 if self.attached else round(DYING_S / POLL_S)):
                     if ended := self.process.ended():
-                        raise EngineError(f"{kind} did not start: it {ended}") from None
+                        raise EngineError(f"{kind} did not start: it {ended}") from error
                     await asyncio.sleep(POLL_S)
                 raise
         for lack in lacks:

@@ -126,8 +126,8 @@ async def _run_child(
                         complaint = errors.read().decode(errors="replace").strip().splitlines()
                         return (complaint or ["it printed nothing"])[-1]
                     episode.reward, episode.error, episode.at = json.loads(answer)
-        except json.JSONDecodeError as error:  # it was killed while it wrote
-            return f"it printed half a line: {error}"
+        except json.JSONDecodeError:
+            return "it was killed while it wrote its answer"
         except TimeoutError:
             return f"it did not end within {limit:g} s"
         finally:

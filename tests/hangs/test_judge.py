@@ -2810,3 +2810,28 @@ def test_a_thread_that_only_an_atexit_function_would_end_is_a_cleanup_deadlock(e
     writer = Thread(name="writer", os_id=101, frames=(within("Queue.get", "queue.py"), at(1, "drain")))
     verdict = watched(text, *[[main_in(within("_shutdown", "threading.py")), writer]] * 6)
     assert (verdict.pattern, verdict.sites) == (pattern, ("train.py:1",))
+
+
+@pytest.mark.parametrize("after, pattern", [(0, "dead"), (1, "rollout blocked")])
+def test_a_queue_is_abandoned_only_if_its_reader_was_started(after: int, pattern: str) -> None:
+    starts, goes_on = "        Thread(target=self.score).start()\n", "        self.todo.put(self.requests.get())\n"
+    text = (
+        "class Scorer:\n    def score(self):\n        while True:\n            self.todo.get()\n    def run(self):\n"
+        + (goes_on + starts if after else starts + goes_on)
+        + "Scorer().run()\nreward = rewards.get()\n"
+    )
+    frame = replace(at(7 - after, "Scorer.run"), locals={"len(self.todo.queue)": "3"})
+    scores = below(101, *GETS, frame, at(8, "<module>"))
+    every = (below(100, *GETS, at(9, "<module>")), scores)
+    assert judge(Snapshot(processes=every, seconds=3.0, sources={"train.py": text})).pattern == pattern
+
+
+@pytest.mark.parametrize("waits, pattern", [(True, "stopped"), (False, "rollout blocked")])
+def test_a_stopped_idle_worker_counts_only_if_its_parent_waits_for_it(waits: bool, pattern: str) -> None:
+    waiting = within("ApplyResult.get", "multiprocessing/pool.py"), within("Pool.map", "multiprocessing/pool.py")
+    main = below(100, *(waiting if waits else GETS), at(1, "<module>"))
+    worker = below(101, *GETS, within("worker", "multiprocessing/pool.py"), at(2, "<module>"))
+    worker = replace(worker, looks=tuple(replace(look, state="T") for look in worker.looks))
+    text = "rewards = pool.map(score, answers) or results.get()\n\n"
+    verdict = judge(Snapshot(processes=(main, worker), seconds=3.0, sources={"train.py": text}))
+    assert verdict.pattern == pattern
