@@ -661,9 +661,8 @@ def activities(process: Process, sources: Mapping[str, str], world: int | None) 
     if every[0].kind in IDLE and not every[0].in_loop:
         for other in every[1:]:
             if other.kind in DISTRIBUTED and other.kind != "store":
+                rest, main, found = [each for each in every if each is not other], every[0], other
                 if not other.of_user:  # a library's: the line that waits for it says more
-                    main = every[0]
                     found = replace(other, file=main.file, line=main.line, function=main.function, text=main.text)
-                    return [found, *(each for each in every if each is not other)]
-                return [other, *(each for each in every if each is not other)]
+                return [found, *rest]
     return every

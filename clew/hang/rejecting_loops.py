@@ -334,12 +334,14 @@ def _many_tries(
     every = [frame.locals for frame, _ in inside]
     for name in (each for each in every[-1] if each.startswith("self.") and not OF_ONE_ITEM.search(each)):
         tries, values = name[5:], [int(each[name]) for each in every if each.get(name, "").isdigit()]
+        if not values or values[-1] - values[0] < BARREN or not moved <= {tries}:
+            continue
         callers = [
             [(_without(f.locals, tries), f.addresses, f.line) for f in outer if f.of_user] for _, outer in inside
         ]
         counts = any(tries in counted(tree) for text in sources.values() if (tree := parse(text)))
         never_returned = all(each == callers[0] for each in callers)
-        if values and values[-1] - values[0] >= BARREN and moved <= {tries} and counts and never_returned:
+        if counts and never_returned:
             return name
     return ""
 

@@ -152,7 +152,7 @@ def _only_reads_requests(actor: Actor, sources: Mapping[str, str]) -> bool:
     """Return whether each thread and task of the user's in a server waits for requests."""
     own = [each for each in actor.threads if each.of_user and not each.idle_loop]
     serves = bool(own) or (bool(actor.process.listens) and any(each.task for each in actor.threads))
-    return serves and all(each.op == "serve_forever" or reads_requests(each, sources) for each in own)
+    return serves and all(reads_requests(each, sources) for each in own)
 
 
 def _children(actor: Actor, job: Sequence[Actor]) -> set[int]:

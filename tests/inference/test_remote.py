@@ -32,7 +32,7 @@ from clew.errors import ConfigError, EngineError
 from clew.inference import remote, serve, sglang, vllm, weight_group
 from clew.inference.app import Application
 from clew.inference.backend import Launch
-from clew.inference.client import HTTPEngine
+from clew.inference.client import FROZEN_S, HTTPEngine
 from clew.inference.continuation import generate_through_aborts
 from clew.inference.detect_server import FoundEngine
 from clew.inference.local import load_engine
@@ -466,27 +466,33 @@ def test_a_tensor_without_elements() -> None:
     ]
 
 
-def test_a_server_that_dies_at_start_is_reported_within_two_seconds(tmp_path: Path) -> None:
-    tiny_tokenizer(tmp_path / "model")
-    tiny_model(tmp_path / "model")
-    named = config().model_copy(update={"model": Model(path=str(tmp_path / "model")), "root": str(tmp_path / "runs")})
-    run = RunDirectory(named.run_path)
-    program = "import time; open('dead', 'w').close(); raise RuntimeError('no memory for the cache')"
-    launch = Launch(
-        command=[sys.executable, "-c", f"import os; os.chdir({str(tmp_path)!r}); {program}"], environment={}
-    )
+def start_vllm(folder: Path, *arguments: str, port: int = 1, stop: bool = False) -> None:
+    """Start a Python program in place of vLLM, and wait until it serves. `stop` suspends its process at once."""
+    tiny_tokenizer(folder / "model")
+    tiny_model(folder / "model")
+    named = config().model_copy(update={"model": Model(path=str(folder / "model"))})
+    launch = Launch(command=[sys.executable, "-c", *arguments], environment={})
 
     async def start() -> None:
-        client: Any = VLLMEngine.client(named, "127.0.0.1:1")
-        engine = RemoteEngine(named, RemoteCore(named), client, launch, tmp_path / "log")
+        client: Any = VLLMEngine.client(named, f"127.0.0.1:{port}")
+        frozen_s = 1.0 if stop else FROZEN_S
+        engine = RemoteEngine(named, RemoteCore(named), client, launch, folder / "log", frozen_s=frozen_s)
         try:
-            with run.report("server") as reporter:
-                await engine.start(reporter)
+            if stop:
+                assert isinstance(engine.process, ServerProcess)
+                os.kill(engine.process.pid, signal.SIGSTOP)
+            with RunDirectory(folder / "runs").report("server") as reporter:
+                await asyncio.wait_for(engine.start(reporter), 60)
         finally:
             await engine.close()
 
+    asyncio.run(start())
+
+
+def test_a_server_that_dies_at_start_is_reported_within_two_seconds(tmp_path: Path) -> None:
+    program = f"open({str(tmp_path / 'dead')!r}, 'w').close(); raise RuntimeError('no memory for the cache')"
     with pytest.raises(EngineError, match=r"vLLM did not start: it ended with code 1: RuntimeError: no memory for the"):
-        asyncio.run(start())
+        start_vllm(tmp_path, program)
     assert time.time() - (tmp_path / "dead").stat().st_mtime < 2
 
 
@@ -511,46 +517,14 @@ http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_
 
 
 def test_a_server_that_dies_of_its_first_request_is_reported_with_the_cause_in_its_log(tmp_path: Path) -> None:
-    tiny_tokenizer(tmp_path / "model")
-    tiny_model(tmp_path / "model")
-    named = config().model_copy(update={"model": Model(path=str(tmp_path / "model"))})
     port = free_port()
-    launch = Launch(command=[sys.executable, "-c", DIES_OF_ITS_FIRST_REQUEST, str(port)], environment={})
-    run = RunDirectory(tmp_path / "runs")
-
-    async def start() -> None:
-        client: Any = VLLMEngine.client(named, f"127.0.0.1:{port}")
-        engine = RemoteEngine(named, RemoteCore(named), client, launch, tmp_path / "log")
-        try:
-            with run.report("server") as reporter:
-                await engine.start(reporter)
-        finally:
-            await engine.close()
-
     with pytest.raises(EngineError, match=r"vLLM did not start: it ended with code 1: ValueError: Head dimension 64"):
-        asyncio.run(asyncio.wait_for(start(), 60))
+        start_vllm(tmp_path, DIES_OF_ITS_FIRST_REQUEST, str(port), port=port)
 
 
 def test_a_server_that_is_stopped_while_it_starts_is_not_waited_for_without_end(tmp_path: Path) -> None:
-    tiny_tokenizer(tmp_path / "model")
-    tiny_model(tmp_path / "model")
-    named = config().model_copy(update={"model": Model(path=str(tmp_path / "model"))})
-    launch = Launch(command=[sys.executable, "-c", "import time; time.sleep(600)"], environment={})
-    run = RunDirectory(tmp_path / "runs")
-
-    async def start() -> None:
-        client: Any = VLLMEngine.client(named, "127.0.0.1:1")
-        engine = RemoteEngine(named, RemoteCore(named), client, launch, tmp_path / "log", frozen_s=1.0)
-        try:
-            assert isinstance(engine.process, ServerProcess)
-            os.kill(engine.process.pid, signal.SIGSTOP)
-            with run.report("server") as reporter:
-                await asyncio.wait_for(engine.start(reporter), 30)
-        finally:
-            await engine.close()
-
     with pytest.raises(EngineError, match=r"vLLM did not start: its process .* is stopped \(SIGSTOP\)"):
-        asyncio.run(start())
+        start_vllm(tmp_path, "import time; time.sleep(600)", stop=True)
 
 
 @pytest.mark.parametrize("kind", [VLLMEngine, SGLangEngine])
