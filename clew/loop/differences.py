@@ -22,12 +22,12 @@ from clew.record.run import RunDirectory
 STAGES = (
     "data",
     "rewards",
+    "reference_logprobs",
     "values",
     "bootstrap_values",
     "returns",
     "advantages",
     "proximal_logprobs",
-    "reference_logprobs",
     "logprobs",
     "entropies",
     "rejected",
