@@ -84,6 +84,10 @@ def _only_messages(sink: Sink) -> Verdict | None:
         return None
     if len(kinds) == len(culprits) == 2 and (found := other_shapes(culprits)):
         return found
+    if found := _other_number(sink):
+        one, number = found
+        why = f"Rank {one.rank} alone has {number}, so it expects another number of rounds. {sink.says}"
+        return sink.blame("pipeline micro-batch mismatch", [one], why, confidence="medium", structural=True)
     if kinds == {"recv"} and (parted := _left_a_loop(culprits, sink.sources)):
         pattern = "pipeline micro-batch mismatch"
         why = f"Ranks {names(culprits)} all receive, and none of them sends. {parted[1]} {sink.says}"
@@ -195,25 +199,25 @@ def _gone_on(sink: Sink) -> Verdict | None:
 
 
 def _other_number(sink: Sink) -> tuple[Actor, str] | None:
-    """Return the rank that alone passes another number of rounds to the exchange of messages, and that number.
+    """Return the rank that alone has another number of rounds for the exchange of messages, and that number.
 
-    None unless three or more ranks are or were in this call, and exactly one of them has another number.
+    The number is in the function with the loop of the exchange, or is passed to it. None unless three or more ranks
+    are in the function that has the number, and exactly one of them has another one.
     """
     ranks = [a for a in sink.job if a.rank is not None and a.process.user_frames]
-    still = next(a for a in sink.culprits if a.activity.kind in MESSAGES)
-    for inner, frame in pairwise(still.process.user_frames) if len(ranks) > 2 else ():
-        place, text = (frame.file, frame.function), sink.sources.get(inner.file, "")
-        alike = [(a.pid, f) for a in ranks for f in a.process.user_frames if (f.file, f.function) == place]
-        loop = source.loop_at(text, inner.line)
-        if loop is None or [pid for pid, _ in alike] != [a.pid for a in ranks]:
-            continue  # each rank has to be in this function, and only once
+    messages = [a for a in sink.culprits if a.activity.kind in MESSAGES] if len(ranks) > 2 else []
+    for inner, frame in (pair for a in messages for pair in pairwise([*a.process.user_frames, None])):
+        # A stage with no round at all is the first or the last. Before the fewest rounds are over, all still agree.
+        text = sink.sources.get(inner.file, "")
         reached = [inner.locals.get(name, "") for name in source.loop_variables(text, inner.line)]
-        for name in _limits_passed(frame, inner, loop, sink.sources):
+        for holder, name in _limits(inner, frame, sink.sources):
+            place = (holder.file, holder.function)
+            alike = [(a.pid, f) for a in ranks for f in a.process.user_frames if (f.file, f.function) == place]
             values = [f.locals.get(name, "") for _, f in alike]
-            if sorted(Counter(values).values()) != [1, len(ranks) - 1]:
+            once = [pid for pid, _ in alike] == [a.pid for a in ranks]
+            if not once or sorted(Counter(values).values()) != [1, len(ranks) - 1]:
                 continue
             alone, value = next((a, v) for a, v in zip(ranks, values, strict=True) if values.count(v) == 1)
-            # A stage with no round at all is the first or the last. Before the fewest rounds are over, all still agree.
             least = min(int(each) if each.isdigit() else 0 for each in values)
             agree = any(each.isdigit() and int(each) < least for each in reached)
             if least and not agree and alone in sink.culprits:
@@ -221,13 +225,28 @@ def _other_number(sink: Sink) -> tuple[Actor, str] | None:
     return None
 
 
-def _limits_passed(frame: Frame, inner: Frame, loop: source.Loop, sources: Mapping[str, str]) -> list[str]:
-    """Return the variables that a frame passes to the function that it calls, and that limit the loop there."""
-    limit = loop.test if isinstance(loop, ast.While) else loop.iter
-    limits = {inner.locals.get(source.dotted(each)) for each in ast.walk(limit)}
-    calls = source.calls_at(sources.get(frame.file, ""), frame.line)
-    passed = {source.dotted(each) for call in calls for each in [*call.args, *(k.value for k in call.keywords)]}
-    return sorted(name for name in passed & frame.locals.keys() if frame.locals[name] in limits)
+def _limits(inner: Frame, frame: Frame | None, sources: Mapping[str, str]) -> list[tuple[Frame, str]]:
+    """Return the variables that limit the rounds in a frame: its own, and those that its caller passes to its loop.
+
+    Its own only if all innermost loops of the function have one length. With more, such as warm-up and steady state,
+    healthy stages have different numbers, too.
+    """
+    text = sources.get(inner.file, "")
+    loops = source.nodes_in((ast.For, ast.comprehension), source.enclosing_function(text, inner.line))
+    innermost = [
+        each.iter for each in loops if not source.nodes_in((ast.For, ast.comprehension), *ast.iter_child_nodes(each))
+    ]
+    ranges = [each for each in innermost if isinstance(each, ast.Call) and source.dotted(each.func) == "range"]
+    lengths = {frozenset(source.names_in(*each.args)) for each in ranges}
+    found = [(inner, name) for name in sorted(inner.locals.keys() & next(iter(lengths)))] if len(lengths) == 1 else []
+    if (loop := source.loop_at(text, inner.line)) is not None and frame is not None:
+        limit = loop.test if isinstance(loop, ast.While) else loop.iter
+        limits = {inner.locals.get(source.dotted(each)) for each in ast.walk(limit)}
+        calls = source.calls_at(sources.get(frame.file, ""), frame.line)
+        passed = {source.dotted(each) for call in calls for each in [*call.args, *(k.value for k in call.keywords)]}
+        known = passed & frame.locals.keys()
+        found += [(frame, name) for name in sorted(known) if frame.locals[name] in limits]
+    return found
 
 
 def _roots_differ(sink: Sink) -> Verdict | None:
