@@ -33,7 +33,7 @@ MAY_IMPORT = {
         "clew.http_server",
         "clew.models",
         "clew.inference.protocol",
-        "clew.inference.continuation",
+        "clew.inference.retries",
         "clew.inference.detect_server",
     },
     "rollout": {
@@ -43,7 +43,7 @@ MAY_IMPORT = {
         "clew.http_server",
         "clew.models",
         "clew.inference.protocol",
-        "clew.inference.continuation",
+        "clew.inference.retries",
         "clew.inference.client",
     },
     "training": {"clew.record", "clew.data", "clew.models"},

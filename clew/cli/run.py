@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from clew.cli.log import set_up_log
+from clew.cli.log_setup import set_up_log
 from clew.cli.options import ConfigFile, Overrides, load_config, on_ranks, open_run_of
 from clew.printing import counted, print
 

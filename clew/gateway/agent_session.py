@@ -18,7 +18,7 @@ from clew.gateway.constraints import constrain
 from clew.gateway.dialect import ModelRequest, Refusal, Reply, Stream
 from clew.gateway.episode_engine import EpisodeEngine
 from clew.gateway.generation import Generation
-from clew.gateway.streaming import Speech
+from clew.gateway.reply_so_far import Speech
 from clew.gateway.turns import Prompt, Turns
 from clew.http_server import LARGE_TEXT, max_text
 

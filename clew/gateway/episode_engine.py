@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from clew.config import Config, Sampling
 from clew.errors import ConfigError, EpisodeError, ImageError, did_you_mean
 from clew.gateway.interactions import Interaction
-from clew.inference.continuation import generate_through_aborts
 from clew.inference.protocol import Engine, GenerateRequest, OnToken, SamplingParams
+from clew.inference.retries import generate_through_aborts
 from clew.models.architecture import context_of
 from clew.models.vision import ImageExpander
 from clew.record.media import Media, media_name

@@ -22,7 +22,7 @@ from clew.gateway.output_parser import (
     opens_thought,
     parse_output,
 )
-from clew.gateway.streaming import Draft, Speech, Transcript
+from clew.gateway.reply_so_far import Draft, Speech, Transcript
 from clew.gateway.turns import Prompt, Turn, Turns
 from clew.http_server import LARGE_TEXT
 from clew.inference.protocol import RequestTooLong, SchemaUnsupported, ServerFault

@@ -61,14 +61,14 @@ class ServerFault(EngineError):
 class EngineUnreachable(ServerFault):
     """Raised when the engine is not there, not ready, or serves nothing at present.
 
-    The same request may succeed later: `clew.inference.continuation` tries again until it does.
+    The same request may succeed later: `clew.inference.retries` tries again until it does.
     """
 
 
 class FaultyAnswer(ServerFault):
     """Raised when an answer cannot be right, such as logprobs that are NaN, or a web page instead of JSON.
 
-    Another server may do better: `clew.inference.continuation` tries again a few times.
+    Another server may do better: `clew.inference.retries` tries again a few times.
     """
 
 

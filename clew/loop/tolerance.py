@@ -1,4 +1,4 @@
-"""The one table of tolerances: how near a computation must come to its record to agree with it."""
+"""Tolerances of replay: how near a computation must come to its record to agree with it."""
 
 from __future__ import annotations
 

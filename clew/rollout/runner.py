@@ -38,7 +38,7 @@ from clew.rollout.episode import Episode, run_concurrently, run_episode
 from clew.rollout.evaluation_summary import group_id as eval_group_id
 from clew.rollout.evaluation_summary import summarize
 from clew.rollout.failure_limit import FailureWatch
-from clew.rollout.filters import EqualRewards
+from clew.rollout.filter_limit import FilterWatch
 from clew.rollout.reward_pool import RewardPool
 from clew.rollout.setup import load_reward, load_workflow, refuse_impossible
 from clew.waits import Reporter, current_waits, waiting
@@ -126,7 +126,7 @@ class RolloutRunner:
         """Tasks of the groups and evaluations that are being made, in the order in which they started."""
         self._changed = asyncio.Event()
         self._failures = self._failure_watch(run.rejected)
-        self._equal = EqualRewards(config.rollout.batch_groups, len(rows))
+        self._filter = FilterWatch(config.rollout.batch_groups, len(rows))
         self._counts = dict.fromkeys(COUNTS, 0)
         self._generated: deque[tuple[float, int]] = deque()
         """Finish time (monotonic) and number of generated tokens of each episode that finished in the last seconds."""
@@ -312,7 +312,7 @@ class RolloutRunner:
             return
         if self._config.rollout.drop_equal_rewards:
             rewards = {sequence.reward for episode in scored for sequence in episode.sequences}
-            self._equal.add(equal := rewards.pop() if len(rewards) == 1 else None)
+            self._filter.add(equal := rewards.pop() if len(rewards) == 1 else None)
             if equal is not None:
                 self._reject(name, episodes, f"{FILTERED}all rewards equal ({equal:g})")
                 return
@@ -384,7 +384,7 @@ class RolloutRunner:
         evaluation = f"the evaluation of version {self._version}"
         if self._version is None:
             return "the first weights", "the trainer"
-        if self._running and self._equal.rejects_everything:
+        if self._running and self._filter.explanation():
             return "a group that the filter does not reject", "other rewards"
         if self._running:
             return "running groups" + (f" and {evaluation}" if self._evaluating else ""), "the workflow"
@@ -394,7 +394,7 @@ class RolloutRunner:
 
     def _numbers(self) -> str:
         admission = "open" if self._version is not None and self._may_start(self._version) else "closed"
-        advice = self._equal.rejects_everything
+        advice = self._filter.explanation()
         warning = f"the filter rejects everything: {advice} " if advice else ""
         return (
             f"{warning}admission {admission}: {self._waiting} waiting, {len(self._running)} running, "

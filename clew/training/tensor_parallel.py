@@ -51,7 +51,7 @@ HEADS = ("num_attention_heads", "num_key_value_heads")
 
 TOKENS = 16
 """Number of tokens on which a model is tried before and after it is split."""
-TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.1}
+SPLIT_TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.1}
 """Largest allowed relative difference, by dtype: between the outputs of the whole and the split model's last block, and
 between the gradients that two ranks compute for one parameter."""
 
@@ -174,7 +174,7 @@ def _try_out(model: Any, blocks: list[nn.Module], root: nn.Module | None) -> Ten
 def _check_outputs(model: Any, whole_BTD: Tensor, split_BTD: Tensor) -> None:
     """Raise ModelError when a split model's output (from `_try_out`) is not that of the whole model."""
     difference = float((split_BTD - whole_BTD).norm() / whole_BTD.norm())
-    if not difference <= TOLERANCES[model.dtype]:  # NaN too
+    if not difference <= SPLIT_TOLERANCES[model.dtype]:  # NaN too
         raise ModelError(
             f"training.tp: {type(model).__name__}, split as transformers plans it (tp_plan), gives other results than "
             f"the whole model: its last block's output differs by {difference:.1%}. Use training.tp=1."
@@ -186,7 +186,7 @@ def _check_gradients(model: Any, mesh: DeviceMesh, ranks: Ranks) -> None:
 
     The plan is incomplete then. Only a trial can tell, because this depends on all of an architecture's code.
     """
-    tolerance, differing = TOLERANCES[model.dtype], list[str]()
+    tolerance, differing = SPLIT_TOLERANCES[model.dtype], list[str]()
     for name, parameter in model.named_parameters():
         gradient, parameter.grad = parameter.grad, None
         if isinstance(gradient, DTensor) and gradient.device_mesh == mesh["fsdp"] and gradient.to_local().numel():

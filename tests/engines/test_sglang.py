@@ -23,9 +23,9 @@ from safetensors.torch import load_file, save_file
 
 from clew.config_fields import Inference
 from clew.errors import ConfigError, EngineError, ImageError
-from clew.inference.continuation import generate_through_aborts
 from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, SamplingParams
 from clew.inference.remote import RemoteCore, RemoteEngine
+from clew.inference.retries import generate_through_aborts
 from clew.inference.sglang import SPARE_TOKENS, SGLangEngine
 from clew.models.tensor_digest import hex_digests
 from clew.models.vision import load_vision

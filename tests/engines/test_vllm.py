@@ -23,9 +23,9 @@ from safetensors.torch import load_file, save_file
 
 from clew.errors import EngineError
 from clew.inference.client import HTTPEngine
-from clew.inference.continuation import generate_through_aborts
 from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, OnToken, SamplingParams
 from clew.inference.remote import RemoteCore, RemoteEngine
+from clew.inference.retries import generate_through_aborts
 from clew.inference.vllm import VLLMEngine
 from clew.loop.inference_servers import InferenceServers
 from clew.models.tensor_digest import hex_digests

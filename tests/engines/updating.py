@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from clew.config import Config
-from clew.inference.continuation import generate_through_aborts
 from clew.inference.detect_server import BACKENDS
 from clew.inference.protocol import Completion, GenerateRequest, SamplingParams
 from clew.inference.remote import RemoteCore, RemoteEngine
+from clew.inference.retries import generate_through_aborts
 from clew.record.weights import WeightRef
 from clew.waits import Reporter
 

@@ -7,7 +7,7 @@ import httpx2
 
 from clew.gateway.dialect import Dialect, ModelRequest, Refusal, Reply, Stream, ToolCall
 from clew.gateway.interactions import Interaction
-from clew.gateway.streaming import deltas_of
+from clew.gateway.reply_so_far import deltas_of
 from clew.inference.protocol import SamplingParams
 
 ID = "g000007.e1.i0"

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 
 from clew.gateway import openai_chat, openai_completions
 from clew.gateway.dialect import Stream, Token
-from clew.gateway.streaming import deltas_of
+from clew.gateway.reply_so_far import deltas_of
 from tests.gateway.dialects import ID, made
 
 TOKENS = [Token(text="Let me", logprob=-0.5), Token(text=" see.", logprob=-0.25)]

@@ -20,7 +20,7 @@ from clew.gateway.agent_session import Limits
 from clew.gateway.dialect import Delta
 from clew.gateway.gateway_thread import GatewayThread
 from clew.gateway.output_parser import Part, Reader, parse_output
-from clew.gateway.streaming import Decoder, Draft, Transcript
+from clew.gateway.reply_so_far import Decoder, Draft, Transcript
 from tests.gateway.chatml import CHATML, chatml_tokenizer, odd_ids
 from tests.gateway.spoken import Spoken, session_on
 

@@ -22,13 +22,13 @@ from transformers import GenerationConfig
 from clew.errors import EngineError
 from clew.inference import attention
 from clew.inference import engine_core as core_module
-from clew.inference.continuation import generate_through_aborts
 from clew.inference.embedded import EmbeddedEngine, build_engine
 from clew.inference.engine_core import Core
 from clew.inference.local import LocalEngine
 from clew.inference.protocol import Completion, GenerateRequest, SamplingParams
 from clew.inference.reference import ReferenceEngine
 from clew.inference.request_checks import default_stop_ids, matched_stop
+from clew.inference.retries import generate_through_aborts
 from clew.models.loading import load_model, load_tokenizer
 from clew.record.weights import DIGEST_KEY, WeightRef
 from tests.models import ATTENTION_FAMILIES, VOCAB, tiny_model, tiny_tokenizer

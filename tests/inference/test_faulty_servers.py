@@ -21,11 +21,11 @@ import pytest
 from aiohttp import web
 
 from clew.errors import EngineError
-from clew.inference import continuation, detect_server
+from clew.inference import detect_server, retries
 from clew.inference.client import HTTPEngine
-from clew.inference.continuation import TRIES, generate_through_aborts
 from clew.inference.detect_server import find_engine
 from clew.inference.protocol import Completion, EngineUnreachable, FaultyAnswer, GenerateRequest, SamplingParams
+from clew.inference.retries import TRIES, generate_through_aborts
 from clew.inference.sglang import SGLangEngine
 from clew.inference.vllm import VLLMEngine
 from clew.loop.inference_servers import InferenceServers
@@ -618,7 +618,7 @@ def test_tokens_of_a_clew_serve_that_does_not_say_their_version_are_refused() ->
 
 
 def test_a_request_that_a_server_aborts_for_ever_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(continuation, "RETRY_S", 1e-9)
+    monkeypatch.setattr(retries, "RETRY_S", 1e-9)
     meta = {"finish_reason": {"type": "abort"}, "completion_tokens": 0, "output_token_logprobs": []}
     asked = 0
 
@@ -634,14 +634,14 @@ def test_a_request_that_a_server_aborts_for_ever_fails(monkeypatch: pytest.Monke
         finally:
             await client.close()
 
-    limit = continuation.MAX_EMPTY_ABORTS
+    limit = retries.MAX_EMPTY_ABORTS
     with serving(answer) as address, pytest.raises(FaultyAnswer, match=f"aborted {limit} times in a row"):
         asyncio.run(ask(address))
     assert limit < asked <= limit + 2, "the first says which version it is"
 
 
 def test_empty_aborts_of_a_server_that_does_not_say_its_version_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(continuation, "MAX_EMPTY_ABORTS", 3)  # later ones are seconds apart
+    monkeypatch.setattr(retries, "MAX_EMPTY_ABORTS", 3)  # later ones are seconds apart
 
     class Silent:
         async def generate(self, request: GenerateRequest, on_tokens: Any = None) -> Completion:

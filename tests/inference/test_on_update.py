@@ -15,10 +15,10 @@ from clew.config import load
 from clew.errors import ConfigError
 from clew.inference.app import Application
 from clew.inference.client import HTTPEngine
-from clew.inference.continuation import generate_through_aborts
 from clew.inference.embedded import build_engine
 from clew.inference.local import LocalEngine
 from clew.inference.protocol import Completion, GenerateRequest, SamplingParams
+from clew.inference.retries import generate_through_aborts
 from clew.inference.serve import serve
 from clew.loop.inference_servers import InferenceServers
 from clew.models.loading import load_model, load_tokenizer

@@ -33,12 +33,12 @@ from clew.inference import remote, serve, sglang, vllm, weight_group
 from clew.inference.app import Application
 from clew.inference.backend import Launch
 from clew.inference.client import FROZEN_S, HTTPEngine
-from clew.inference.continuation import generate_through_aborts
 from clew.inference.detect_server import FoundEngine
 from clew.inference.local import load_engine
 from clew.inference.protocol import Completion, EngineUnreachable, FaultyAnswer, GenerateRequest, SamplingParams
 from clew.inference.remote import RemoteCore, RemoteEngine, start_remote
 from clew.inference.remote_tokens import tells_until_stop
+from clew.inference.retries import generate_through_aborts
 from clew.inference.server_process import ServerProcess
 from clew.inference.sglang import NEEDED, SESSION, SGLangEngine
 from clew.inference.vllm import VLLMEngine

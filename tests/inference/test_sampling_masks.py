@@ -12,9 +12,9 @@ import torch
 
 from clew.gateway.interactions import Interaction
 from clew.gateway.sequences import aligned, reported
-from clew.inference.continuation import generate_through_aborts
 from clew.inference.local import LocalEngine
 from clew.inference.protocol import Completion, GenerateRequest, SamplingParams, Span
+from clew.inference.retries import generate_through_aborts
 from clew.inference.sampling import RowParams, choose
 from clew.models.loading import load_model
 from clew.record import rows

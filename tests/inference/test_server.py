@@ -27,11 +27,11 @@ from clew.errors import EngineError, ImageError
 from clew.inference import embedded
 from clew.inference import serve as inference_server
 from clew.inference.client import HTTPEngine
-from clew.inference.continuation import generate_through_aborts
 from clew.inference.embedded import build_engine
 from clew.inference.generate_api import parse_call
 from clew.inference.local import LocalEngine
 from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, RequestTooLong, SamplingParams
+from clew.inference.retries import generate_through_aborts
 from clew.inference.serve import serve
 from clew.loop.inference_servers import InferenceServers
 from clew.models.loading import load_model, load_tokenizer

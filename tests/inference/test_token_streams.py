@@ -16,10 +16,10 @@ from aiohttp import web
 
 from clew.errors import EngineError
 from clew.inference.client import HTTPEngine
-from clew.inference.continuation import generate_through_aborts
 from clew.inference.embedded import build_engine
 from clew.inference.local import LocalEngine
 from clew.inference.protocol import EngineUnreachable, GenerateRequest, RequestTooLong, SamplingParams
+from clew.inference.retries import generate_through_aborts
 from clew.inference.vllm import VLLMEngine
 from clew.models.loading import load_model, load_tokenizer
 from tests.models import tiny_model, tiny_tokenizer

@@ -21,8 +21,8 @@ from aiohttp import web
 
 from clew.config import Config
 from clew.errors import EngineError
-from clew.inference.continuation import generate_through_aborts
 from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, SamplingParams
+from clew.inference.retries import generate_through_aborts
 from clew.inference.serve import serve
 from clew.loop.inference_servers import InferenceServers
 from clew.record.run import RunDirectory, Server

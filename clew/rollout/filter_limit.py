@@ -1,4 +1,4 @@
-"""Detection of groups that teach nothing: all rewards are equal, so that no episode is better than another."""
+"""Decides when `rollout.drop_equal_rewards` has rejected too many groups in a row: it warns, then the run stops."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ STOP_BATCHES = 40
 (STOP_BATCHES, but never before one pass over the data)."""
 
 
-class EqualRewards:
-    """Watches the filter `rollout.drop_equal_rewards`, which might reject every group for ever."""
+class FilterWatch:
+    """Counts the groups that the filter has rejected in a row, because all their rewards are equal."""
 
     def __init__(self, batch_groups: int, n_rows: int) -> None:
         self._batch = batch_groups
@@ -40,9 +40,8 @@ class EqualRewards:
         if count == self._stop_at:
             raise RolloutError(self._message(count))
 
-    @property
-    def rejects_everything(self) -> str | None:
-        """Explanation with advice if at least the last batch of groups was rejected entirely; else None."""
+    def explanation(self) -> str | None:
+        """Return a message with advice if at least the last batch of groups was rejected entirely; else None."""
         count = self._in_a_row.total()
         return self._message(count) if count >= self._batch else None
 
