@@ -249,6 +249,10 @@ def activity_of(process: Process, thread: Thread, sources: Mapping[str, str], wo
     asyncio = any(f.file.endswith("asyncio/base_events.py") for f in frames)
     uvloop = any(f.file.endswith("uvloop/__init__.py") for f in frames)
     runner = [f.file.endswith("asyncio/runners.py") for f in frames]
+    selects = itertools.dropwhile(
+        lambda frame: frame.file.endswith("selectors.py"), frames
+    )  # subprocess has a selector, too
+    idle = frames[0].file.endswith("selectors.py") and next(selects, frames[0]).file.endswith("asyncio/base_events.py")
     base = Activity(
         kind="unknown",
         file=user.file,
@@ -258,7 +262,7 @@ def activity_of(process: Process, thread: Thread, sources: Mapping[str, str], wo
         branch=next((b for f in frames if (b := source.branch_of_rank(sources.get(f.file, ""), f.line))), ""),
         cleanup=_cleanup(frames, sources),
         in_loop=(runs and (asyncio or uvloop)) or (any(runner) and not runner[0] and not asyncio),
-        idle_loop=(asyncio and frames[0].file.endswith("selectors.py")) or (runner[0] and not thread.active),
+        idle_loop=idle or (runner[0] and not thread.active),
         counters=counters_of(frames),
         thread=thread.name,
         task=thread.task,

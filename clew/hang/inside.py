@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from math import prod
 
+from clew.hang import proc
 from clew.hang.memory import Memory, Unreadable
 from clew.hang.observed import PROGRAM, Frame, Group, Inside, Thread
 
@@ -214,8 +215,11 @@ def _own_rank(memory: Memory, group: int, size: int) -> int | None:
 
 
 def ended_threads(memory: Memory) -> Iterator[str]:
-    """Yield the names of Python threads that have ended but are still referenced."""
-    module = memory.module("threading")
+    """Yield the names of Python threads that have ended but are still referenced.
+
+    Those of the parent also count as ended in a process that it forked. Their numbers are lower than its own pid.
+    """
+    module, pid = memory.module("threading"), proc.pid_within(memory.pid)
     if not {"_dangling", "_active"} <= module.keys():
         return
     active = {memory.integer(key) for key, _ in memory.entries(module["_active"])}
@@ -223,7 +227,8 @@ def ended_threads(memory: Memory) -> Iterator[str]:
         with suppress(Unreadable, KeyError):
             values = memory.attributes(thread)
             name = memory.text(values["_name"])
-            if memory.show(values["_ident"]) not in ("None", *map(str, active)) and not POOLED.match(name):
+            ran = memory.show(values["_ident"]) not in ("None", *map(str, active))
+            if ran and memory.integer(values["_native_id"]) > pid and not POOLED.match(name):
                 yield name
 
 

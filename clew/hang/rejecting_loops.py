@@ -10,8 +10,8 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import PurePath
 
-from clew.hang.activity import DISTRIBUTED, Activity
-from clew.hang.observed import Frame, Process, Snapshot
+from clew.hang.activity import DISTRIBUTED, Activity, activity_of
+from clew.hang.observed import Frame, Process, Snapshot, Thread
 from clew.hang.progress import (
     STEADY_LOOKS,
     accepts,
@@ -24,6 +24,7 @@ from clew.hang.progress import (
 )
 from clew.hang.source import (
     Loop,
+    calls_at,
     calls_in,
     calls_of,
     clocks,
@@ -68,8 +69,9 @@ GIVES_UP = re.compile(r"bad|err|fail|nan|skip|drop|reject|miss|spike", re.I)
 
 def refuses(job: list[Actor], snapshot: Snapshot) -> tuple[Actor, str] | None:
     """Return the process that rejects everything, and its counter; None if nobody waits, or a process accepts work."""
-    if found := next(((a, name) for a in job if (name := _keeps_nothing(a.process, snapshot.sources))), None):
-        return found
+    for kept_by in (_keeps_nothing, _adds_nothing):
+        if found := next(((a, name) for a in job if (name := kept_by(a.process, snapshot.sources))), None):
+            return found
     if any(accepts(a.process, snapshot.sources) for a in job):
         return None
     # Rejecting everything is a fault only if somebody waits for what is accepted, or has collected nothing of it.
@@ -280,8 +282,7 @@ def _keeps_nothing(process: Process, sources: Mapping[str, str]) -> str:
             continue  # of several that collect, one has no luck
         text = sources.get(frame.file, "")
         loops = loops_at(text, frame.line)
-        same = [t for look in process.looks for t in look.threads if (t.at, t.os_id) == (thread.at, thread.os_id)]
-        stacks = [t.frames for t in same if t.frames]
+        stacks = [t.frames for t in _in_each_look(process, thread) if t.frames]
         every = [f.locals for frames in stacks for f in frames if f.function == frame.function]
         for loop in reversed(loops):
             tested = ast.unparse(loop.test) if isinstance(loop, ast.While) else ""
@@ -295,6 +296,50 @@ def _keeps_nothing(process: Process, sources: Mapping[str, str]) -> str:
             if name:
                 return f"{frame.name}.{name} (beside {kept})"
     return ""
+
+
+def _adds_nothing(process: Process, sources: Mapping[str, str]) -> str:
+    """Return the counter of a loop whose filter adds nothing to a collection that another thread finds too short.
+
+    That thread, or task, waits for a condition that compares the collection's length with a number. Else "".
+    """
+    for wait, length in _too_short(process, sources):
+        collection = length[4:-1].rpartition(".")[2]
+        for thread, frame in ((t, f) for t in process.threads if t is not wait for f in t.user_frames):
+            own = next((n[4:-1] for n in frame.locals if re.fullmatch(rf"len\((.*\.)?{collection}\)", n)), "")
+            loop = outermost_loop(sources.get(frame.file, ""), frame.line)
+            if not own or not isinstance(loop, ast.While):
+                continue
+            givers = {own, own.rpartition(".")[0]}
+            if not any(dotted(call.func).rpartition(".")[0] in givers for _, call, _ in _guarded_calls(loop)):
+                continue
+            values = [
+                f.locals for t in _in_each_look(process, thread) for f in t.user_frames if f.function == frame.function
+            ]
+            if name := _many_rounds(names_in(loop) & frame.locals.keys(), values):
+                return f"{frame.name}.{name} (beside {length})"
+    return ""
+
+
+def _too_short(process: Process, sources: Mapping[str, str]) -> Iterator[tuple[Thread, str]]:
+    """Yield each thread or task that waits until a collection is long enough, and its length, which stands still."""
+    for thread in process.threads:
+        wait = activity_of(process, thread, sources)
+        text, same = sources.get(wait.file, ""), _in_each_look(process, thread)
+        if wait.kind != "condition" or len(same) < max(STEADY_LOOKS, len(process.looks)):
+            continue
+        loop = loop_at(text, wait.line)
+        tests = [*calls_at(text, wait.line), *([loop.test] if isinstance(loop, ast.While) else [])]
+        for compared in (node for test in tests for node in ast.walk(test) if isinstance(node, ast.Compare)):
+            for length in filter(re.compile(r"len\(").match, map(ast.unparse, (compared.left, *compared.comparators))):
+                values = {f.locals.get(length, "") for t in same for f in t.user_frames[:1] if f.line == wait.line}
+                if len(values) == 1 and values.pop().isdigit():
+                    yield thread, length
+
+
+def _in_each_look(process: Process, thread: Thread) -> list[Thread]:
+    """Return a thread or task as it was in each look that has it."""
+    return [t for look in process.looks for t in look.threads if (t.at, t.os_id) == (thread.at, thread.os_id)]
 
 
 def _many_rounds(rounds: set[str], every: Sequence[Mapping[str, str]]) -> str:
@@ -431,7 +476,12 @@ def rounds_without_put(process: Process, sources: Mapping[str, str]) -> tuple[st
 
 
 def _guarded_puts(loop: ast.While) -> Iterator[tuple[ast.expr, ast.Call, set[str]]]:
-    """Yield each test of a loop that can skip a call of `put`, that call, and the names without a new item each round.
+    """Yield what `_guarded_calls` yields for calls of `put`."""
+    return (each for each in _guarded_calls(loop) if dotted(each[1].func).endswith(".put"))
+
+
+def _guarded_calls(loop: ast.While) -> Iterator[tuple[ast.expr, ast.Call, set[str]]]:
+    """Yield each test of a loop that can skip a call, that call, and the names without a new item in each round.
 
     These are counters, collections that the loop fills, and names that are computed from their own last value.
     """
@@ -445,8 +495,7 @@ def _guarded_puts(loop: ast.While) -> Iterator[tuple[ast.expr, ast.Call, set[str
             continue  # what it puts on its way out marks the end
         skips = isinstance(node.body[-1], ast.Continue)
         for call in calls_in(*(loop.body[place + 1 :] if skips else node.body)):
-            if dotted(call.func).endswith(".put"):
-                yield node.test, call, built
+            yield node.test, call, built
 
 
 def _frame_and_name(counter: str) -> tuple[str, str]:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
 from clew.hang import inside
@@ -15,7 +16,7 @@ from clew.hang.memory import VERSIONS, Memory, Unreadable
 pytestmark = pytest.mark.skipif(sys.version_info[:2] not in VERSIONS, reason="layout of this Python is unknown")
 
 PROGRAM = """
-import asyncio, multiprocessing, sys, threading
+import asyncio, multiprocessing, os, sys, threading, time
 
 class Buffer:
     def __init__(self):
@@ -44,6 +45,10 @@ async def main(buffer):
 def quit():
     sys.exit(3)
 
+def serve(parent):
+    while os.getppid() == parent:
+        time.sleep(0.1)
+
 if __name__ == "__main__":
     sys.stdout.reconfigure(line_buffering=True)
     ended = threading.Thread(target=print, name="collector")
@@ -51,6 +56,7 @@ if __name__ == "__main__":
     child = multiprocessing.get_context("fork").Process(target=quit, name="actor")
     child.start()
     child.join()
+    multiprocessing.get_context("fork").Process(target=serve, args=(os.getpid(),), daemon=True).start()
     asyncio.run(main(Buffer()))
 """
 
@@ -91,6 +97,11 @@ def test_ended_children_and_threads_are_known(program: int) -> None:
     facts = inside.inside(program)
     assert [(name, code) for _, name, code in facts.children] == [("actor", 3)]
     assert facts.ended_threads == ("collector",)
+
+
+def test_a_forked_process_has_not_ended_the_threads_of_its_parent(program: int) -> None:
+    (child,) = psutil.Process(program).children()
+    assert inside.inside(child.pid).ended_threads == ()
 
 
 def test_memory_that_is_not_there_cannot_be_read(program: int) -> None:
