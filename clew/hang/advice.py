@@ -120,9 +120,10 @@ def _next(verdict: Verdict, actors: Sequence[Actor]) -> str:
 
 def _run_with_detail(verdict: Verdict, actors: Sequence[Actor]) -> str:
     """Return the command that runs the job with DETAIL; "" if DETAIL would not show this mismatch."""
-    # DETAIL compares the collectives of the ranks, but neither their messages nor their roots.
-    operations = {(actor.activity.op, actor.activity.group) for actor in actors if actor.rank is not None}
-    if len(operations) < 2 or any(op in POINT_TO_POINT for op, _ in operations):
+    # DETAIL compares the collectives of one group, but not messages, roots, or functional collectives (of DTensors).
+    groups = {actor.activity.group for actor in actors if actor.rank is not None}
+    operations = {actor.activity.op for actor in actors if actor.rank is not None}
+    if len(groups) > 1 or len(operations) < 2 or operations & {*POINT_TO_POINT, "wait_tensor"}:
         return ""
     ranks = [actor for actor in actors if actor.rank is not None]
     parents = {actor.process.parent for actor in ranks}

@@ -6,7 +6,7 @@ import ast
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise, takewhile
+from itertools import takewhile
 from pathlib import PurePath
 
 from clew.hang import source
@@ -206,7 +206,8 @@ def _other_number(sink: Sink) -> tuple[Actor, str] | None:
     """
     ranks = [a for a in sink.job if a.rank is not None and a.process.user_frames]
     messages = [a for a in sink.culprits if a.activity.kind in MESSAGES] if len(ranks) > 2 else []
-    for inner, frame in (pair for a in messages for pair in pairwise([*a.process.user_frames, None])):
+    stacks = [a.process.user_frames for a in messages]
+    for inner, frame in (pair for each in stacks for pair in zip(each, [*each[1:], None], strict=True)):
         # A stage with no round at all is the first or the last. Before the fewest rounds are over, all still agree.
         text = sink.sources.get(inner.file, "")
         reached = [inner.locals.get(name, "") for name in source.loop_variables(text, inner.line)]
@@ -281,14 +282,28 @@ def _wrong_group(sink: Sink) -> Verdict | None:
     calls = f"Rank {one.rank} calls {one.activity.op} in group {one.activity.group}"
     alike = f"from source {one.activity.root}" if one.activity.root else "at the same line"
     why = f"{calls}, and the other ranks of group {group} wait for it in that group {alike}. {sink.says}"
-    text, line = sink.sources.get(one.activity.file, ""), one.activity.line
-    used = source.names_in(*(source.keyword(call, "group") for call in source.calls_at(text, line)))
-    loop = source.loop_at(text, line)
-    left_out = any(isinstance(n, ast.If) and n.lineno < line for n in (ast.walk(loop) if loop else ()))
-    if left_out or not used & source.loop_variables(text, line):
+    if not _goes_through_groups(one, sink.sources):
         return sink.blame("collective mismatch", [one], why, structural=True)
     why += " It may go through the groups in another order."
     return sink.blame("crossed groups", [one], why, structural=True)
+
+
+def _goes_through_groups(one: Actor, sources: Mapping[str, str]) -> bool:
+    """Return whether a rank calls its collective in a loop over groups, or over objects with a group each.
+
+    It leaves out no group, so it comes to all of them.
+    """
+    frames = one.process.user_frames[:2]
+    given = [source.keyword(call, "group") for call in source.calls_at(sources.get(frames[0].file, ""), frames[0].line)]
+    for frame in frames:
+        text, used = sources.get(frame.file, ""), source.names_in(*given)
+        if used & source.loop_variables(text, frame.line):
+            loop = source.loop_at(text, frame.line)
+            return not any(each.lineno < frame.line for each in source.nodes_in(ast.If, loop))
+        if used != {"self"}:
+            return False
+        given = [call.func for call in source.calls_at(sources.get(frames[-1].file, ""), frames[-1].line)]
+    return False
 
 
 def _gone_past(sink: Sink) -> Verdict | None:
@@ -444,6 +459,8 @@ def _left_a_loop(ranks: Sequence[Actor], sources: Mapping[str, str]) -> tuple[li
     if len({(frame.file, frame.function) for frame in level}) > 1:
         return None
     text, first = sources.get(level[0].file, ""), min(frame.line for frame in level)
+    if source.branch_of_rank(text, first):
+        return None  # the other ranks may not have been in the loop at all
     loops = [source.outermost_loop(text, frame.line) for frame in level]
     around = min((loop for loop in loops if loop is not None), key=lambda loop: loop.lineno, default=None)
     end, file = (around.end_lineno or around.lineno) if around is not None else 0, level[0].file

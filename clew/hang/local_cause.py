@@ -14,7 +14,6 @@ from clew.hang.activity import DISTRIBUTED, Activity
 from clew.hang.between_ranks import with_callers
 from clew.hang.collective_calls import behind, different_counts, first_different_call
 from clew.hang.ended import dead, done, joined_too_early, lost_task, outlived, pipe_kept_open
-from clew.hang.equal_stacks import by_value
 from clew.hang.expressions import Unknown, evaluate
 from clew.hang.locks import (
     kept_locked,
@@ -39,6 +38,7 @@ from clew.hang.progress import (
 )
 from clew.hang.rejecting_loops import never_filled, never_holds, rejecting, rounds_without_put, starved, takes_in_vain
 from clew.hang.roles import WAITS_INSIDE
+from clew.hang.store_keys import missing_key
 from clew.hang.verdict import LOCAL, MESSAGES, Actor, Sink, Verdict, names, sentences, subject, words_of
 from clew.hang.waits_for import THROUGH_PIPES, TO_OTHERS, ports_named, surely_awaits
 
@@ -231,45 +231,6 @@ def _unexplained(sink: Sink) -> Verdict | None:
         why = f"The stack of {sink.one.process.label} does not say what it waits for."
         return sink.blame("undetermined", [], why, confidence="low")
     return None
-
-
-def _store(sink: Sink) -> Verdict | None:
-    """Judge a wait for a key of torch's store that no other rank sets, or for the members of a store."""
-    if sink.act.kind != "store":
-        return None
-    if sink.act.op == "TCPStore":
-        frames = sink.one.process.main_frames
-        wanted = next((f.locals["world_size"] for f in frames if f.locals.get("world_size", "").isdigit()), "")
-        members = f"until its {wanted} members have come" if wanted else "until all of its members have come"
-        why = f"{sink.one.says}. It waits for the server of this store, and {members}: fewer have.{sink.who_waits}"
-        return sink.blame("initialisation", [sink.one], why, cause="store", confidence="medium")
-    others = [a for a in sink.job if a.rank is not None and a not in sink.culprits]
-    alike = ("store", sink.act.site)  # ranks that wait for the same key
-    others = [a for a in others if (a.activity.kind, a.activity.site) != alike]
-    waiting = [a for a in others if a in sink.blocked_ranks and a.activity.kind != "store"]
-    asking = [a for a in sink.job if a.rank is not None and a not in others]
-    # If all other ranks wait for those that ask, nobody is left to set the key: they ask for one that does not exist.
-    blamed = asking if len(waiting) == len(others) else others
-    if found := _another_key(sink, asking):
-        return found
-    why = f"{sink.one.says}: no other rank sets this key."
-    why += f" Ranks {names(asking)} all wait for it." if len(asking) > 1 else sink.who_waits
-    why += f" {sentences(waiting[:1])}" if blamed is asking and waiting else ""
-    return sink.blame("missing rank", blamed, why, confidence="low")
-
-
-def _another_key(sink: Sink, asking: list[Actor]) -> Verdict | None:
-    """Judge ranks that wait at one line, where the key that one of them waits for has another number in it."""
-    calls = source.calls_at(sink.sources.get(sink.act.file, ""), sink.act.line)
-    used = sorted(source.names_in(*(each for call in calls for each in call.args)))
-    frames = [next((f for f in a.process.user_frames if f.line == sink.act.line), None) for a in asking]
-    values = [tuple(f"{n} is {f.locals[n]}" for n in used if f and f.locals.get(n, "").isdigit()) for f in frames]
-    alone = [a for a, value in zip(asking, values, strict=True) if values.count(value) == 1]
-    if len(asking) < 3 or len(alone) != 1 or len(set(values)) != 2:
-        return None
-    told = by_value((a.rank or 0, " and ".join(value)) for a, value in zip(asking, values, strict=True))
-    why = f"Ranks {names(asking)} wait for a key of the store at {sink.act.place}, but not for the same one: {told}."
-    return sink.blame("missing rank", alone, why, cause="store", confidence="medium")
 
 
 def _silent_server(sink: Sink) -> Verdict | None:
@@ -607,7 +568,7 @@ def _beside(sink: Sink) -> str:
 RULES: tuple[Callable[[Sink], Verdict | None], ...] = (
     _paused, _blocked_loop, _not_woken, _held_already, rejecting, starved, never_filled, takes_in_vain, outlived,
     locked_outside, locked_by_fork, kept_locked, pipe_kept_open, joined_too_early, _joins_its_producer, dead,
-    _own_waits, never_holds, _slow, locked_crosswise, locked_by, _cleaned_up, _store, _joins_alone, _one_at_a_time,
+    _own_waits, never_holds, _slow, locked_crosswise, locked_by, _cleaned_up, missing_key, _joins_alone, _one_at_a_time,
     _unexplained, _loader, _silent_server, _outside, retrying, device, _unscheduled, _computing, both_poll,
     threads_poll, asks_as_told, polling, _through_server, lost_task, _unflushed, _told_to_some, _blocked,
 )  # fmt: skip
