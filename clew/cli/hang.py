@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -69,6 +70,7 @@ def hang(
     from clew.errors import ConfigError
     from clew.hang.collect import with_native
     from clew.hang.dumps import read_dumps
+    from clew.hang.examine import WATCH_S
     from clew.hang.report import Report
     from clew.record.files import write_bytes
 
@@ -81,6 +83,9 @@ def hang(
         raise ConfigError("Cannot write a report with --stacks, which only prints: leave out --stacks, or the files.")
     if native and dumps:
         raise ConfigError("Cannot read C frames with --from, which only reads reports. Give --native to make them.")
+    watches = dumps is None and not stacks and (any(given) or json_file or html_file or native)
+    if watches and str(json_file) != "-":
+        print(f"clew hang watches the job until it is sure, for at most {WATCH_S:g} s", file=sys.stderr, flush=True)
     if ssh:
         seen = _on_hosts(ssh, run, job, native)
     elif dumps is not None:

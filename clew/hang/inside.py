@@ -262,6 +262,8 @@ def shape_of(memory: Memory, tensor: int) -> list[int]:
 
 CONTAINERS = ("list", "dict", "set", "deque", "tuple", "Counter", "defaultdict", "OrderedDict")
 MOST_NUMBERS = 120
+OF_TORCH = re.compile(r"_\w*hooks\w*$|_(parameters|buffers|modules|non_persistent_buffers_set)$")
+"""Attributes of modules and optimizers of torch that tell nothing about progress."""
 
 
 def with_numbers(pid: int, threads: tuple[Thread, ...]) -> tuple[Thread, ...]:
@@ -320,10 +322,10 @@ def _numbers(memory: Memory, name: str, address: int, depth: int) -> dict[str, s
             return found
         if kind == "SemLock":  # of multiprocessing: how often this process has acquired it, and the maximum
             return {f"{name}.count": str(memory.int32(address + 32))} if memory.int32(address + 36) == 1 else {}
-        if depth and kind not in ("module", "type", "function"):
+        if depth and kind not in ("module", "type", "function", "Logger"):
             found = {}
             for key, value in memory.attributes(address).items():
-                if len(found) < MOST_NUMBERS:
+                if len(found) < MOST_NUMBERS and not OF_TORCH.match(key):
                     found |= _numbers(memory, f"{name}.{key}", value, depth - 1)
             return found
     return {}

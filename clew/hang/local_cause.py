@@ -298,6 +298,7 @@ def _loader(sink: Sink) -> Verdict | None:
     workers = ", ".join(str(each.pid) for each in sink.culprits)
     pids = f"{'pid' if len(sink.culprits) == 1 else 'pids'} {workers}"
     why = f"A worker ({pids}) of the data loader of {rank.process.label} {words} at {sink.act.place}."
+    why += left_locked(sink) if sink.act.kind == "lock" else ""
     return sink.blame("data loading", [rank], why, pids=(rank.pid, *(c.pid for c in sink.culprits))).at(sink.act.site)
 
 

@@ -1,4 +1,4 @@
-"""All answers have become too long: a filter in the rollout tasks drops each group, and the trainer waits for six."""
+"""A filter in the rollout tasks drops each group, whose answers became too long, and the trainer waits for six."""
 
 import asyncio
 from collections import deque

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 dist.init_process_group("gloo")
 LIMIT = timedelta(minutes=30)
-store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=LIMIT)
+store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=LIMIT)  # pyright: ignore[reportPrivateImportUsage]
 
 
 class Weights:
