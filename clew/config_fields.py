@@ -358,7 +358,8 @@ class Algorithm(Section):
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the KL divergence from the run's first model (the reference model); for dpo its beta, 0.1 if unset."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of the KL divergence (Schulman, joschu.net/blog/kl-approx.html)."""
+    """Estimator of the KL divergence (Schulman, joschu.net/blog/kl-approx.html). k1 belongs in the reward: in the loss
+    its gradient is 0 on average, unless kl_times_ratio is set."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Add the KL term to each token's loss, or subtract it from the reward: its sum over the sequence, or with a critic
     each token's term from that token's reward."""
