@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import PurePath
 
 from clew.hang import source
 from clew.hang.equal_stacks import by_value
-from clew.hang.observed import Frame
 from clew.hang.verdict import Actor, Sink, Verdict, names, sentences
 
 
@@ -29,7 +29,7 @@ def missing_key(sink: Sink) -> Verdict | None:
     asking = [a for a in sink.job if a.rank is not None and a not in others]
     # If all other ranks wait for those that ask, nobody is left to set the key: they ask for one that does not exist.
     blamed = asking if len(waiting) == len(others) else others
-    if found := _another_key(sink, asking) or _left_out(sink, waiting):
+    if found := _another_key(sink, asking) or _left_out(sink, asking):
         return found
     why = f"{sink.one.says}: no other rank sets this key."
     why += f" Ranks {names(asking)} all wait for it." if len(asking) > 1 else sink.who_waits
@@ -51,72 +51,80 @@ def _another_key(sink: Sink, asking: list[Actor]) -> Verdict | None:
     return sink.blame("missing rank", alone, why, cause="store", confidence="medium")
 
 
-def _left_out(sink: Sink, waiting: list[Actor]) -> Verdict | None:
-    """Judge ranks whose loop sets such keys, and that have come past the number in the key that is awaited."""
+def _left_out(sink: Sink, asking: list[Actor]) -> Verdict | None:
+    """Judge processes whose loop sets such keys, and that have come past the number in the key that is awaited."""
     frame = next((f for f in sink.one.process.user_frames if f.line == sink.act.line), None)
+    if frame is None:
+        return None
     text = sink.sources.get(sink.act.file, "")
-    calls = source.calls_at(text, sink.act.line)
-    for pattern, used in _keys(text, sink.act.line, *(each for call in calls for each in call.args)):
-        numbers = {frame.locals[name] for name in used if frame and frame.locals.get(name, "").isdigit()}
-        past = [
-            (a, call)
-            for a in waiting
-            if len(numbers) == 1 and (call := _came_past(a, pattern, int(*numbers), sink.sources))
-        ]
-        if past:
-            blamed, (place, said) = [a for a, _ in past], past[0][1]
+    given = [each for call in source.calls_at(text, sink.act.line) for each in call.args]
+    for pattern, holes in _keys(text, sink.act.line, *given):
+        asked = [frame.locals.get(hole, "") for hole in holes]
+        if not all(value.isdigit() for value in asked):
+            continue
+        others = [a for a in sink.job if a not in asking and not a.dead]
+        past = {a.pid: found for a in others if (found := _came_past(a, pattern, asked, sink.sources))}
+        if blamed := [a for a in others if a.pid in past]:
+            place, now = past[blamed[0].pid]
             why = (
-                f"{sink.one.says}. Rank {names(blamed)} sets such keys at {place}, and has left this one out: the "
-                f"number in its key is {min(numbers)}, and {said} there. {sentences(blamed[:1])}"
+                f"{sink.one.says}. Such keys are set at {place}; {' and '.join(a.process.label for a in blamed)} left "
+                f"this one out: {', '.join(asked)} is awaited, and it is at {', '.join(now)}. {sentences(blamed[:1])}"
             )
             return sink.blame("missing rank", blamed, why, cause="store", confidence="medium").at(place)
     return None
 
 
-def _came_past(one: Actor, pattern: tuple[str, ...], number: int, sources: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return where a rank's loop sets keys of this pattern, and what shows a later round than `number`; or None."""
-    setters = {name for text in sources.values() for name in _setters(text, pattern)}
+def _came_past(
+    one: Actor, pattern: tuple[str, ...], asked: list[str], sources: Mapping[str, str]
+) -> tuple[str, list[str]] | None:
+    """Return where a process's loop sets keys of a pattern, and its numbers there; None if it is not past `asked`.
+
+    It has if one number is higher, and all others are equal.
+    """
     for frame in one.process.user_frames:
         loop = source.outermost_loop(text := sources.get(frame.file, ""), frame.line)
         for call in source.calls_in(loop):
-            given = (
-                {each.id for each in call.args if isinstance(each, ast.Name)}
-                if source.last_name(call.func) in setters
-                else set()
-            )
-            given |= _set_by(call, pattern, text)
-            if later := next((each for each in sorted(given) if _number(frame, each) > number), ""):
-                return f"{PurePath(frame.file).name}:{call.lineno}", f"{later} is {frame.locals[later]}"
+            for holes in [*_set_by(call, pattern, text), *_set_within(call, pattern, sources)]:
+                now = [frame.locals.get(hole, "") for hole in holes]
+                differ = [(a, b) for a, b in zip(now, asked, strict=True) if a != b]
+                if len(differ) == 1 and differ[0][0].isdigit() and int(differ[0][0]) > int(differ[0][1]):
+                    return f"{PurePath(frame.file).name}:{call.lineno}", now
     return None
 
 
-def _setters(text: str, pattern: tuple[str, ...]) -> set[str]:
-    """Return the names of the functions of a source that set keys of a pattern."""
-    functions = source.nodes_in((ast.FunctionDef, ast.AsyncFunctionDef), source.parse(text))
-    return {each.name for each in functions if any(_set_by(call, pattern, text) for call in source.calls_in(each))}
-
-
-def _set_by(call: ast.Call, pattern: tuple[str, ...], text: str) -> set[str]:
-    """Return the variables in the key that a call sets, if it sets one of this pattern; else an empty set."""
+def _set_by(call: ast.Call, pattern: tuple[str, ...], text: str) -> list[list[str]]:
+    """Return the expressions in the key of a pattern that a call of `set` or `add` sets; empty if it sets none."""
     sets = source.last_name(call.func) in ("set", "add") and bool(call.args)
-    found = _keys(text, call.lineno, call.args[0]) if sets else []
-    return set[str]().union(*(used for each, used in found if each == pattern))
+    return [holes for found, holes in _keys(text, call.lineno, call.args[0]) if found == pattern] if sets else []
 
 
-def _keys(text: str, line: int, *given: ast.expr) -> list[tuple[tuple[str, ...], set[str]]]:
-    """Return the constant parts of the f-strings that are given as keys, and the variables in each.
+def _set_within(call: ast.Call, pattern: tuple[str, ...], sources: Mapping[str, str]) -> Iterator[list[str]]:
+    """Yield the expressions, as the caller writes them, in each key of a pattern that the called function sets."""
+    receiver = source.dotted(call.func).rpartition(".")[0]
+    for text in sources.values():
+        for function in source.nodes_in((ast.FunctionDef, ast.AsyncFunctionDef), source.parse(text)):
+            if function.name != source.last_name(call.func):
+                continue
+            parameters = [each.arg for each in function.args.args][1 if receiver else 0 :]
+            passed = dict(zip(parameters, map(ast.unparse, call.args), strict=False))
+            passed |= {each.arg: ast.unparse(each.value) for each in call.keywords if each.arg}
+            for inner in source.calls_in(function):
+                for holes in _set_by(inner, pattern, text):
+                    yield [passed.get(hole, re.sub(r"^self\.", f"{receiver}.", hole)) for hole in holes]
+
+
+def _keys(text: str, line: int, *given: ast.expr) -> list[tuple[tuple[str, ...], list[str]]]:
+    """Return the constant parts and the expressions of each f-string that is given as a key.
 
     A key may also be a variable, to which the function has assigned an f-string.
     """
     names = source.names_in(*given)
     assigned = source.nodes_in(ast.Assign, source.enclosing_function(text, line))
     values = [each.value for each in assigned if names & source.names_in(*each.targets)]
-    strings = source.nodes_in(ast.JoinedStr, *given, *values)
-    return [
-        (tuple(str(each.value) for each in source.nodes_in(ast.Constant, string)), source.names_in(string))
-        for string in strings
-    ]
-
-
-def _number(frame: Frame, name: str) -> int:
-    return int(value) if (value := frame.locals.get(name, "")).isdigit() else -1
+    found = list[tuple[tuple[str, ...], list[str]]]()
+    for string in source.nodes_in(ast.JoinedStr, *given, *values):
+        constant = tuple(str(each.value) for each in string.values if isinstance(each, ast.Constant))
+        holes = [ast.unparse(each.value) for each in string.values if isinstance(each, ast.FormattedValue)]
+        if constant and holes:
+            found.append((constant, holes))
+    return found
