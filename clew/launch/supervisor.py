@@ -43,7 +43,7 @@ GRACE_S = 8.0
 """Seconds between asking a process to end and killing it."""
 
 
-DIGEST_S = 120.0
+CHECKPOINT_STILL_S = 120.0
 """Seconds for which a checkpoint's files may stand still: all is digested before the first and after the last."""
 
 
@@ -275,7 +275,7 @@ def _end(children: list[Child], run: RunDirectory, is_urgent: Callable[[], bool]
     """Ask the processes to end, and kill those that are still there after `GRACE_S`.
 
     The trainer may take longer for a checkpoint, as long as its files grow and nobody asks once more. They may stand
-    still for `DIGEST_S` while its status says that it writes one.
+    still for `CHECKPOINT_STILL_S` while its status says that it writes one.
     """
     started = [child.process for child in children if hasattr(child, "process")]
     trainers = [child.process for child in children if child.role == "trainer" and child.process in started]
@@ -288,7 +288,7 @@ def _end(children: list[Child], run: RunDirectory, is_urgent: Callable[[], bool]
             written, grown = size, time.monotonic()
         late = time.monotonic() > begun + GRACE_S
         saves = late and any(each.poll() is None for each in trainers) and run.writes_checkpoint()
-        if late and (is_urgent() or time.monotonic() > grown + (DIGEST_S if saves else GRACE_S)):
+        if late and (is_urgent() or time.monotonic() > grown + (CHECKPOINT_STILL_S if saves else GRACE_S)):
             break
         if late and not told:
             print("the trainer writes its checkpoint; Ctrl-C ends it without", flush=True)

@@ -16,13 +16,13 @@ from clew.training.ranks import Ranks
 
 log = logging.getLogger("clew.trainer")
 
-ADVISED = (
+MAY_CHANGE = (
     "training.on_bad_gradient",
     "training.spike_factor",
     "training.micro_batch_tokens",
     "training.activation_checkpointing",
 )
-"""Fields that the error of a failed step advises to change."""
+"""Fields that may change although steps are trained again: the error of a failed step advises to change them."""
 
 
 def restore(config: Config, run: RunDirectory, ranks: Ranks, *, supervised: bool = False) -> TrainEngine:
@@ -104,6 +104,7 @@ def check_chain(run: RunDirectory) -> None:
 
 
 def _refuse_changes(config: Config, run: RunDirectory, version: int, committed: int) -> None:
+    """Raise ConfigError for a change under which recorded steps, or the rest of the run, could not be trained."""
     changes = run.changes(config)
     changed = {name: changes_in_words({name: values}) for name, values in changes.items()}
     default = 2 * (config.training.lora_rank or 0)
@@ -131,7 +132,7 @@ def _refuse_changes(config: Config, run: RunDirectory, version: int, committed: 
     if config.training.schedule == "constant":
         changed.pop("training.steps", None)
     changed.pop("training.tp", None)  # like launch.ranks, it only changes the order of sums
-    for name in ADVISED:  # a recorded step is trained again with its own
+    for name in MAY_CHANGE:  # a recorded step is trained again with its own
         changed.pop(name, None)
     decisive = [change for name, change in changed.items() if name.startswith(("training.", "algorithm."))]
     if decisive and committed > version:
