@@ -46,8 +46,9 @@ def enough(processes: Sequence[Process], seconds: float) -> bool:
     seen = Snapshot(processes=tuple(processes), seconds=seconds, unseen=unseen, sources=sources)
     verdict = judge(seen)
     # A healthy job is watched for half of WATCH_S, and must then look healthy in the newest looks alone: what moved two
-    # seconds ago may stand still now. It must not look like a complete hang in the last two looks.
-    if verdict.pattern not in SOUND or seconds <= WATCH_S / 2:
+    # seconds ago may stand still now. It must not look like a complete hang in the last two looks. A slow job may turn
+    # out to do nothing but reject what it makes.
+    if verdict.pattern != "healthy" or seconds <= WATCH_S / 2:
         return verdict.structural
     return judge(_newest(seen, 4)).pattern in SOUND and not judge(_newest(seen, 2)).structural
 

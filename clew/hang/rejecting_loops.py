@@ -375,7 +375,11 @@ def _many_tries(
         return ""
     if not all(outer and _assigns(sources.get(outer[0].file, ""), outer[0].line) for _, outer in inside):
         return ""  # nothing would show that it has returned
-    moved = {_short(name).rpartition(".")[2] for name in moved_counters(process, sources)}
+    # A list that is no longer than before may be what it takes its items from.
+    grown = [
+        name for name, (one, other) in moved_counters(process, sources).items() if other > one or "len(" not in name
+    ]
+    moved = {_short(name).rpartition(".")[2] for name in grown}
     every = [frame.locals for frame, _ in inside]
     for name in (each for each in every[-1] if each.startswith("self.") and not OF_ONE_ITEM.search(each)):
         tries, values = name[5:], [int(each[name]) for each in every if each.get(name, "").isdigit()]
