@@ -1,7 +1,7 @@
 """The typed configuration: one YAML file plus `key=value` overrides. It does not import torch.
 
-OmegaConf merges and resolves `${...}`; pydantic checks types and ranges. A field that is unknown or contradicts another
-is an error at once. The error names the file and line (or the override) and the nearest valid name.
+OmegaConf merges and resolves `${...}`; pydantic checks types and ranges. An unknown field, or a contradiction, is an
+error at once. It names the file and line (or the override) and, for an unknown field, the nearest valid name.
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ class Config(Section):
             )
         if self.weights.via == "collective" and self.inference.on_update == "wait" and backend != "embedded":
             raise ValueError(
-                "weights.via=collective needs all servers at once, and with inference.on_update=wait each comes when "
+                "weights.via=collective needs all servers at once, and with inference.on_update=wait each joins when "
                 "its last generation has ended. Use continue or restart, or weights.via=disk"
             )
         several = [name for name in (*REPLICAS, *PIPELINES) if self.inference.options.get(name, 1) != 1]
@@ -358,8 +358,8 @@ def check_critic_fields(config: Config, *, with_critic: bool) -> None:
     for field in ("critic", "critic_lr", "bootstrap_truncated"):
         if getattr(algorithm, field) not in (None, False):
             raise ConfigError(
-                f"algorithm.{field} is for the critic, and algorithm.advantages={algorithm.advantages} takes no values "
-                f"of one. Unset it, or give that function the parameters (rewards, values, options)"
+                f"algorithm.{field} is for the critic, and algorithm.advantages={algorithm.advantages} has no critic. "
+                f"Unset it, or give that function the parameters (rewards, values, options)"
             )
 
 
@@ -426,7 +426,7 @@ def _values_of(override: str) -> dict[str, Any]:
 
 
 def checked(values: Any, path: Path, text: str = "", overrides: Sequence[str] = ()) -> Config:
-    """Return the configuration with these values. Raises ConfigError. The other arguments are for its message."""
+    """Return values as a configuration. Raises ConfigError, whose message uses the other arguments."""
     try:
         return Config.model_validate(values)
     except ValidationError as error:
@@ -448,7 +448,7 @@ def _with(values: Any, name: str, value: Any) -> dict[str, Any]:
     """Return the unchecked values with one field set, by its dotted name."""
     section, field = name.split(".")
     if not isinstance(values.get(section) or {}, Mapping):
-        return values  # the check of the section will say so
+        return values  # pydantic reports the section later
     return {**values, section: {**_section(values, section), field: value}}
 
 
@@ -472,7 +472,7 @@ def _preset_values(values: Any) -> dict[str, Any]:
     """Return the options that the chosen preset sets, by their dotted names; empty without a preset.
 
     Raises:
-        ConfigError: The preset is a user's page that cannot be loaded, or sets a field that does not exist.
+        ConfigError: The preset is a user's module that cannot be loaded, or sets a field that does not exist.
     """
     preset = _section(values, "algorithm").get("preset")
     if not isinstance(preset, str) or (preset not in PRESETS and "." not in preset):
@@ -528,11 +528,11 @@ def dump(config: Config) -> str:
     """Return the resolved configuration as YAML; `load` reads it back."""
     content = _escaped(config.model_dump(mode="json"))
     text = as_yaml(content, allow_unicode=True)
-    return text if visible(text) == text else as_yaml(content)  # escapes everything but ASCII
+    return text if visible(text) == text else as_yaml(content)  # this escapes all non-ASCII characters
 
 
 def _escaped(value: Any) -> Any:
-    """Return values in which OmegaConf finds no `${...}` to resolve: what is left of them is text."""
+    """Return values with each `${` escaped, so that OmegaConf reads it as text and resolves nothing."""
     if isinstance(value, str):
         return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
     if isinstance(value, Mapping):
@@ -605,8 +605,7 @@ def nested_section(field: FieldInfo) -> type[BaseModel] | None:
 def _explain(problem: Any, path: Path, text: str, overrides: Sequence[str]) -> str:
     name = ".".join(str(part) for part in problem["loc"])
     message = problem["msg"].removeprefix("Value error, ")
-    # For a check across fields, pydantic names only a section, or nothing.
-    # The message begins with the field.
+    # For a check across fields, pydantic names only a section, or nothing. But the message begins with the field.
     begins = re.split("[ =]", message, maxsplit=1)[0]
     where = _where(begins if not name or begins.startswith(f"{name}.") else name, path, text, overrides)
     if problem["type"] == "extra_forbidden":
@@ -635,7 +634,7 @@ def _where(name: str, path: Path, text: str, overrides: Sequence[str]) -> str:
 
 
 def _line_of(name: str, text: str) -> int | None:
-    """Return the line, from 1, of the deepest part of `name` in the YAML; None if it has none."""
+    """Return the line, from 1, of the deepest part of `name` that the YAML has; None if it has none."""
     import yaml
 
     node, line = yaml.compose(text), None

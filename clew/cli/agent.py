@@ -107,7 +107,7 @@ def agent_stress(
     ] = 64,
     recorded: Annotated[
         Path | None,
-        typer.Option(metavar="RUN", help="Let the stand-in answer with responses recorded in this run."),
+        typer.Option(metavar="RUN", help="Let the stand-in repeat responses recorded in this run."),
     ] = None,
     model: Annotated[
         str | None,
@@ -117,8 +117,8 @@ def agent_stress(
         float,
         typer.Option(
             min=0.1,
-            help="Maximum seconds of an episode, without the time that it waits for the model or for a busy processor. "
-            "Including that time, the limit is 5 times as long.",
+            help="Maximum seconds of an episode, not counting waits for the model or for a busy processor. "
+            "Counting them, the limit is 5 times as long.",
         ),
     ] = 120.0,
     json_to: Annotated[

@@ -1,4 +1,4 @@
-"""The command that says why a job has stopped."""
+"""The command `clew hang`, which says why a distributed job hangs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def hang(
         Path | None,
         typer.Argument(
             metavar="[RUN]",
-            help="Directory of a Clew run. Without any argument, the jobs of this machine are listed.",
+            help="Directory of a Clew run. Without any argument, list the jobs of this machine.",
         ),
     ] = None,
     pid: Annotated[
@@ -55,13 +55,13 @@ def hang(
     ] = None,
     native: Annotated[
         bool,
-        typer.Option("--native", help="Also read C and C++ frames of one process per stack, which pauses it briefly."),
+        typer.Option("--native", help="Also read C and C++ frames of a process per distinct stack; pauses it briefly."),
     ] = False,
     stacks: Annotated[
         bool, typer.Option("--stacks", help="Only print all stacks, taken once, with equal stacks merged; no verdict.")
     ] = False,
 ) -> None:
-    """Say why a distributed job has stopped: who waits for whom, and whose fault it is.
+    """Say why a distributed job hangs: who waits for whom, and which process is at fault.
 
     Example: clew hang --torchrun 4711
     """
@@ -82,7 +82,7 @@ def hang(
     if stacks and (json_file or html_file):
         raise ConfigError("Cannot write a report with --stacks, which only prints: leave out --stacks, or the files.")
     if native and dumps:
-        raise ConfigError("Cannot read C frames with --from, which only reads reports. Give --native to make them.")
+        raise ConfigError("Cannot read C frames with --from: its files were written earlier. Write them with --native.")
     watches = dumps is None and not stacks and (any(given) or json_file or html_file or native)
     if watches and str(json_file) != "-":
         print(f"clew hang watches the job until it is sure, for at most {WATCH_S:g} s", file=sys.stderr, flush=True)

@@ -24,7 +24,7 @@ from clew.printing import VisibleRecord, break_silence, print
 app = typer.Typer(
     name="clew",
     help="Reinforcement learning for LLM agents in which every training step leaves a thread back to its cause.",
-    epilog="The examples in --help use what `make demo` and the examples of the commands above them have written. "
+    epilog="The examples in --help use files that `make demo` and the examples of the commands above them write. "
     "Exit codes: 0 sound; 1 something was found (a difference, an unfit agent); 2 could not run (bad input, or a run "
     "that ended before its last step); 3 not judged; 70 a defect of Clew; 130 interrupted; 141 nobody read its output.",
     no_args_is_help=True,
@@ -62,18 +62,18 @@ COULD_NOT_RUN = 2
 """Exit code after a ClewError. Typer uses the same code for a command line that it cannot parse."""
 
 BROKEN_PIPE = 141
-"""Exit code if the reader of the output has gone, such as `head`: 128 + SIGPIPE, as other programs have it."""
+"""Exit code if the reader of the output has gone, such as `head`: 128 + SIGPIPE, as in other programs."""
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, and after SIGTERM if the run can be continued: 128 + SIGINT."""
 
 
 def main() -> None:
-    """Run the command line, and end this process. One of several trainer ranks ends at once.
+    """Run the command line, and end this process. If it is one of several trainer ranks, it skips Python's exit.
 
     A normal exit of Python would destroy what torch still holds of its process groups. After a failure, gloo waits
     there for pending operations, and so for ranks that still train because they do not know of the failure yet. After a
-    success, it ended now and then in "terminate called without an active exception" (signal 6).
+    success, that exit sometimes failed with "terminate called without an active exception" (signal 6).
     """
     try:
         _main()
@@ -89,15 +89,15 @@ def main() -> None:
 def _main() -> None:
     """Run the command line, and turn errors into exit codes.
 
-    A ClewError exits with its message and 2, or with 130 if it is an Interrupted. A full or read-only disk exits with a
-    message and 2, too. Any other error is a defect: it exits with a traceback and 70. A command itself exits with 1 if
-    it found something (a difference, an unfit agent), and with 3 if it cannot judge.
+    A ClewError exits with its message and 2, or with 130 if it is an Interrupted. A full or read-only disk, or a
+    denied permission, exits with a message and 2, too. Any other error is a defect: it exits with a traceback and 70.
+    A command itself exits with 1 if it found something (a difference, an unfit agent), and with 3 if it cannot judge.
     """
     from clew.launch.ranks import report_failure
     from clew.processes import die_with_parent
 
     die_with_parent()
-    if "RANK" not in os.environ:  # no launcher has set this variable, so it does not say that there are other ranks
+    if "RANK" not in os.environ:  # no launcher set WORLD_SIZE, so it says nothing about ranks
         os.environ.pop("WORLD_SIZE", None)
     # OpenMP's threads spin while they wait for one another. Under `clew train`, processes share the cores, and threads
     # that spin take time from the other processes: two such processes on two cores were ten times slower. torch reads
@@ -151,16 +151,16 @@ def _exit_with(error: ClewError) -> NoReturn:
 
 
 def _disk_error(error: Exception) -> ClewError | None:
-    """Return an explanation if a full or read-only disk caused an error; otherwise None."""
+    """Return an explanation if a full or read-only disk, or a denied permission, caused an error; otherwise None."""
     if not isinstance(error, OSError):
         return None
     from clew.record.files import OF_THE_DISK, disk_error
 
     if error.errno in (errno.ENOSPC, errno.EDQUOT) and error.filename is None:  # such as stdout on a full disk
-        return RecordError(f"Cannot write: {error.strerror}. Look for a full disk: of the output, the run or /dev/shm.")
+        return RecordError(f"Cannot write: {error.strerror}. Free space on the output's disk, the run's or /dev/shm.")
     if not isinstance(error.filename, str | Path):
         return None
-    if isinstance(error, PermissionError):  # it may have been read, or only looked for
+    if isinstance(error, PermissionError):  # "use": it may have been read, or only looked up
         return RecordError(
             f"Cannot use {error.filename}: {error.strerror}. Change its permissions, or choose another path."
         )

@@ -65,7 +65,7 @@ async def run_agent(
 
     Raises:
         ConfigError: The agent cannot be loaded; see `load_agent`.
-        EngineError: Nothing that serves a model answers at base_url, or a gateway does.
+        EngineError: Nothing answers at base_url, or a gateway does.
     """
     agent = load_agent(path, arguments)
     found = await find_engine(base_url, api_key)
@@ -110,7 +110,7 @@ async def _with_capture(workflow: AgentWorkflow, shared: Resources, group_id: st
         admitted_at=time.time(),
         timeout_s=None,
     )
-    await asyncio.sleep(0)  # lets tasks end that need only one more turn of the event loop: they are not reported
+    await asyncio.sleep(0)  # tasks that end within one more turn of the event loop are not reported
     warnings = [*episode.warnings]
     left = [task for task in asyncio.all_tasks() - before if not task.done()]
     if left:

@@ -88,10 +88,10 @@ def _show(attribution: StepAttribution, step: int, *, top: int, tokens: int, by:
     console = EscapingConsole(wide=160)
     sequences = sorted(attribution.sequences, key=lambda entry: (-_badness(entry, by), entry.sequence.id))
     median = statistics.median_low(_badness(entry, by) for entry in sequences)
-    # Each sequence's kl is divided by the number of tokens of the step, so that the sum is the mean over all tokens.
-    mean = f"{sum(entry.measures[by] for entry in sequences):.3g} in all, " if by in ("kl", "behaviour_k3") else ""
+    # Each sequence's kl is already divided by the step's number of trained tokens: the sum is the mean over these.
+    in_all = f"{sum(entry.measures[by] for entry in sequences):.3g} in all, " if by in ("kl", "behaviour_k3") else ""
     of_all = f" of {attribution.count}" if len(sequences) < attribution.count else ""
-    print(f"step {step}: {len(sequences)}{of_all} sequences, worst first by {by} ({mean}median {median:.3g})")
+    print(f"step {step}: {len(sequences)}{of_all} sequences, worst first by {by} ({in_all}median {median:.3g})")
     if attribution.only_recorded:
         print(f"from the record alone: {attribution.only_recorded}")
     console.print(_sequences(sequences[:top], step, by))
@@ -145,7 +145,7 @@ def _conversation(row: Sequence) -> Text:
         if isinstance(entry, dict) and {"prompt", "completion"} <= entry.keys():
             if entry["prompt"] is not None:
                 shown.append(f"  prompt      {shortened(entry['prompt'], CUT)}\n")
-            elif place == 0:  # no text of the prompt was recorded: show the row, once
+            elif place == 0:  # the prompt's text was not recorded: show the row of data instead, once
                 shown.append(f"  data        {shortened(row.data, CUT)}\n")
             shown.append(f"  completion  {shortened(entry['completion'], CUT)}\n")
         else:
@@ -159,7 +159,7 @@ def _not_finite(attribution: StepAttribution) -> str | None:
     if attribution.not_finite is not None:
         return attribution.not_finite
     if bad := [entry for entry in sequences if not entry.finite]:
-        return bad[0].not_finite or f"{bad[0].sequence.id}, but only in the step: computed again alone, it is finite"
+        return bad[0].not_finite or f"{bad[0].sequence.id}, but not when it was computed again to find the place"
     critics = [entry.sequence.id for entry in sequences if not math.isfinite(entry.measures.get("critic", 0.0))]
     if critics:
         return f"the critic's loss or gradient of {critics[0]} (of {len(critics)} sequences; see --by critic)"

@@ -36,7 +36,7 @@ STEPS_OF_DATA = 50
 """Maximum number of steps whose rows of data are compared, when the first difference is in the data."""
 
 MORE_DIFFERENT = 1.1
-"""Minimum ratio of the runs' shares of distinct prompts at which one run counts as repeating more of them."""
+"""Ratio of the runs' shares of distinct prompts above which one run counts as repeating more prompts."""
 
 SAME_FACTOR = 1e-3
 """Maximum relative distance from their median at which ratios count as one factor."""
@@ -71,7 +71,7 @@ def other_files(
 
 
 def is_ignored(name: str, ignore: Collection[str]) -> bool:
-    """Return whether --ignore means this field: by its full name, its last part or its section."""
+    """Return whether --ignore names this field: by its full name, its last part or its section."""
     return any(name == asked or name.endswith(f".{asked}") or name.startswith(f"{asked}.") for asked in ignore if asked)
 
 
@@ -208,7 +208,7 @@ def print_explanation(runs: Pair, found: Difference, names: tuple[str, str], env
         *other_files(*(code_at(run, found.step) for run in runs), which="another file"),
         *other_files(*map(_files, before), which="of the checkpoint before this step"),
     ]
-    if not environments or not before[0].get("version"):  # otherwise rounding explains other weights
+    if not environments or not before[0].get("version"):  # in another environment, rounding may explain them
         lines += _other_weights(*before)
     print_list("environment of the step", environments, names)
     print_list("packages, code and files", lines, names)
@@ -254,7 +254,7 @@ def other_prompts(runs: Pair, steps: range, names: tuple[str, str]) -> list[str]
     counts = [(len({*side.values()}), len(side)) for side in sides]
     (fewest, which), (most, _) = sorted((a / max(1, b), name) for name, (a, b) in zip(names, counts, strict=True))
     if fewest > 0 and most > MORE_DIFFERENT * fewest:
-        of_runs = (f"{name} has {a} different in {b} groups" for name, (a, b) in zip(names, counts, strict=True))
+        of_runs = (f"{name} has {a} distinct ones in {b} groups" for name, (a, b) in zip(names, counts, strict=True))
         lines.append(f"{which} repeats prompts more often: {', '.join(of_runs)}")
     return lines
 
@@ -292,7 +292,7 @@ def _other_columns(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[s
 def factor_between(runs: Pair, found: Difference, names: tuple[str, str]) -> str:
     """Return a line if one factor or flipped signs explain how the rewards, or the numbers of a stage, differ.
 
-    Return "" if they do not.
+    Return "" if neither does.
     """
     step, of_rewards = found.step, found.where.endswith((", reward", ", rewards"))
     if not all(run.steps.has_data(step) for run in runs) or (found.stage == "data" and not of_rewards):
@@ -303,7 +303,7 @@ def factor_between(runs: Pair, found: Difference, names: tuple[str, str]) -> str
         what, sides = "rewards", [np.array([batch[id].reward for id in ids]) for batch in batches]
     else:
         what, stages = found.stage, [run.steps.read_stages(step).arrays.get(found.stage, {}) for run in runs]
-        if plan := runs[0].steps.read(step).get("plan"):  # later updates have other weights
+        if plan := runs[0].steps.read(step).get("plan"):  # only the first update: later ones have other weights
             in_order = list(batches[0])
             ids = [in_order[row] for micro in plan[0] for row in micro]
         ids = [id for id in ids if all(id in stage for stage in stages)]
@@ -317,5 +317,5 @@ def factor_between(runs: Pair, found: Difference, names: tuple[str, str]) -> str
     if one_factor and len(ratios) > 1 and abs(factor - 1) > SAME_FACTOR:  # otherwise it is rounding
         return f"all numbers of {what} in {names[1]} are {factor:.4g} times those in {names[0]}"
     if (ratios < 0).any() and (np.abs(ratios) == 1).all():
-        return f"{(ratios < 0).sum()} of {len(ratios)} numbers of {what} have the other sign in {names[1]}"
+        return f"{(ratios < 0).sum()} of {len(ratios)} numbers of {what} have the opposite sign in {names[1]}"
     return ""

@@ -57,14 +57,14 @@ class Disagreement:
 
 
 def compare_rewards(run: RunDirectory, steps: range, only: str | None) -> bool:
-    """Print how the rewards of these steps differ from what the reward function returns now.
+    """Print how the rewards of these steps differ from those that the reward function or workflow returns now.
 
     `only` is the ID of a group, an episode or a sequence to check alone.
 
     Returns:
         True if all rewards are as recorded.
     """
-    config = configuration.load(run.config_path, ["launch.mode=local"])  # inline rewards have no time limit
+    config = configuration.load(run.config_path, ["launch.mode=local"])  # an inline reward would have no time limit
     found = asyncio.run(recompute_rewards(run, config, steps, only))
     for each in found[:SHOWN]:
         print(each)
@@ -77,7 +77,7 @@ def compare_rewards(run: RunDirectory, steps: range, only: str | None) -> bool:
     print(f"{steps_in_words(steps)}{of}: {result} what {config.rollout.reward or config.rollout.workflow} returns now.")
     changed = _changed_settings(run, min((each.step for each in found), default=0))
     if found and changed:
-        print(f"The run has changed what decides rewards since: {changed}.")
+        print(f"The run has since changed settings that affect rewards: {changed}.")
     if found and not _changed_code(run, config, {each.step for each in found}):
         print(
             "The files of the reward and the workflow have not changed since these steps were recorded. So the rewards "
@@ -87,7 +87,7 @@ def compare_rewards(run: RunDirectory, steps: range, only: str | None) -> bool:
 
 
 def _changed_settings(run: RunDirectory, step: int) -> str:
-    """Return words about the fields that decide rewards, and that a run has changed since a step; "" without any."""
+    """Return the changes, in words, that a run made after a step to fields that decide rewards; "" without any."""
     later = [change["fields"] for change in run.facts().get("changes", []) if change["step"] > step]
     return changes_in_words({n: values for fields in later for n, values in fields.items() if DECIDES.match(n)})
 
@@ -154,9 +154,9 @@ async def recompute_rewards(
 
 
 def _rows_beyond_json(path: str) -> dict[str, dict[str, Any]]:
-    """Return the rows of a data file with values that JSON has no form for, such as dates, by their recorded text.
+    """Return the rows of a data file that JSON cannot represent, such as rows with dates, by their recorded text.
 
-    Return none of a file that cannot be read any more: the reward then gets the text that the record has.
+    Return no rows if the file can no longer be read: the reward then gets the values as recorded.
     """
     if Path(path).suffix.lower() not in LOCAL:
         return {}

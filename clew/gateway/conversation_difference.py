@@ -50,7 +50,7 @@ def first_difference(recorded: Sequence[Message], sent: Sequence[Message]) -> Di
             what = f"the request ends after message {index}, where the recorded conversation goes on"
             return Difference(index=max(0, index - 1), kind="a shorter conversation", what=what)
         after = sent[index]
-        field = _differing(_spoken(before, after) if index == last else before, after)
+        field = _differing_field(_as_sent_back(before, after) if index == last else before, after)
         if field is not None:
             kind, what = _missing_or_new(recorded, sent, index) or _changed(before, after, index, field, index == last)
             return Difference(index=index, kind=kind, what=what)
@@ -60,24 +60,24 @@ def first_difference(recorded: Sequence[Message], sent: Sequence[Message]) -> Di
 def stands_for(message: Message, reply: Message) -> bool:
     """Return whether a message that the client sent stands for the model's reply.
 
-    It does if it has the same words and the same tool calls, whose arguments are compared as JSON. A client may leave
-    the reasoning out: the rendered text shows whether the template would have kept it.
+    It does if it has the same words and the same tool calls, whose arguments are compared as JSON. The reasoning
+    may be missing: only the rendered prompt shows whether the chat template would have kept it.
     """
-    return _differing(_spoken(reply, message), message) is None
+    return _differing_field(_as_sent_back(reply, message), message) is None
 
 
-def _spoken(reply: Message, after: Message) -> Message:
-    """Return the reply as a client may send it back: with other white space around it, and without its reasoning."""
-    spoken = dict(reply)
+def _as_sent_back(reply: Message, after: Message) -> Message:
+    """Return the reply with the harmless differences of `after`: white space around it, and missing reasoning."""
+    sent_back = dict(reply)
     words = after.get("content") or ""
     if isinstance(words, str) and words.strip() == reply["content"].strip():
-        spoken["content"] = words
+        sent_back["content"] = words
     if (after.get("reasoning_content") or "").strip() in ("", (reply.get("reasoning_content") or "").strip()):
-        spoken["reasoning_content"] = after.get("reasoning_content")
-    return spoken
+        sent_back["reasoning_content"] = after.get("reasoning_content")
+    return sent_back
 
 
-def _differing(before: Message, after: Message) -> str | None:
+def _differing_field(before: Message, after: Message) -> str | None:
     """Return the first field that differs and that the model may read (so not the IDs of calls), or None."""
     for field in ("role", "content", "reasoning_content"):
         if (before.get(field) or "") != (after.get(field) or ""):
@@ -86,7 +86,7 @@ def _differing(before: Message, after: Message) -> str | None:
 
 
 def _missing_or_new(recorded: Sequence[Message], sent: Sequence[Message], index: int) -> tuple[str, str] | None:
-    """Return the kind and a clause if messages were removed or inserted before the next one that both share."""
+    """Return the kind and a clause if messages were removed or inserted; None otherwise."""
     before, after = ([key_of(message) for message in messages[index:]] for messages in (recorded, sent))
     removed, inserted = after[0] in before, before[0] in after
     if removed == inserted:  # both True: the keys are equal, and only fields outside them differ
@@ -103,7 +103,7 @@ def _missing_or_new(recorded: Sequence[Message], sent: Sequence[Message], index:
 
 
 def _changed(before: Message, after: Message, index: int, field: str, is_reply: bool) -> tuple[str, str]:
-    """Return the kind and a clause for a message of which this field differs."""
+    """Return the kind and a clause for a message whose `field` differs."""
     role = str(after.get("role"))
     place = f"message {index + 1} ({role})"
     if field == "role" and is_reply:
@@ -120,7 +120,7 @@ def _changed(before: Message, after: Message, index: int, field: str, is_reply: 
 
 
 def excerpt(before: str, after: str) -> str:
-    """Return a clause with the place of the first difference between two texts, and both texts around it as `repr`."""
+    """Return a clause that says where two texts first differ, and quotes both of them around that place."""
     place = common_length(before, after)
     then, now = (around(text, place, AROUND, repr) for text in (before, after))
     return f"at character {place + 1}: {then} became {now}"

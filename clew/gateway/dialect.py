@@ -28,7 +28,7 @@ Message = dict[str, Any]
 role: system, user, assistant or tool.
 content: text; with images a list of parts, see `clew.gateway.images`.
 reasoning_content: text.
-tool_calls: [{"id", "type": "function", "function": {"name", "arguments": dict}}].
+tool_calls: [{"id", "type": "function", "function": {"name", "arguments": dict, or text that is no JSON object}}].
 tool_call_id: ID of the call that a tool's result answers.
 name: name of the tool or the speaker.
 """
@@ -56,7 +56,7 @@ class ResponseFormat:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRequest:
-    """One request, the same for all dialects."""
+    """One request, in the form that all dialects share."""
 
     model: str
     """Name of the model, as the client sent it."""
@@ -78,14 +78,14 @@ class ModelRequest:
     response_format: ResponseFormat | None = None
     n: int = 1
     logprobs: int | None = None
-    """Number of alternatives to show beside each token's logprob; 0: the token's own only; None: no logprobs."""
+    """Number of alternatives asked for beside each token's logprob; above 0 is refused later; None: no logprobs."""
     stream: bool = False
     template: dict[str, Any] = field(default_factory=dict)
     """Further variables of the chat template, such as enable_thinking."""
     notes: Sequence[str] = ()
-    """Warnings for the client's author, such as that a setting has no effect because this model does not have it."""
+    """Warnings for the client's author, such as that a field of the request has no effect."""
     extras: dict[str, Any] = field(default_factory=dict)
-    """Values that only the dialect itself needs again, to shape its response."""
+    """Values that the dialect itself needs later, to shape its response."""
 
     @property
     def shown_tools(self) -> list[dict[str, Any]]:
@@ -129,7 +129,7 @@ class Reply:
     reasoning_tokens: int = 0
     """Number of output tokens that are reasoning, counted by tokenizing the reasoning's text."""
     stop_string: str | None = None
-    """Stop string that ended the reply."""
+    """Stop string that ended the reply; None if none did."""
     tokens: Sequence[Token] = ()
     """Tokens of the content, if ModelRequest.logprobs asked for them."""
 
@@ -164,7 +164,7 @@ def message_of(reply: Reply) -> Message:
 
 
 def call_entry(id: str | None, name: str, arguments: Any) -> dict[str, Any]:
-    """Return a tool call as OpenAI's API and chat templates have it. Arguments: JSON text in the API, else a dict."""
+    """Return a tool call as OpenAI's API (arguments: text) and chat templates (mostly a dict) have it."""
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -174,7 +174,7 @@ class Token:
 
     text: str
     logprob: float
-    """Log-probability in nats, after temperature and before truncation."""
+    """Log-probability in nats; see `Completion.logprobs`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,5 +251,5 @@ def typed_event(content: dict[str, Any]) -> bytes:
 
 
 def pieces(text: str) -> list[str]:
-    """Split a text into the pieces in which a stream sends it: a word each, with the spaces before it."""
+    """Split a text into the pieces in which a stream sends it: one word each, with the white space before it."""
     return re.findall(r"\s*\S+|\s+", text)

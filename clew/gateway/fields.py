@@ -1,7 +1,7 @@
-"""Reading of a request's body: the values that each field may have, and what becomes of fields that are not known.
+"""Reads a request's body: checks the values of its fields, and handles unknown fields.
 
-An unknown field is accepted with a warning, because client libraries add fields all the time. A field that would change
-what is generated, and that cannot be honoured, is refused by name: see `REFUSED`.
+An unknown field is accepted with a warning, because client libraries add fields all the time. A field that would
+change the answer, and that cannot be honoured, is refused by name: see `REFUSED`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CHANGES_TOKENS = "it changes which tokens are drawn, and the engine has no such 
 CHANGES_PROMPT = "it changes the prompt, and the gateway renders the chat template in one way only. Leave it out"
 CHANGES_ANSWER = "the gateway cannot answer in that form. Leave it out"
 OTHER_ENDPOINT = "it is a setting of another endpoint, not of this one. Leave it out"
-NOT_A_FIELD = "it is an argument of the openai package, not a field. Put what it holds into the request itself"
+NOT_A_FIELD = "it is an argument of the openai package, not a field. Put its contents into the request itself"
 
 NEVER: Any = object()
 """Neutral value of a field that is refused with every value."""
@@ -68,7 +68,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "extra_headers": ({}, NOT_A_FIELD),
     "echo": (False, CHANGES_ANSWER),
 }
-"""Fields that would change what is generated, with the only value that is accepted and the reason for the others."""
+"""Fields that cannot be honoured, each with the only value that is accepted and the reason for refusing others."""
 
 for _why, _names in {
     CHANGES_ANSWER: ("audio", "background", "prompt_logprobs"),
@@ -84,7 +84,7 @@ for _why, _names in {
 }.items():  # fmt: skip
     REFUSED |= dict.fromkeys(_names, (NEVER, _why))
 
-# Fields for a provider's own accounting and speed: they are ignored without a warning.
+# Fields that are ignored without a warning; most concern a provider's own accounting and speed.
 BODY_HINTS = {
     "cache_control", "client_metadata", "inference_geo", "metadata", "prompt_cache_key", "prompt_cache_options",
     "prompt_cache_retention", "safety_identifier", "service_tier", "speed", "store", "user", "user_profile_id",
@@ -118,7 +118,7 @@ class Fields(BaseModel):
 
     @classmethod
     def _note_on(cls, name: str, given: dict[str, Any]) -> str:
-        """Return the warning about a field that is not known. `Body` refuses some such fields instead."""
+        """Return the warning about an unknown field. `Body` refuses some such fields instead."""
         role = given.get("role")
         kind = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", cls.__name__.strip("_")).lower()  # CalledFunction: called function
         owner = f"{role} messages" if role else given.get("type") or kind
@@ -202,7 +202,7 @@ def read(model: type[F], body: dict[str, Any]) -> tuple[F, list[str]]:
     """Return the body as a model, and warnings about fields that have no effect.
 
     Raises:
-        Refusal: A field is missing or wrong, or would change what is generated; the first one is named.
+        Refusal: A field is missing, is wrong, or cannot be honoured. The message names the first one.
     """
     notes: list[str] = []
     try:

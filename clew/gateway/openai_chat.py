@@ -139,7 +139,7 @@ class SamplingBody(SampledBody):
 
     stream_options: _StreamOptions = _StreamOptions()
     top_k: int | None = Field(default=None, ge=-1, le=LARGEST)
-    """Number of tokens to sample from; -1 or 0: all."""
+    """Number of likeliest tokens to sample from; -1 or 0: all."""
     min_p: float | None = Field(default=None, ge=0, lt=1)
     seed: int | None = Field(default=None, ge=0, lt=2**62)
     stop: Texts = Field(default=[])
@@ -162,7 +162,7 @@ class SamplingBody(SampledBody):
         )
 
     def extras(self) -> dict[str, Any]:
-        """Return what the response depends on; see `ModelRequest.extras`."""
+        """Return the settings that shape the response; see `ModelRequest.extras`."""
         return {"usage": self.stream_options.include_usage, "token_ids": self.return_token_ids}
 
 
@@ -179,7 +179,7 @@ class ChatRequest(SamplingBody):
         Literal["auto", "none", "required"] | Annotated[_Choice | _AllowedTools, Field(discriminator="type")]
     ) = "auto"
     function_call: Literal["auto", "none"] = "auto"
-    """Choice among `functions`, which `tools` replaced."""
+    """Choice among `functions`, which are refused. It has no effect."""
     parallel_tool_calls: bool = True
     response_format: Annotated[PlainFormat | _Schema, Field(discriminator="type")] | None = None
     modalities: list[Literal["text"]] = Field(default=[])
@@ -314,7 +314,7 @@ def _logprobs(tokens: Sequence[Token]) -> dict[str, Any]:
 
 
 def usage_of(replies: Sequence[Reply]) -> dict[str, Any]:
-    """Return the token counts; the prompt counts once."""
+    """Return the token counts. The prompt counts once, however many replies there are."""
     prompt, completion = replies[0].input_tokens, sum(reply.output_tokens for reply in replies)
     return {
         "prompt_tokens": prompt,
@@ -333,8 +333,8 @@ def usage_of(replies: Sequence[Reply]) -> dict[str, Any]:
 async def events(request: ModelRequest, stream: Stream) -> AsyncIterator[bytes]:
     """Stream the replies; see `Dialect.events`.
 
-    For each reply there is a chunk with the role (and the first call, if no words come before it), chunks of some
-    words, chunks of calls, and a chunk with the finish reason. The stream ends with [DONE].
+    A reply's first chunk has its role (and its first call, if no words come before it). Chunks of words, of calls, and
+    one with the finish reason follow. The stream ends with the token counts, if asked for, and [DONE].
     """
     head = _head(request, stream.ids[0], stream.created_at, "chat.completion.chunk")
     usage: dict[str, Any] = {"usage": None} if request.extras["usage"] else {}

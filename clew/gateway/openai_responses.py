@@ -39,7 +39,7 @@ class _Namespace(Fields):
 
 
 class _WebSearch(IgnoresUnknown):
-    """A tool of the provider's own, which agents offer by default. The model is not told of it; a warning says so."""
+    """A built-in tool of the provider, which agents offer by default. The model does not see it; a warning says so."""
 
     type: Literal["web_search", "web_search_preview"]
 
@@ -78,7 +78,7 @@ _Detail = Literal["auto", "concise", "detailed"]
 
 class _ReasoningConfig(Fields):
     effort: str | None = None
-    summary: _Detail | None = None  # reasoning is given in full
+    summary: _Detail | None = None  # no effect: reasoning is sent in full
     generate_summary: _Detail | None = None
     context: Literal["auto"] | None = None
     mode: Literal["standard"] | None = None
@@ -111,7 +111,7 @@ class ResponsesRequest(SampledBody):
     background: Literal[False] = False
     metadata: dict[str, str] = Field(default={})
     max_tool_calls: int | None = None
-    """Limit on calls of the provider's own tools, which are never called here. It has no effect."""
+    """Limit on calls of the provider's built-in tools. It has no effect: the gateway never calls them."""
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     store: bool = True
@@ -121,7 +121,7 @@ class ResponsesRequest(SampledBody):
 
 
 def with_items(body: dict[str, Any], turn: Callable[[str], Turn]) -> dict[str, Any]:
-    """Return a request's body in which items that the client names only by their ID are replaced by the full items.
+    """Return the request's body with full items in place of those that the client names only by their ID.
 
     These are item references, and reasoning items without text. `turn` finds the turn by the ID of its response.
 
@@ -159,7 +159,7 @@ def parse(body: dict[str, Any]) -> ModelRequest:
     notes += notes_on_strict(functions)
     for tool in request.tools:
         if isinstance(tool, _WebSearch):
-            notes.append(f"the client offers {tool.type}, a tool of the provider's own: the model is not told of it")
+            notes.append(f"the client offers {tool.type}, a built-in tool of the provider: the model does not see it")
     if request.truncation == "auto":
         notes.append("the client asks for truncation: the gateway leaves the context as it is")
     if isinstance(choice, _AllowedTools):
@@ -259,7 +259,7 @@ def _finished(request: ModelRequest, begun: dict[str, Any], reply: Reply) -> dic
     return {
         **begun,
         "status": "incomplete" if cut else "completed",
-        # As OpenAI defines it, only a completed response has this time.
+        # In OpenAI's API, only a completed response has this time.
         "completed_at": None if cut else max(begun["created_at"], int(reply.interaction.finished_at)),
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
         "output": _output(request, reply),
@@ -313,7 +313,7 @@ def _function_call(request: ModelRequest, id: str, number: int, call: ToolCall) 
 
 
 async def events(request: ModelRequest, stream: Stream) -> AsyncIterator[bytes]:
-    """Stream created and in_progress, then each item in small parts; see `Dialect.events`."""
+    """Stream created and in_progress, each item in small parts, and the final response; see `Dialect.events`."""
     numbers = itertools.count()
     [id] = stream.ids
 
@@ -421,7 +421,7 @@ def _end_of(item: dict[str, Any]) -> Iterator[Event]:
 
 def refuse_in_stream(refusal: Refusal, place: int) -> bytes:
     error = refuse(refusal)["error"]
-    said = {name: error[name] for name in ("code", "message", "param")}
-    # The fields are sent twice: at the top, as documented, and under `error`, where the provider in fact puts them and
-    # its clients look for them.
-    return typed_event({"type": "error", "sequence_number": place, **said, "error": error})
+    fields = {name: error[name] for name in ("code", "message", "param")}
+    # The fields are sent twice: at the top, as documented, and under `error`, where OpenAI's servers actually put
+    # them and its clients look.
+    return typed_event({"type": "error", "sequence_number": place, **fields, "error": error})

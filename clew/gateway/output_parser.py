@@ -1,4 +1,4 @@
-"""Splitting of a model's output into reasoning, content and tool calls.
+"""Splits a model's output into reasoning, content and tool calls.
 
 If the tokenizer has a response template, transformers' `parse_response` does this. Otherwise, this module reads the two
 forms that most open models write:
@@ -35,9 +35,9 @@ class Parsed:
     begins: int | None = None
     """Position of the content in the output, in characters; None if there is no content, or a template parsed it."""
     unparsed: str | None = None
-    """Text that looks like a tool call but cannot be read; it stays in the content."""
+    """Text that looks like a tool call but cannot be read, or the reason why a template failed."""
     left_out: str = ""
-    """Words after a tool call, which are not part of the content."""
+    """Words after a tool call, and later calls that cannot be read: they are not part of the content."""
 
 
 def parse_output(
@@ -49,7 +49,7 @@ def parse_output(
         text: Output without special tokens and without the stop string.
         raw: Output with special tokens.
         prompt: Text that the output continues; the chat template may end it with the output's start, such as <think>.
-        tools: Tools that the model may call; if there are none, everything is content.
+        tools: Tools that the model may call; if there are none, nothing is read as a call.
     """
     if has_template(tokenizer):
         return _by_template(tokenizer, raw, prompt, tools)
@@ -130,10 +130,10 @@ class Reader:
 
     def _beginning(self, final: bool) -> Iterator[Part]:
         """Wait until it is clear whether the output begins with <think>, possibly after spaces."""
-        begins = self._held.lstrip()
-        if begins.startswith(THINK_OPENS):
-            self._go(self._thought, len(self._held) - len(begins) + len(THINK_OPENS))
-        elif final or not THINK_OPENS.startswith(begins):
+        stripped = self._held.lstrip()
+        if stripped.startswith(THINK_OPENS):
+            self._go(self._thought, len(self._held) - len(stripped) + len(THINK_OPENS))
+        elif final or not THINK_OPENS.startswith(stripped):
             self._go(self._opening, 0)
         yield from ()  # makes this a generator, as all states are
 
@@ -161,14 +161,14 @@ class Reader:
         yield from ()
 
     def _opening(self, final: bool) -> Iterator[Part]:
-        """Choose the state for the rest of the output by how it begins: with {, it may be calls in Llama's form."""
-        begins = self._held.lstrip()
-        after = begins.removeprefix(PYTHON_TAG).lstrip()
+        """Choose the state for the rest of the output by its beginning: after a {, it may be calls in Llama's form."""
+        stripped = self._held.lstrip()
+        after = stripped.removeprefix(PYTHON_TAG).lstrip()
         if not self._tools:
             self._state = self._plain
         elif after.startswith("{"):
             self._state = self._calls_or_content
-        elif final or not (after == "" or PYTHON_TAG.startswith(begins)):
+        elif final or not (after == "" or PYTHON_TAG.startswith(stripped)):
             self._state = self._words
         yield from ()
 
@@ -200,7 +200,7 @@ class Reader:
             self._state = self._call
 
     def _call(self, final: bool) -> Iterator[Part]:
-        """Hold a call back until </tool_call> or the end. If it cannot be read, it is content."""
+        """Hold a call back until </tool_call> or the end. If it cannot be read, treat it as words."""
         place = self._held.find(CALL_CLOSES, self._looked)
         if place < 0 and not final:
             self._looked = max(0, len(self._held) - len(CALL_CLOSES))
@@ -253,13 +253,13 @@ def _by_template(tokenizer: PreTrainedTokenizerBase, raw: str, prompt: str, tool
 
 
 def _call_in(function: Mapping[str, Any]) -> Call:
-    """Return a call that a response template has found. Raises ValueError or KeyError if it cannot be read."""
+    """Return a call that a response template found. Raises an error that `_by_template` catches if it is malformed."""
     arguments = function.get("arguments") or {}
     given = _json_object(arguments) if isinstance(arguments, str) else arguments
     if not isinstance(given, dict):
-        raise ValueError(f"arguments that are no JSON object: {arguments!r:.60}")
+        raise ValueError(f"the arguments are not a JSON object: {arguments!r:.60}")
     if not isinstance(function["name"], str):
-        raise ValueError(f"a name that is no text: {function['name']!r:.60}")
+        raise ValueError(f"the name is not a string: {function['name']!r:.60}")
     return function["name"], given
 
 

@@ -43,7 +43,7 @@ class PassThrough:
         """Prepare to pass requests on.
 
         Args:
-            url: Address as OpenAI's client takes it (https://host/v1beta/openai), or Anthropic's, without /v1.
+            url: Base URL for OpenAI's client, such as https://host/v1beta/openai, or for Anthropic's, without /v1.
             api_key: The provider's key; if empty, the client's own key is passed on.
         """
         self._url = url.rstrip("/")
@@ -53,21 +53,21 @@ class PassThrough:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http"
-        came = Request(scope, receive)
+        incoming = Request(scope, receive)
         # The HTTP client sets an accept-encoding of its own, and decompresses answers.
-        headers = {name: value for name, value in came.headers.items() if name not in {*DROPPED, "accept-encoding"}}
+        headers = {name: value for name, value in incoming.headers.items() if name not in {*DROPPED, "accept-encoding"}}
         if self._api_key:
             headers |= {"authorization": f"Bearer {self._api_key}", "x-api-key": self._api_key}
         request = self._client.build_request(
-            came.method,
-            self._provider_url(came.url.path),
-            params=str(came.query_params),
+            incoming.method,
+            self._provider_url(incoming.url.path),
+            params=str(incoming.query_params),
             headers=headers,
-            content=await came.body(),
+            content=await incoming.body(),
         )
         sending = asyncio.ensure_future(self._client.send(request, stream=True))
         try:
-            if not await stays(came, sending):
+            if not await stays(incoming, sending):
                 return
             answer = sending.result()
         except httpx2.HTTPError as error:
@@ -75,9 +75,9 @@ class PassThrough:
             await JSONResponse({"error": {"message": message, "type": "server_error"}}, 502)(scope, receive, send)
             return
         try:
-            back = {name: value for name, value in answer.headers.items() if name not in DROPPED}
-            await StreamingResponse(answer.aiter_bytes(), answer.status_code, back)(scope, receive, send)
-        except httpx2.HTTPError as error:  # the server then closes the connection, so that the client sees it, too
+            kept = {name: value for name, value in answer.headers.items() if name not in DROPPED}
+            await StreamingResponse(answer.aiter_bytes(), answer.status_code, kept)(scope, receive, send)
+        except httpx2.HTTPError as error:  # our server then closes the connection, so the client notices, too
             log.warning("the provider at %s broke off its answer: %s", self._url, error)
         finally:
             await answer.aclose()
@@ -119,7 +119,7 @@ async def _serve(config: Config, url: str, record: Path | None, key: str) -> Non
             await server.engine.close()
     elif record is not None:
         raise EngineError(
-            f"Cannot record: {url} takes no token ids, so there is nothing to record. Leave --record out."
+            f"Cannot record: {url} takes no token IDs, so there is nothing to record. Leave --record out."
         )
     else:
         await _serve_provider(config.inference.listen, url, api_key, key)
@@ -156,7 +156,7 @@ async def _serve_engine(config: Config, url: str, server: FoundEngine, record: P
 async def _serve_provider(listen: str, url: str, api_key: str, key: str) -> None:
     if not is_loopback(listen):
         raise EngineError(
-            f"Cannot listen on {listen}: everyone who can reach it would use your API key for {url}. Set "
+            f"Cannot listen on {listen}: anyone who can reach it would use your API key for {url}. Set "
             f"inference.listen to 127.0.0.1 and a port."
         )
     passed_on = PassThrough(url, api_key)

@@ -14,16 +14,16 @@ from clew.hang.waits_for import all_edges, reachable
 
 AGAIN = "A restart will hang again at the same place, unless the data or random numbers lead elsewhere."
 UNLESS = "A restart will hang again unless what the job waits for is there by then."
-CHANCE = "A restart goes on if only chance led to this order, and hangs again if the same steps lead here."
+CHANCE = "A restart succeeds if only chance led to this order, and hangs again if the same steps lead to it."
 RESTART = {
     "cleanup deadlock": "A restart will hang again if the exception that led to the cleanup is raised again.",
-    "same collective everywhere": "A restart may go on if the network or a device failed only for a while.",
-    "dead": "A restart will end in the same way unless the cause is removed. Read the log of what has ended first.",
-    "stopped": "A restart goes on unless whatever stopped it does so again.",
+    "same collective everywhere": "A restart may succeed if the network or a device failed only briefly.",
+    "dead": "A restart will end in the same way unless the cause is removed. First read the log of what has ended.",
+    "stopped": "A restart succeeds unless the process is stopped again.",
     "data loading": "A restart will hang again if the loader is given the same work.",
     "lock or I/O": UNLESS,
     "cpu": "A restart will hang again if the same input is drawn.",
-    "rollout blocked": "A restart will hang again if the job comes to this place in the same way.",
+    "rollout blocked": "A restart will hang again if the job gets to this place in the same way.",
     "external wait": UNLESS,
 }
 """Sentence for each pattern that says whether the job would hang again after a restart; AGAIN for all others."""
@@ -32,7 +32,7 @@ BY_CHANCE = ("lock", "threads")
 STANDS = (
     "missing rank", "lock or I/O", "data loading", "cpu", "external wait", "rollout blocked", "event loop blocked",
 )  # fmt: skip
-"""Patterns in which one process stands still. The other explanation is that it is only slow."""
+"""Patterns in which one process is stuck. The runner-up is then that it is only slow."""
 IN_DIFFERENT_CALLS = (
     "collective mismatch", "crossed groups", "pipeline micro-batch mismatch", "send/receive cycle", "cleanup deadlock",
 )  # fmt: skip
@@ -47,10 +47,10 @@ AGAINST = {
 
 
 def with_advice(verdict: Verdict, actors: Sequence[Actor], sources: Mapping[str, str]) -> Verdict:
-    """Return a verdict with its runner-up, its next command, and a sentence about restarting."""
+    """Return a verdict with its runner-up, the next step, and a sentence about restarting."""
     if verdict.pattern in SOUND or verdict.pattern == "undetermined":
         pids = " ".join(f"--pid {actor.pid}" for actor in actors[:1])
-        again = "" if verdict.pattern in SOUND else f"clew hang {pids} again in a minute, and compare the lines."
+        again = "" if verdict.pattern in SOUND else f"Run clew hang {pids} again in a minute, and compare the lines."
         return replace(verdict, next=verdict.next or again)
     restart = CHANCE if verdict.cause in BY_CHANCE else RESTART.get(verdict.pattern, AGAIN)
     if restart == UNLESS:
@@ -73,22 +73,22 @@ def _runner_up(verdict: Verdict, actors: Sequence[Actor]) -> str:
         one = culprits[0]
         where = f" at {one.activity.site}" if one.activity.site else ""
         return (
-            f"slow: {one.process.label} was{where} in the last of {len(one.process.looks)} looks, no counter of it "
-            f"advanced, and its main thread was woken up {one.process.wakeups} times"
+            f"slow: {one.process.label} was{where} in the last of {len(one.process.looks)} looks, none of its "
+            f"counters advanced, and its main thread was woken up {one.process.wakeups} times"
         )
     if verdict.pattern in IN_DIFFERENT_CALLS:
         operations = defaultdict[str, list[int]](list)
         for actor in actors:
             if actor.rank is not None:
                 operations[actor.activity.op or actor.activity.kind].append(actor.rank)
-        said = ", ".join(f"{op} (rank {ranges(ranks)})" for op, ranks in operations.items())
+        listed = ", ".join(f"{op} (rank {ranges(ranks)})" for op, ranks in operations.items())
         if verdict.cause == "threads":
             return "same collective everywhere (network or device): two threads of one rank are in collectives"
         if operations.keys() <= POINT_TO_POINT:
             return ""
         if len(operations) > 1:
-            return f"same collective everywhere (network or device): the ranks are in different operations: {said}"
-        return f"same collective everywhere (network or device): the ranks are in different calls of {said}"
+            return f"same collective everywhere (network or device): the ranks are in different operations: {listed}"
+        return f"same collective everywhere (network or device): the ranks are in different calls of {listed}"
     return AGAINST.get(verdict.pattern, "")
 
 
@@ -104,7 +104,7 @@ def _next(verdict: Verdict, actors: Sequence[Actor]) -> str:
             return "Resume the engine. The log of its client says why the client has not resumed it."
         case "dead":
             if any(a.pid in verdict.pids and "signal 9" in a.process.exit for a in actors):
-                return "Look whether the kernel killed it for lack of memory: dmesg -T | grep -i killed"
+                return "Check whether the kernel killed it for lack of memory: dmesg -T | grep -i killed"
             return "Read the end of its log: it says why it ended."
         case "external wait" | "rollout blocked" if first and (other := _look_at_other_side(first, verdict, actors)):
             return other
@@ -112,14 +112,14 @@ def _next(verdict: Verdict, actors: Sequence[Actor]) -> str:
             return f"py-spy dump --native --pid {first}"
         case "same collective everywhere" | "shape mismatch":
             return (
-                "Run it again with TORCH_DISTRIBUTED_DEBUG=DETAIL, which names both sides of a mismatch; on GPUs with "
-                "NCCL_DEBUG=INFO, too, which shows the network."
+                "Run it again with TORCH_DISTRIBUTED_DEBUG=DETAIL, which names both sides of a mismatch. On GPUs, also "
+                "set NCCL_DEBUG=INFO, which shows the network."
             )
     return f"py-spy dump --locals --pid {first}" if first else f"clew hang --stacks --pid {actors[0].pid}"
 
 
 def _run_with_detail(verdict: Verdict, actors: Sequence[Actor]) -> str:
-    """Return the command that runs the job with DETAIL; "" if DETAIL would not show this mismatch."""
+    """Return the command that runs the job with DETAIL; "" if it would not help, or no script is known."""
     # DETAIL compares the collectives of one group, but not messages, roots, or functional collectives (of DTensors).
     groups = {actor.activity.group for actor in actors if actor.rank is not None}
     operations = {actor.activity.op for actor in actors if actor.rank is not None}
@@ -140,21 +140,21 @@ def _run_with_detail(verdict: Verdict, actors: Sequence[Actor]) -> str:
 
 
 def _look_at_other_side(pid: int, verdict: Verdict, actors: Sequence[Actor]) -> str:
-    """Return how to look at the other side of a network wait; "" without such a wait, or if the process tries again."""
+    """Return how to look at the other side of a network wait; "" without such a wait, or if the process retries."""
     text = "".join(actor.activity.text for actor in actors if actor.pid == pid)
     if verdict.cause == "network" and "accept(" in text:
-        return f"ss -ltnp | grep 'pid={pid},' shows the port on which it waits for somebody to connect"
+        return f"ss -ltnp | grep 'pid={pid},' shows the port on which it waits for a connection"
     if verdict.cause not in ("network", "http") or "sleep(" in text:
         return ""
     ports = {port for actor in actors if actor.pid == pid for port in actor.process.peers}
     servers = (a.pid for a in actors if a.rank is None and a.pid != pid and ports & {*a.process.listens})
     if server := next(servers, None):
         return f"py-spy dump --locals --pid {server}"
-    return f"ss -tnp | grep 'pid={pid},' shows the other side. Read its log, and look at what it does."
+    return f"ss -tnp | grep 'pid={pid},' shows the other side. Read its log, and look at what it is doing."
 
 
 def _script(actors: Sequence[Actor]) -> str:
-    """Return the script of the first process that was started as one, with its arguments, quoted for a shell; or ""."""
+    """Return the script and arguments of the first process that runs one, quoted for a shell; "" if none does."""
     for actor in actors:
         words = list(actor.process.command)
         at = next((place for place, word in enumerate(words) if word.endswith(".py")), None)

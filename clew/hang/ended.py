@@ -53,7 +53,7 @@ def _other_ended(sink: Sink, abandoned: bool) -> Verdict | None:
         return None
     why = f"{'. '.join(a.says for a in gone[:4])}. So nothing can end this wait: {sink.one.says}."
     if sink.one.rank is not None and all(a.process.exit.endswith("code 0") for a in gone):
-        # They ended normally, so the rank may be at fault: it waits for more than they were to give.
+        # They ended normally, so the rank may be at fault: it may wait for more than they had to give.
         pattern = "data loading" if sink.act.kind == "data_loader" else "dead"
         return sink.blame(pattern, [sink.one, *gone], why, cause="dead")
     found = sink.blame("dead", gone, why, cause="dead", structural=not all(map(done, gone)))
@@ -61,7 +61,7 @@ def _other_ended(sink: Sink, abandoned: bool) -> Verdict | None:
 
 
 def _part_ended(sink: Sink) -> Verdict | None:
-    """Find a child, task or thread that failed, or that could have ended the wait and has ended."""
+    """Find a child, task or thread that has failed, or that has ended and could have ended the wait."""
     if sink.one.process.waits or sink.act.kind in ("http", "network", "process"):
         return None
 
@@ -89,13 +89,13 @@ def _starves_waiter(sink: Sink) -> Verdict | None:
 
 
 def _part_of_waiter_ended(sink: Sink) -> Verdict | None:
-    """Find a thread of another process that has ended, and that may have made what the culprit asks for."""
+    """Find a thread of another process that has ended, and that may have produced what the culprit polls for."""
     by = next((a for a in sink.waiters if a.process.inside.ended_threads and not a.moving), None)
-    asks = sink.act.kind == "sleep" and explains("", sink.one, sink.job, sink.sources)
-    if by is None or not asks or sink.blocked_ranks:  # ranks in a collective wait only for the culprit
+    polling = sink.act.kind == "sleep" and explains("", sink.one, sink.job, sink.sources)
+    if by is None or not polling or sink.blocked_ranks:  # ranks in a collective wait only for the culprit
         return None
     label, threads = by.process.label, ", ".join(by.process.inside.ended_threads[:4])
-    why = f"A thread of {label} has ended: {threads}. It may have made what is awaited here: {sink.one.says}."
+    why = f"A thread of {label} has ended: {threads}. It may have produced what is awaited here: {sink.one.says}."
     return sink.blame("dead", [by], why, cause="dead", confidence="medium")
 
 
@@ -126,15 +126,15 @@ def outlived(sink: Sink) -> Verdict | None:
     kept = [each for each in sink.one.threads if each.of_user and each is not sink.act]
     at = f": {kept[0].thread} is at {kept[0].place}" if kept else ""
     why = (
-        f"The main program of {sink.one.process.label} has ended, by its end or by an exception. Python waits for its "
-        f"threads that are no daemons{at}.{sink.who_waits}"
+        f"The main program of {sink.one.process.label} has ended, normally or with an exception. Python waits for its "
+        f"non-daemon threads{at}.{sink.who_waits}"
     )
-    pattern = "missing rank" if sink.blocked_ranks else "dead"  # a rank that lives on and will not come
+    pattern = "missing rank" if sink.blocked_ranks else "dead"  # the rank lives on, but will never join the collective
     text = sink.sources.get(kept[0].file, "") if kept else ""
     at_the_end = re.search(r"atexit\.register|weakref\.finalize\(|from weakref import .*finalize", text)
     if at_the_end and not sink.blocked_ranks:
         pattern = "cleanup deadlock"
-        why += " Python calls what is registered with atexit or weakref.finalize only after these threads have ended."
+        why += " Python calls atexit and weakref.finalize callbacks only after these threads have ended."
     found = sink.blame(pattern, sink.culprits, why, cause="dead")
     return replace(found, sites=tuple(sorted({each.site for each in kept})) or found.sites)
 
@@ -149,7 +149,7 @@ def lost_task(sink: Sink) -> Verdict | None:
     why = (
         f"{sink.one.says}. All {len(workers)} workers of the pool have nothing to do, so the result will never come: "
         f"the worker that had the task was killed (by a limit, or for memory), and the pool has put another one in its "
-        f"place. A pool of concurrent.futures raises BrokenProcessPool then."
+        f"place. A concurrent.futures pool would raise BrokenProcessPool."
     )
     return sink.blame("rollout blocked", [sink.one], why, cause="pool", confidence="medium")
 
@@ -163,8 +163,8 @@ def pipe_kept_open(sink: Sink) -> Verdict | None:
     one = reading[0]
     ended = sink.one.says if sink.one.dead else f"{ended_children(one) or 'A program that it started'} has ended"
     why = (
-        f"{one.says}. {ended}, but {', '.join(one.process.outside[:4])}, which it started, lives and has the pipe "
-        f"still open: reading it ends when that one ends."
+        f"{one.says}. {ended}, but {', '.join(one.process.outside[:4])}, which it started, lives and keeps the "
+        f"pipe open: the read ends only when that process ends."
     )
     return sink.blame("external wait", [one], why, cause="pipe")
 
@@ -216,7 +216,7 @@ def explains(name: str, waiting: Actor, job: Sequence[Actor], sources: Mapping[s
     target that does not run now.
     """
     act = waiting.activity
-    if act.kind == "sleep":  # only a loop that asks again and again waits, and not while somebody else works
+    if act.kind == "sleep":  # it counts as a wait only in a polling loop, while nobody makes progress
         loop = act.loop_in(sources)
         return loop is not None and polls(loop, sources[act.file]) and not any(a.moving for a in job)
     wait = (act.kind, act.target)
@@ -237,5 +237,5 @@ def explains(name: str, waiting: Actor, job: Sequence[Actor], sources: Mapping[s
     targets = [could(each) for each in {*re.findall(r"target=(?:\w+\.)*(\w+)", text)} - {*running, act.function}]
     if ran or (targets and all(targets)):
         return any(map(any, [ran] if ran else targets))
-    # A function that was not seen can only end it if it was given the object, or one that has it.
+    # A function without source here can end the wait only if it was passed the object, or one that holds it.
     return not act.target or "." in act.target or bool(re.search(rf"[(,]\s*{re.escape(act.target)}\s*[,)]", text))

@@ -1,6 +1,6 @@
 """Finds the processes at the other end of the pipe or socket that a thread reads, writes or polls at the moment.
 
-Two processes can share several pipes. Only the descriptor in the system call says for which of them one waits.
+Two processes can share several pipes. Only the descriptor in the system call says which of them a thread waits for.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ PEER = 2
 ANSWER_S = 1.0
 
 Awaited = tuple[int, str, str]
-"""Thread, the end that it reads or writes, and the other end; see `Process.awaits`."""
+"""Thread, the end that it reads, writes or polls, and the other end; see `Process.awaits`."""
 
 
 def with_ends(processes: Sequence[Process], machine: Mapping[str, tuple[str, int, int]]) -> list[Process]:
-    """Return the processes with the ends of pipes and sockets that their threads wait for, and those that they hold.
+    """Return processes with the ends that their threads await, the awaited ends that they hold, and awaited children.
 
     Args:
         processes: The processes, all on this machine.

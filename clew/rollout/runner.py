@@ -72,7 +72,7 @@ COUNTS = ["groups_finished", "groups_rejected", "episodes", "episodes_failed", "
 
 
 class RolloutRunner:
-    """Rollout of one run, in one event loop. A process awaits `run`; inline, a waiting trainer calls `advance`."""
+    """Rollout of one run in one event loop. A process awaits `run`; inline, the trainer calls `advance` as it waits."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class RolloutRunner:
         self._filter = FilterWatch(config.rollout.batch_groups, len(rows))
         self._counts = dict.fromkeys(COUNTS, 0)
         self._generated: deque[tuple[float, int]] = deque()
-        """Finish time (monotonic) and number of generated tokens of each episode that finished in the last seconds."""
+        """Finish time (monotonic) and number of generated tokens of each episode of the last RATE_S seconds."""
 
     async def run(self) -> None:
         """Roll out until the last version is published and evaluated.
@@ -161,7 +161,7 @@ class RolloutRunner:
         """Cancel everything that is running, and end the reward workers."""
         for task in self._tasks:
             task.cancel()
-        if self._tasks:  # a workflow that swallows the cancellation may go on; nobody waits for it
+        if self._tasks:  # a workflow that swallows the cancellation may run on; do not wait for it
             ended, _ = await asyncio.wait(self._tasks, timeout=CLOSE_S)
             await asyncio.gather(*ended, return_exceptions=True)
         if self._agent is not None:
@@ -189,7 +189,7 @@ class RolloutRunner:
     # Admission -------------------------------------------------------------------------------------------------------
 
     def _start_due_work(self) -> None:
-        """Start everything that may start now: first the evaluation that is due, then groups."""
+        """Start everything that may start now: first the evaluation, if one is due, then groups."""
         self._inbox_seen = self._inbox_time()
         # Look into the inbox first, then at the version: groups leave the inbox once the next version is published.
         self._waiting = len(self._run.inbox.names())
@@ -341,7 +341,7 @@ class RolloutRunner:
         return newest is not None and newest.version > version
 
     async def _evaluate(self, version: int) -> None:
-        """Run all evaluation episodes at `version`. It stays the published version, unless its weights are lost."""
+        """Run all evaluation episodes at `version`. The trainer waits for them, unless their weights are lost."""
         began = time.monotonic()
         n_samples = self._config.eval.n_samples
         eval_resources = self._resources.at_temperature(self._config.eval.temperature)
@@ -403,7 +403,7 @@ class RolloutRunner:
         )
 
     def _where_episodes_are(self) -> str:
-        """Return how many running episodes wait for the model, for the reward, and for the user's own code."""
+        """Return how many requests wait for the model, and how many episodes for the reward or in the user's code."""
         running = self._counts["episodes_running"]
         if not running:
             return ""

@@ -15,8 +15,8 @@ from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
 from clew.view.text import MISSING, number, visible
 
-LEGEND = "underlined: generated; green: advantage above 0, red: below 0, stronger where it is larger"
-LEGEND_UNTRAINED = "underlined: generated; no advantages on record (no committed step trained on this sequence)"
+LEGEND = "underlined: generated; green: advantage above 0, red: below 0; stronger colour: further from 0"
+LEGEND_UNTRAINED = "underlined: generated; no advantages are on record for this sequence"
 REPEATED = 8
 """Minimum length of a run of equal tokens, such as those of an image, that is shown as one token. Generated tokens are
 always shown one by one."""
@@ -88,7 +88,7 @@ def shown_once(ids: list[int], generated: list[bool]) -> list[tuple[int, int]]:
 def show_tokens(
     console: Console, sequence: Sequence, stages: dict[str, np.ndarray], tokenizer: Tokenizer | None
 ) -> None:
-    """Print the text with each token coloured, and then a line for each token.
+    """Print the text with each token coloured, and then a table with one line per token.
 
     Args:
         stages: [T] arrays by name, such as advantages, from the step that trained on the sequence; empty if none has.
@@ -120,7 +120,7 @@ def show_tokens(
 
 
 def _columns(sequence: Sequence, stages: dict[str, np.ndarray]) -> dict[str, tuple[int, Callable[[int], str]]]:
-    """Return the columns that only generated tokens fill, by name: width, and function from position to text."""
+    """Return the columns for generated tokens, by name: the width, and a function from position to text."""
 
     def stage(name: str) -> Callable[[int], str]:
         return lambda place: number(stages[name][place], ".4f") if name in stages else MISSING
@@ -140,7 +140,7 @@ def _columns(sequence: Sequence, stages: dict[str, np.ndarray]) -> dict[str, tup
 
 
 def times(count: int) -> str:
-    """Return what is written after a token that stands for several."""
+    """Return the suffix of a token that stands for several equal ones; empty if it stands only for itself."""
     return f" x{count} " if count > 1 else ""
 
 

@@ -155,7 +155,7 @@ def test_prompts_that_are_repeated_and_answers_that_are_others(
     groups = len({group for entry in run.steps.index() for group in entry["groups"]})
     shown = told(capsys, run.path, other.path)
     assert re.search(rf"rows of data: of {groups} groups, \d+ have other rows of data \(prompt in \d+\)\n", shown)
-    counts = f"first has {groups} different in {groups} groups, second has 2 different in {groups} groups"
+    counts = f"first has {groups} distinct ones in {groups} groups, second has 2 distinct ones in {groups} groups"
     assert f"rows of data: second repeats prompts more often: {counts}\n" in shown
     batch = run.steps.read_data(0)
     names = sorted({row.group_id for row in batch})[:2]
@@ -188,9 +188,9 @@ def test_a_loss_times_a_factor_and_rewards_of_the_other_sign(
     signs = [-1 if place % 3 == 0 else 1 for place in range(len(batch))]
     flipped = [dataclasses.replace(row, reward=sign * row.reward) for row, sign in zip(batch, signs, strict=True)]
     other.steps.write_data(1, rows.to_table(flipped))
-    scored = [sign for row, sign in zip(batch, signs, strict=True) if row.reward]
+    kept = [sign for row, sign in zip(batch, signs, strict=True) if row.reward]
     shown = told(capsys, run.path, other.path)
-    assert f"suggests: {scored.count(-1)} of {len(scored)} numbers of rewards have the other sign in second\n" in shown
+    assert f"suggests: {kept.count(-1)} of {len(kept)} numbers of rewards have the opposite sign in second\n" in shown
 
 
 def test_one_file_of_several_functions_is_listed_once(

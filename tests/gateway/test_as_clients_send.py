@@ -127,7 +127,7 @@ def test_codex(told: Told) -> None:
     told.post("/responses", {**CODEX, "input": [*asked, *items, result]})
     assert told.sequences() == [[0, 1]]
     [warning] = told.session.warnings
-    assert warning == "the client offers web_search, a tool of the provider's own: the model is not told of it"
+    assert warning == "the client offers web_search, a built-in tool of the provider: the model does not see it"
 
 
 def test_a_schema_of_the_text_where_a_tool_is_forced(told: Told) -> None:

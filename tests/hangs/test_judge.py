@@ -227,7 +227,7 @@ def test_a_job_that_has_ended_does_not_hang() -> None:
     assert (judged(ended(0, "0"), ended(1, "1")).pattern, judged(ended(0, "1")).exit_code) == ("dead", 1)
     assert judged(rank(0, 5, "all_reduce"), ended(1, "0")).pattern == "dead"
     killed = judged(rank(0, 5, "all_reduce"), replace(ended(1, "1"), exit="by signal 9"))
-    assert killed.pattern == "dead" and killed.next.startswith("Look whether the kernel killed it")
+    assert killed.pattern == "dead" and killed.next.startswith("Check whether the kernel killed it")
     helper = replace(rank(1, 8), rank=None, command=("resource_tracker",), pid=99)
     assert judged(replace(ended(0, "0"), rank=None), helper).pattern == "dead"
     half = Snapshot(processes=(ended(0, "0"), ended(1, "0")), unseen=(2, 3), notes=("node2 did not answer",))

@@ -250,7 +250,7 @@ def test_the_critic_s_fields_are_for_functions_that_take_values(tmp_path: Path):
     with_values, without = f"{__name__}.one_step", "tests.training.test_advantages.ranks"
     for field, value in (("critic", "models/rm"), ("critic_lr", 1e-4), ("bootstrap_truncated", True)):
         check(with_values, **{field: value})
-        with pytest.raises(ConfigError, match=f"algorithm.{field} is for the critic, and .*ranks takes no values of"):
+        with pytest.raises(ConfigError, match=f"algorithm.{field} is for the critic, and .*ranks has no critic"):
             check(without, **{field: value})
     check(without, reward={"turn_discount": 0.5})
     with pytest.raises(ConfigError, match=r"reward.turn_discount \(0.5\) discounts whole turns, and .*one_step gets"):

@@ -672,7 +672,7 @@ def test_tokens_without_a_tokenizer_or_a_step(run: RunDirectory) -> None:
     run.inbox.put("g000050", group("g000050"))
     text = shown(run, "g000050.e0", tokens=True)
     token = str(make_sequence("g000050.e0.s0").input_ids[3])
-    assert "Tokens are shown by their ids: no" in text and "no advantages on record (no committed step" in text
+    assert "Tokens are shown by their ids: no" in text and "no advantages are on record" in text
     assert line(text, "3") == ["3", token, "-3.0000", "-", "1", "-", "-", f"⟨{token}⟩"]
     folder = run.checkpoints / "step-000001"
     folder.mkdir()
