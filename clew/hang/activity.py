@@ -249,10 +249,8 @@ def activity_of(process: Process, thread: Thread, sources: Mapping[str, str], wo
     asyncio = any(f.file.endswith("asyncio/base_events.py") for f in frames)
     uvloop = any(f.file.endswith("uvloop/__init__.py") for f in frames)
     runner = [f.file.endswith("asyncio/runners.py") for f in frames]
-    selects = itertools.dropwhile(
-        lambda frame: frame.file.endswith("selectors.py"), frames
-    )  # subprocess has a selector, too
-    idle = frames[0].file.endswith("selectors.py") and next(selects, frames[0]).file.endswith("asyncio/base_events.py")
+    outside = [f for f in frames if not f.file.endswith("selectors.py")]
+    idle = len(outside) < len(frames) and outside[:1] != [] and outside[0].name.endswith("_run_once")  # not subprocess
     base = Activity(
         kind="unknown",
         file=user.file,

@@ -123,7 +123,7 @@ def _run_with_detail(verdict: Verdict, actors: Sequence[Actor]) -> str:
     # DETAIL compares the collectives of one group, but not messages, roots, or functional collectives (of DTensors).
     groups = {actor.activity.group for actor in actors if actor.rank is not None}
     operations = {actor.activity.op for actor in actors if actor.rank is not None}
-    if len(groups) > 1 or len(operations) < 2 or operations & {*POINT_TO_POINT, "wait_tensor"}:
+    if len(groups) > 1 or len(operations) < 2 or operations & {*POINT_TO_POINT, "wait_tensor", "monitored_barrier"}:
         return ""
     ranks = [actor for actor in actors if actor.rank is not None]
     parents = {actor.process.parent for actor in ranks}

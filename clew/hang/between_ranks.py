@@ -10,7 +10,7 @@ from itertools import takewhile
 from pathlib import PurePath
 
 from clew.hang import source
-from clew.hang.activity import DISTRIBUTED, LENGTH
+from clew.hang.activity import DISTRIBUTED, LENGTH, POINT_TO_POINT
 from clew.hang.collective_calls import different_counts, first_different_call
 from clew.hang.observed import Frame
 from clew.hang.rounds import is_past, is_rounds_ahead
@@ -205,49 +205,63 @@ def _other_number(sink: Sink) -> tuple[Actor, str] | None:
     are in the function that has the number, and exactly one of them has another one.
     """
     ranks = [a for a in sink.job if a.rank is not None and a.process.user_frames]
-    messages = [a for a in sink.culprits if a.activity.kind in MESSAGES] if len(ranks) > 2 else []
-    stacks = [a.process.user_frames for a in messages]
-    for inner, frame in (pair for each in stacks for pair in zip(each, [*each[1:], None], strict=True)):
-        # A stage with no round at all is the first or the last. Before the fewest rounds are over, all still agree.
-        text = sink.sources.get(inner.file, "")
-        reached = [inner.locals.get(name, "") for name in source.loop_variables(text, inner.line)]
-        for holder, name in _limits(inner, frame, sink.sources):
-            place = (holder.file, holder.function)
+    stacks = [a.process.user_frames for a in sink.culprits if a.activity.kind in MESSAGES]
+    if len(ranks) < 3:
+        return None
+    for stack, depth in ((each, n) for each in stacks for n in range(len(each))):
+        inner, frame = stack[depth], next(iter(stack[depth + 1 :]), None)
+        own = _own_limits(inner, {f.name for f in stack[:depth]} or POINT_TO_POINT, sink.sources)
+        passed = [] if frame is None else _passed_limits(inner, frame, sink.sources)
+        for holder, name in [*((inner, name) for name in own), *((frame, name) for name in passed)]:
+            place = (holder.file, holder.function) if holder is not None else ("", "")
             alike = [(a.pid, f) for a in ranks for f in a.process.user_frames if (f.file, f.function) == place]
             values = [f.locals.get(name, "") for _, f in alike]
             once = [pid for pid, _ in alike] == [a.pid for a in ranks]
             if not once or sorted(Counter(values).values()) != [1, len(ranks) - 1]:
                 continue
             alone, value = next((a, v) for a, v in zip(ranks, values, strict=True) if values.count(v) == 1)
+            # A stage with no round at all is the first or the last. Before the fewest rounds are over, all still agree.
             least = min(int(each) if each.isdigit() else 0 for each in values)
-            agree = any(each.isdigit() and int(each) < least for each in reached)
+            turns = [_turn(f, sink.sources) for f in (inner, *(f for pid, f in alike if pid == alone.pid))]
+            agree = any(each.isdigit() and int(each) < least for each in turns)
             if least and not agree and alone in sink.culprits:
                 return alone, f"{name} = {value}"
     return None
 
 
-def _limits(inner: Frame, frame: Frame | None, sources: Mapping[str, str]) -> list[tuple[Frame, str]]:
-    """Return the variables that limit the rounds in a frame: its own, and those that its caller passes to its loop.
+def _turn(frame: Frame, sources: Mapping[str, str]) -> str:
+    """Return the value of the loop variable if a frame is in a `for` over a range; else ""."""
+    loop = source.loop_at(sources.get(frame.file, ""), frame.line)
+    counts = isinstance(loop, ast.For) and ast.unparse(loop.iter).startswith("range(")
+    return frame.locals.get(source.dotted(loop.target), "") if isinstance(loop, ast.For) and counts else ""
 
-    Its own only if all innermost loops of the function have one length. With more, such as warm-up and steady state,
-    healthy stages have different numbers, too.
+
+def _own_limits(inner: Frame, exchanging: set[str], sources: Mapping[str, str]) -> list[str]:
+    """Return the variables of a frame that limit its rounds of messages.
+
+    None unless all its loops with messages have one length. With more, such as warm-up and steady state, healthy
+    stages have different numbers, too. `exchanging` has the functions that send or receive.
     """
-    text = sources.get(inner.file, "")
-    loops = source.nodes_in((ast.For, ast.comprehension), source.enclosing_function(text, inner.line))
-    innermost = [
-        each.iter for each in loops if not source.nodes_in((ast.For, ast.comprehension), *ast.iter_child_nodes(each))
-    ]
-    ranges = [each for each in innermost if isinstance(each, ast.Call) and source.dotted(each.func) == "range"]
-    lengths = {frozenset(source.names_in(*each.args)) for each in ranges}
-    found = [(inner, name) for name in sorted(inner.locals.keys() & next(iter(lengths)))] if len(lengths) == 1 else []
-    if (loop := source.loop_at(text, inner.line)) is not None and frame is not None:
-        limit = loop.test if isinstance(loop, ast.While) else loop.iter
-        limits = {inner.locals.get(source.dotted(each)) for each in ast.walk(limit)}
-        calls = source.calls_at(sources.get(frame.file, ""), frame.line)
-        passed = {source.dotted(each) for call in calls for each in [*call.args, *(k.value for k in call.keywords)]}
-        known = passed & frame.locals.keys()
-        found += [(frame, name) for name in sorted(known) if frame.locals[name] in limits]
-    return found
+    loops = (ast.For, ast.ListComp, ast.GeneratorExp)
+    every = source.nodes_in(loops, source.enclosing_function(sources.get(inner.file, ""), inner.line))
+    lengths = set[frozenset[str]]()
+    for each in (loop for loop in every if not source.nodes_in(loops, *ast.iter_child_nodes(loop))):
+        over = each.iter if isinstance(each, ast.For) else each.generators[0].iter
+        exchanges = any(source.last_name(call.func) in exchanging for call in source.calls_in(each))
+        if exchanges and isinstance(over, ast.Call) and source.dotted(over.func) == "range":
+            lengths.add(frozenset(source.names_in(*over.args)))
+    return sorted(inner.locals.keys() & next(iter(lengths))) if len(lengths) == 1 else []
+
+
+def _passed_limits(inner: Frame, frame: Frame, sources: Mapping[str, str]) -> list[str]:
+    """Return the variables that a frame passes to the function that it calls, and that limit the loop there."""
+    if (loop := source.loop_at(sources.get(inner.file, ""), inner.line)) is None:
+        return []
+    limit = loop.test if isinstance(loop, ast.While) else loop.iter
+    limits = {inner.locals.get(source.dotted(each)) for each in ast.walk(limit)}
+    calls = source.calls_at(sources.get(frame.file, ""), frame.line)
+    passed = {source.dotted(each) for call in calls for each in [*call.args, *(k.value for k in call.keywords)]}
+    return sorted(name for name in passed & frame.locals.keys() if frame.locals[name] in limits)
 
 
 def _roots_differ(sink: Sink) -> Verdict | None:
@@ -298,8 +312,9 @@ def _goes_through_groups(one: Actor, sources: Mapping[str, str]) -> bool:
     for frame in frames:
         text, used = sources.get(frame.file, ""), source.names_in(*given)
         if used & source.loop_variables(text, frame.line):
-            loop = source.loop_at(text, frame.line)
-            return not any(each.lineno < frame.line for each in source.nodes_in(ast.If, loop))
+            inner = source.enclosing_function(sources.get(frames[0].file, ""), frames[0].line)
+            around = [source.loop_at(text, frame.line), inner if frame is not frames[0] else None]
+            return not source.nodes_in((ast.If, ast.Return), *around)
         if used != {"self"}:
             return False
         given = [call.func for call in source.calls_at(sources.get(frames[-1].file, ""), frames[-1].line)]

@@ -323,9 +323,10 @@ def _numbers(memory: Memory, name: str, address: int, depth: int) -> dict[str, s
         if kind == "SemLock":  # of multiprocessing: how often this process has acquired it, and the maximum
             return {f"{name}.count": str(memory.int32(address + 32))} if memory.int32(address + 36) == 1 else {}
         if depth and kind not in ("module", "type", "function", "Logger"):
-            found = {}
-            for key, value in memory.attributes(address).items():
-                if len(found) < MOST_NUMBERS and not OF_TORCH.match(key):
+            found, attributes = {}, memory.attributes(address)
+            of_torch = not attributes.keys().isdisjoint(("_forward_hooks", "param_groups"))
+            for key, value in attributes.items():
+                if len(found) < MOST_NUMBERS and not (of_torch and OF_TORCH.match(key)):
                     found |= _numbers(memory, f"{name}.{key}", value, depth - 1)
             return found
     return {}

@@ -585,8 +585,9 @@ def _moves_data(process: Process, sources: Mapping[str, str]) -> bool:
 def busy(process: Process) -> bool:
     """Return whether a process computes: it used much of a core, or was nearly always ready to run."""
     first, last, count = process.first, process.last, len(process.looks)
-    never_waited = last.switches == first.switches >= 0 and last.cpu_s > first.cpu_s
     ready = sum(look.state == "R" for look in process.looks)
+    # The switches are those of the main thread, the CPU time is that of all threads.
+    never_waited = last.switches == first.switches >= 0 and last.cpu_s > first.cpu_s and ready > 0
     return cpu_share(process) > SPINNING or never_waited or (count > 2 and ready >= 0.8 * count)
 
 

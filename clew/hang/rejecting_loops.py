@@ -301,40 +301,59 @@ def _keeps_nothing(process: Process, sources: Mapping[str, str]) -> str:
 def _adds_nothing(process: Process, sources: Mapping[str, str]) -> str:
     """Return the counter of a loop whose filter adds nothing to a collection that another thread finds too short.
 
-    That thread, or task, waits for a condition that compares the collection's length with a number. Else "".
+    That thread, or task, waits for a condition, and was never notified. Else "".
     """
-    for wait, length in _too_short(process, sources):
+    for wait, length, has in _too_short(process, sources):
         collection = length[4:-1].rpartition(".")[2]
         for thread, frame in ((t, f) for t in process.threads if t is not wait for f in t.user_frames):
-            own = next((n[4:-1] for n in frame.locals if re.fullmatch(rf"len\((.*\.)?{collection}\)", n)), "")
+            own = next((n for n in frame.locals if re.fullmatch(rf"len\((.*\.)?{collection}\)", n)), "")
             loop = outermost_loop(sources.get(frame.file, ""), frame.line)
-            if not own or not isinstance(loop, ast.While):
+            if not own or not isinstance(loop, ast.While) or not _filters(loop, own[4:-1]):
                 continue
-            givers = {own, own.rpartition(".")[0]}
-            if not any(dotted(call.func).rpartition(".")[0] in givers for _, call, _ in _guarded_calls(loop)):
-                continue
-            values = [
-                f.locals for t in _in_each_look(process, thread) for f in t.user_frames if f.function == frame.function
-            ]
-            if name := _many_rounds(names_in(loop) & frame.locals.keys(), values):
-                return f"{frame.name}.{name} (beside {length})"
+            every = [f.locals for t in _in_each_look(process, thread) for f in t.user_frames if f.name == frame.name]
+            if {each.get(own) for each in every} != {has}:
+                continue  # it grows, or is another collection
+            for name in sorted(names_in(loop) & frame.locals.keys()):
+                numbers = [int(each[name]) for each in every if each.get(name, "").isdigit()]
+                if numbers and numbers[-1] - numbers[0] >= BARREN:
+                    return f"{frame.name}.{name} (beside {length})"
     return ""
 
 
-def _too_short(process: Process, sources: Mapping[str, str]) -> Iterator[tuple[Thread, str]]:
-    """Yield each thread or task that waits until a collection is long enough, and its length, which stands still."""
+def _filters(loop: ast.While, collection: str) -> bool:
+    """Return whether a test of something made in each round decides if a loop gives it to a collection or its owner."""
+    assigned = (target for node in ast.walk(loop) if isinstance(node, ast.Assign) for target in node.targets)
+    made, receivers = names_in(*assigned), {collection, collection.rpartition(".")[0]}
+    guarded = ((test, call, built) for test, call, built in _guarded_calls(loop))
+    given = (names_in(test) & made - built for test, call, built in guarded if _receiver(call) in receivers)
+    return any(given)
+
+
+def _receiver(call: ast.Call) -> str:
+    return dotted(call.func).rpartition(".")[0]
+
+
+def _too_short(process: Process, sources: Mapping[str, str]) -> Iterator[tuple[Thread, str, str]]:
+    """Yield each thread or task that waits until a collection has enough items, the name of its length, and the length.
+
+    It has been in the same wait in all looks: a condition makes a new lock, or future, for each.
+    """
     for thread in process.threads:
         wait = activity_of(process, thread, sources)
         text, same = sources.get(wait.file, ""), _in_each_look(process, thread)
-        if wait.kind != "condition" or len(same) < max(STEADY_LOOKS, len(process.looks)):
+        made = {f.addresses[name] for t in same for f in t.frames for name in ("waiter", "fut") if name in f.addresses}
+        if wait.kind != "condition" or len(same) < max(STEADY_LOOKS, len(process.looks)) or len(made) != 1:
             continue
-        loop = loop_at(text, wait.line)
+        loop, here = loop_at(text, wait.line), thread.user_frames[0].locals
         tests = [*calls_at(text, wait.line), *([loop.test] if isinstance(loop, ast.While) else [])]
         for compared in (node for test in tests for node in ast.walk(test) if isinstance(node, ast.Compare)):
-            for length in filter(re.compile(r"len\(").match, map(ast.unparse, (compared.left, *compared.comparators))):
-                values = {f.locals.get(length, "") for t in same for f in t.user_frames[:1] if f.line == wait.line}
-                if len(values) == 1 and values.pop().isdigit():
-                    yield thread, length
+            sides = [ast.unparse(each) for each in (compared.left, *compared.comparators)]
+            length = next((side for side in sides if side.startswith("len(")), "")
+            values = [here.get(side, side) for side in sides]
+            if length in here and len(sides) == 2 and all(map(str.isdigit, values)):
+                has, wanted = values if sides[0] == length else reversed(values)
+                if int(has) < int(wanted):
+                    yield thread, length, has
 
 
 def _in_each_look(process: Process, thread: Thread) -> list[Thread]:

@@ -79,17 +79,29 @@ def _came_past(
 ) -> tuple[str, list[str]] | None:
     """Return where a process's loop sets keys of a pattern, and its numbers there; None if it is not past `asked`.
 
-    It has if one number is higher, and all others are equal.
+    It has if one number is higher, which the loop counts, and all others are equal. The loop must also be able to leave
+    the call out.
     """
     for frame in one.process.user_frames:
         loop = source.outermost_loop(text := sources.get(frame.file, ""), frame.line)
         for call in source.calls_in(loop):
+            if loop is None or not _is_optional(call, loop):
+                continue
+            counted = source.loop_variables(text, frame.line) | source.counted(loop)
             for holes in [*_set_by(call, pattern, text), *_set_within(call, pattern, sources)]:
                 now = [frame.locals.get(hole, "") for hole in holes]
-                differ = [(a, b) for a, b in zip(now, asked, strict=True) if a != b]
-                if len(differ) == 1 and differ[0][0].isdigit() and int(differ[0][0]) > int(differ[0][1]):
+                differ = [(hole, a, b) for hole, a, b in zip(holes, now, asked, strict=True) if a != b]
+                ahead = [hole for hole, a, b in differ if a.isdigit() and int(a) > int(b)]
+                if len(differ) == len(ahead) == 1 and ahead[0].rpartition(".")[2] in counted:
                     return f"{PurePath(frame.file).name}:{call.lineno}", now
     return None
+
+
+def _is_optional(call: ast.Call, loop: source.Loop) -> bool:
+    """Return whether a loop makes a call in some rounds only: in a branch, or after a `continue`; not in turns."""
+    tests = [each for each in source.nodes_in(ast.If, loop) if each.lineno < call.lineno]
+    skips = [each for each in tests if call in ast.walk(each) or source.nodes_in(ast.Continue, each)]
+    return bool(skips) and not source.nodes_in(ast.Mod, *(each.test for each in skips))
 
 
 def _set_by(call: ast.Call, pattern: tuple[str, ...], text: str) -> list[list[str]]:

@@ -101,7 +101,7 @@ def _could_end(actor: Actor, job: Sequence[Actor], listening: Mapping[tuple[str,
     process, pids = actor.process, set[int]()
     match actor.activity.kind:
         case "queue" | "queue_full" | "pipe" as kind:
-            pids = at_other_end(actor, job)
+            pids = at_other_end(actor, job) - _at_other_queues(actor, job)
             if kind == "pipe" and process.waits_in.endswith("pipe_write") and actor.rank is None:
                 # A program's parent should read what it writes. One that only waits for the program to end never does.
                 pids |= {a.pid for a in job if a.pid == process.parent and a.activity.kind in ("process", "tasks")}
@@ -266,6 +266,17 @@ def _piped(actor: Actor, job: Sequence[Actor]) -> set[int]:
     here = [a for a in job if a is not actor and a.rank is None and a.process.host == actor.process.host]
     others = [a for a in here if pipes & set(a.process.pipes)]
     return {a.pid for a in others if a.activity.kind not in ("process", "thread")}  # not one that only joins the rest
+
+
+def _at_other_queues(actor: Actor, job: Sequence[Actor]) -> set[int]:
+    """Return the pids of the processes that wait for an item in another queue than the one of this process.
+
+    A function that has both under their names shows that they are two. The names may come from any process of the job.
+    """
+    mine = actor.activity.target
+    beside = [f.addresses for a in job for f in a.process.user_frames if mine in f.addresses]
+    others = {name for each in beside for name in each if each[name] != each[mine]}
+    return {a.pid for a in job if a.activity.kind == "queue" and a.activity.target in others}
 
 
 def reachable(start: int, edges: Mapping[int, set[int]]) -> set[int]:
