@@ -428,7 +428,9 @@ class SGLangEngine(Backend):
             await self._do("/begin_weight_update", {})
             for bucket in sent.by_bucket():
                 body = {"names": sent.names[bucket], "dtypes": sent.dtypes[bucket], "shapes": sent.shapes[bucket]}
-                label = {"weight_version": str(sent.version), "flush_cache": False}
+                # The probe is too coarse for what the weights of the version before have left in the cache, so it is
+                # emptied in this step, whose effect the checksums show, and not only by /flush_cache.
+                label = {"weight_version": str(sent.version), "flush_cache": bucket.stop == len(sent.names)}
                 await self._do("/update_weights_from_distributed", {**body, **group, **label})
             del left[end]
             await self._do(end, {})

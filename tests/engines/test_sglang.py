@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import os
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,13 +25,17 @@ from safetensors.torch import load_file, save_file
 
 from clew.config_fields import Inference
 from clew.errors import ConfigError, EngineError, ImageError
+from clew.inference import weight_group
 from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, SamplingParams
 from clew.inference.remote import RemoteCore, RemoteEngine
 from clew.inference.retries import generate_through_aborts
 from clew.inference.sglang import SPARE_TOKENS, SGLangEngine
-from clew.models.tensor_digest import hex_digests
+from clew.inference.sglang_checksums import RunningChecksums
+from clew.models.tensor_digest import as_array, hex_digests
 from clew.models.vision import load_vision
-from clew.record.weights import DIGESTS_KEY, WeightRef
+from clew.record.files import write_json
+from clew.record.weight_broadcast import Broadcast
+from clew.record.weights import BROADCAST_FILE, DIGESTS_KEY, WeightRef
 from tests.engines.updating import config_of, update_in_flight
 from tests.models import picture, seeing_model, tiny_model, tiny_tokenizer
 
@@ -480,6 +486,65 @@ def test_a_stale_cache_is_flushed(served: Served) -> None:
         assert (served.logprobs("two", completion) - torch.tensor(completion.logprobs)).abs().max() < 1e-5
 
     use(served, body, keep_cache)
+
+
+def test_a_broadcast_empties_the_cache_although_the_call_that_flushes_it_is_lost(
+    served: Served, tmp_path: Path
+) -> None:
+    """The weights change so little that the probe, scored from the old cache, would pass."""
+    drift = torch.Generator().manual_seed(0)
+    model = copy.deepcopy(served.models["one"])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 1e-4 * torch.randn(parameter.shape, generator=drift)
+    tensors = {name: tensor.detach() for name, tensor in model.named_parameters()}
+
+    async def body(engine: SGLangEngine) -> None:
+        before = await engine.generate(GenerateRequest(PROMPT, ENDLESS))
+        await engine.pause()
+        async with broadcasting(tensors, version=5) as sent:
+            await engine.receive(sent)
+        await engine.load(broadcast_ref(tmp_path, tensors, version=5))
+        await engine.resume()
+        params = SamplingParams(max_new_tokens=20, stop_token_ids=())
+        prompt = PROMPT + before.output_ids
+        after = await engine.generate(GenerateRequest(prompt, params))
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + after.output_ids])).logits[0, len(prompt) - 1 : -1]
+        own = torch.log_softmax(logits, -1)[range(20), after.output_ids]
+        assert (own - torch.tensor(after.logprobs)).abs().max() < 2e-5
+
+    use(served, body, lambda path, data: None if path == "/flush_cache" else data)
+
+
+@asynccontextmanager
+async def broadcasting(tensors: dict[str, torch.Tensor], version: int) -> AsyncIterator[Broadcast]:
+    """Send tensors to one server while the block runs, as the trainer does."""
+    leads = weight_group.meeting_point("127.0.0.1", 0, 2, leads=True)
+    store = weight_group.meeting_point("127.0.0.1", leads.port, 2)
+
+    def send() -> None:
+        group = weight_group.Group(store, "broadcast", "gloo", 0, 2)
+        for tensor in tensors.values():
+            group.broadcast(tensor)
+        group.close()
+
+    sending = asyncio.create_task(asyncio.to_thread(send))
+    yield Broadcast(
+        version=version, host="127.0.0.1", port=leads.port, group="broadcast", backend="gloo", rank=1, size=2,
+        dtypes=["float32"] * len(tensors), shapes=[list(tensor.shape) for tensor in tensors.values()],
+        names=list(tensors), buckets=[1, len(tensors) - 1],
+    )  # fmt: skip
+    await sending
+
+
+def broadcast_ref(folder: Path, tensors: dict[str, torch.Tensor], version: int) -> WeightRef:
+    """Write what the trainer writes of tensors that it has broadcast."""
+    sums = RunningChecksums()
+    for name, tensor in tensors.items():
+        sums.add(name, tensor.shape, as_array(tensor))
+    write_json(folder / BROADCAST_FILE, {"digests": hex_digests(tensors), "checksums": sums.by_name()})
+    return WeightRef(version=version, path=str(folder), digest="")
 
 
 def test_a_file_that_does_not_fit_is_not_sent(served: Served, tmp_path: Path) -> None:

@@ -337,6 +337,8 @@ def test_broadcast_weights_are_received_in_a_session_that_is_ended() -> None:
         for version in (1, 2):
             await engine.receive(broadcast(version))
             assert stand_in.loaded == [Q, K, NORM] * version and not stand_in.in_session
+        sent = [body for path, body in stand_in.asked if path == "/update_weights_from_distributed"]
+        assert [body["flush_cache"] for body in sent] == [False, True] * 2, "emptied with the last bucket"
 
     use(stand_in, body)
 
