@@ -249,8 +249,10 @@ def activity_of(process: Process, thread: Thread, sources: Mapping[str, str], wo
     asyncio = any(f.file.endswith("asyncio/base_events.py") for f in frames)
     uvloop = any(f.file.endswith("uvloop/__init__.py") for f in frames)
     runner = [f.file.endswith("asyncio/runners.py") for f in frames]
-    outside = [f for f in frames if not f.file.endswith("selectors.py")]
-    idle = len(outside) < len(frames) and outside[:1] != [] and outside[0].name.endswith("_run_once")  # not subprocess
+    # The selector is the loop's own if its loop, or nest_asyncio's, has called it: subprocess has a selector, too.
+    within = itertools.takewhile(lambda frame: frame.file.endswith("selectors.py"), frames)
+    caller = frames[len([*within]) :][:1] if frames[0].file.endswith("selectors.py") else ()
+    idle = any(f.name == "_run_once" or f.file.endswith("asyncio/base_events.py") for f in caller)
     base = Activity(
         kind="unknown",
         file=user.file,

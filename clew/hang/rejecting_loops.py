@@ -311,9 +311,9 @@ def _adds_nothing(process: Process, sources: Mapping[str, str]) -> str:
             if not own or not isinstance(loop, ast.While) or not _filters(loop, own[4:-1]):
                 continue
             every = [f.locals for t in _in_each_look(process, thread) for f in t.user_frames if f.name == frame.name]
-            if {each.get(own) for each in every} != {has}:
+            if {each[own] for each in every if own in each} != {has}:
                 continue  # it grows, or is another collection
-            for name in sorted(names_in(loop) & frame.locals.keys()):
+            for name in sorted(names_in(loop)):
                 numbers = [int(each[name]) for each in every if each.get(name, "").isdigit()]
                 if numbers and numbers[-1] - numbers[0] >= BARREN:
                     return f"{frame.name}.{name} (beside {length})"
@@ -338,20 +338,26 @@ def _too_short(process: Process, sources: Mapping[str, str]) -> Iterator[tuple[T
 
     It has been in the same wait in all looks: a condition makes a new lock, or future, for each.
     """
-    for thread in process.threads:
+    for thread in (each for each in process.threads if each.user_frames):
         wait = activity_of(process, thread, sources)
         text, same = sources.get(wait.file, ""), _in_each_look(process, thread)
         made = {f.addresses[name] for t in same for f in t.frames for name in ("waiter", "fut") if name in f.addresses}
-        if wait.kind != "condition" or len(same) < max(STEADY_LOOKS, len(process.looks)) or len(made) != 1:
+        if wait.kind != "condition" or len(same) < max(STEADY_LOOKS, 0.8 * len(process.looks)) or len(made) != 1:
+            continue
+        # The next lock may lie where the last one was. Then it has been woken up, or has counted something.
+        values = {(f.name, name, value) for t in same for f in t.user_frames[1:] for name, value in f.locals.items()}
+        if len(values) > len({each[:2] for each in values}) or (
+            thread.os_id == process.pid and not never_woken(process)
+        ):
             continue
         loop, here = loop_at(text, wait.line), thread.user_frames[0].locals
         tests = [*calls_at(text, wait.line), *([loop.test] if isinstance(loop, ast.While) else [])]
         for compared in (node for test in tests for node in ast.walk(test) if isinstance(node, ast.Compare)):
             sides = [ast.unparse(each) for each in (compared.left, *compared.comparators)]
             length = next((side for side in sides if side.startswith("len(")), "")
-            values = [here.get(side, side) for side in sides]
-            if length in here and len(sides) == 2 and all(map(str.isdigit, values)):
-                has, wanted = values if sides[0] == length else reversed(values)
+            shown = [here.get(side, side) for side in sides]
+            if length in here and len(sides) == 2 and all(map(str.isdigit, shown)):
+                has, wanted = shown if sides[0] == length else reversed(shown)
                 if int(has) < int(wanted):
                     yield thread, length, has
 

@@ -21,7 +21,7 @@ class Buffer:
 
 
 async def answer(length):
-    await asyncio.sleep(0.004)
+    await asyncio.sleep(0.002)
     return length
 
 
