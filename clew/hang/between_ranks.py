@@ -211,9 +211,11 @@ def _other_number(sink: Sink) -> tuple[Actor, str] | None:
     for stack, depth in ((each, n) for each in stacks for n in range(len(each))):
         inner, frame = stack[depth], next(iter(stack[depth + 1 :]), None)
         own = _own_limits(inner, {f.name for f in stack[:depth]} or POINT_TO_POINT, sink.sources)
-        passed = [] if frame is None else _passed_limits(inner, frame, sink.sources)
-        for holder, name in [*((inner, name) for name in own), *((frame, name) for name in passed)]:
-            place = (holder.file, holder.function) if holder is not None else ("", "")
+        limits = [(inner, name) for name in own]
+        if frame is not None:
+            limits += [(frame, name) for name in _passed_limits(inner, frame, sink.sources)]
+        for holder, name in limits:
+            place = (holder.file, holder.function)
             alike = [(a.pid, f) for a in ranks for f in a.process.user_frames if (f.file, f.function) == place]
             values = [f.locals.get(name, "") for _, f in alike]
             once = [pid for pid, _ in alike] == [a.pid for a in ranks]
@@ -307,13 +309,13 @@ def _goes_through_groups(one: Actor, sources: Mapping[str, str]) -> bool:
 
     It leaves out no group, so it comes to all of them.
     """
-    frames = one.process.user_frames[:2]
-    given = [source.keyword(call, "group") for call in source.calls_at(sources.get(frames[0].file, ""), frames[0].line)]
+    frames, place = one.process.user_frames[:2], (sources.get(one.activity.file, ""), one.activity.line)
+    given = [source.keyword(call, "group") for call in source.calls_at(*place)]
     for frame in frames:
         text, used = sources.get(frame.file, ""), source.names_in(*given)
         if used & source.loop_variables(text, frame.line):
-            inner = source.enclosing_function(sources.get(frames[0].file, ""), frames[0].line)
-            around = [source.loop_at(text, frame.line), inner if frame is not frames[0] else None]
+            inner = source.enclosing_function(*place) if frame is not frames[0] else None
+            around = [source.loop_at(text, frame.line), inner]
             return not source.nodes_in((ast.If, ast.Return), *around)
         if used != {"self"}:
             return False
