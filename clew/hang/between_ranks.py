@@ -13,7 +13,7 @@ from clew.hang import source
 from clew.hang.activity import DISTRIBUTED, LENGTH, POINT_TO_POINT
 from clew.hang.collective_calls import different_counts, first_different_call
 from clew.hang.observed import Frame
-from clew.hang.rounds import is_past, is_rounds_ahead
+from clew.hang.rounds import is_past, is_rounds_ahead, may_skip
 from clew.hang.same_call import deviating, other_roots, other_shapes, unequal_counters
 from clew.hang.verdict import MESSAGES, Actor, Sink, Verdict, names, sentences, subject
 from clew.hang.waits_for import key_of
@@ -151,7 +151,8 @@ def _left_out(sink: Sink) -> Verdict | None:
         members = [a for a in sink.job if a.rank is not None and (act.members is None or a.rank in act.members)]
         absent = [a for a in members if (key_of(a.activity), a.activity.op) != (key_of(act), act.op)]
         again = any(a.activity.kind == "collective" and a.activity.group == act.group for a in absent)
-        if not absent or 2 * len(absent) > len(members) - again:  # of two in one group, either may be the odd one
+        most = 2 * len(absent) > len(members) - again  # of two in one group, either may be the odd one
+        if not absent or (most and not (len(members) == 2 and may_skip(absent[0], still, sink.sources))):
             continue
         if all(is_rounds_ahead(a, still, sink.sources) for a in absent):
             why = (
@@ -159,7 +160,8 @@ def _left_out(sink: Sink) -> Verdict | None:
                 f"{act.op} of group {act.group} at {act.site}: {subject(absent, 'has', 'have')} left it out. "
                 f"{sink.says}"
             )
-            return sink.blame("collective mismatch", absent, why, structural=True)
+            sure = "medium" if most else "high"
+            return sink.blame("collective mismatch", absent, why, structural=True, confidence=sure)
     return None
 
 

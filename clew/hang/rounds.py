@@ -85,6 +85,22 @@ def is_rounds_ahead(ahead: Actor, still: Actor, sources: Mapping[str, str]) -> b
     return False
 
 
+def may_skip(ahead: Actor, still: Actor, sources: Mapping[str, str]) -> bool:
+    """Return whether a `continue` in a loop around both ranks skips the call of the one that is behind.
+
+    That call must not be on a branch: then it might be one too many.
+    """
+    for a, b in _common_calls(ahead, still):
+        text = sources.get(a.file, "")
+        for loop in _loops_around(text, a.line, b.line):
+            path = enclosing(text, b.line)
+            within = path[path.index(loop) + 1 :]
+            skips = any(node.lineno < b.line for node in nodes_in(ast.Continue, loop))
+            if skips and not any(isinstance(node, (ast.If, ast.ExceptHandler)) for node in within):
+                return True
+    return False
+
+
 def _common_calls(ahead: Actor, still: Actor) -> Iterator[tuple[Frame, Frame]]:
     """Yield the frames of two ranks in pairs, the outermost first, as long as both are in the same function."""
     pairs = zip(ahead.process.user_frames[::-1], still.process.user_frames[::-1], strict=False)
