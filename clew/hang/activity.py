@@ -317,7 +317,8 @@ def _coroutine(base: Activity, thread: Thread, user: Frame, text: str) -> Activi
     if thread.ended:
         return replace(base, kind="unknown")
     inside = thread.frames[: thread.frames.index(user)]
-    if any(frame.name == "serve_forever" for frame in inside):
+    keeps_alive = re.search(r"\bEvent\(\)\.wait\(\)", base.text)  # nobody else has this event, so nobody could set it
+    if keeps_alive or any(frame.name == "serve_forever" for frame in inside):
         return replace(base, kind="select", op="serve_forever")
     if not thread.user_frames and any(SERVING.search(f.file) for f in thread.frames):
         return replace(base, kind="unknown")
