@@ -223,7 +223,7 @@ class Training(Section):
     lr: float = Field(default=1e-5, gt=0, allow_inf_nan=False)
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Course of the learning rate after the warm-up; linear and cosine fall towards 0, to which no update comes."""
+    """Course of the learning rate after the warm-up; linear and cosine fall to 0 just after the last update."""
     warmup_steps: int = Field(default=0, ge=0)
     """Number of optimizer updates over which the learning rate rises to lr, in equal steps."""
     weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)

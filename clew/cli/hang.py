@@ -83,19 +83,18 @@ def hang(
         raise ConfigError("Cannot write a report with --stacks, which only prints: leave out --stacks, or the files.")
     if native and dumps:
         raise ConfigError("Cannot read C frames with --from: its files were written earlier. Write them with --native.")
-    watches = dumps is None and not stacks and (any(given) or json_file or html_file or native)
-    if watches and str(json_file) != "-":
+    if not (ssh or any(given) or json_file or html_file or native or stacks):
+        _list_jobs()
+        return
+    if dumps is None and not stacks and str(json_file) != "-":
         print(f"clew hang watches the job until it is sure, for at most {WATCH_S:g} s", file=sys.stderr, flush=True)
     if ssh:
         seen = _on_hosts(ssh, run, job, native)
     elif dumps is not None:
         seen = read_dumps(dumps)
-    elif any(given) or json_file or html_file or native or stacks:
+    else:
         seen = _here(run, pid or ([torchrun] if torchrun is not None else None), job, once=stacks)
         seen = with_native(seen) if native else seen
-    else:
-        _list_jobs()
-        return
     report = Report(seen)
     if stacks:
         print(report.stacks_in_text())

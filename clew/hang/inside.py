@@ -217,7 +217,8 @@ def _own_rank(memory: Memory, group: int, size: int) -> int | None:
 def ended_threads(memory: Memory) -> Iterator[str]:
     """Yield the names of Python threads that have ended but are still referenced.
 
-    Those of the parent also count as ended in a process that it forked. Their numbers are lower than its own pid.
+    Those of the parent also count as ended in a process that it forked. Their numbers are lower than its own pid,
+    unless pids have started again from 1.
     """
     module, pid = memory.module("threading"), proc.pid_within(memory.pid)
     if not {"_dangling", "_active"} <= module.keys():

@@ -69,9 +69,9 @@ GIVES_UP = re.compile(r"bad|err|fail|nan|skip|drop|reject|miss|spike", re.I)
 
 def refuses(job: list[Actor], snapshot: Snapshot) -> tuple[Actor, str] | None:
     """Return the process that rejects everything, and its counter; None if nobody waits, or a process accepts work."""
-    for kept_by in (_keeps_nothing, _adds_nothing):
-        if found := next(((a, name) for a in job if (name := kept_by(a.process, snapshot.sources))), None):
-            return found
+    for a in job:
+        if name := _keeps_nothing(a.process, snapshot.sources) or _adds_nothing(a.process, snapshot.sources):
+            return a, name
     if any(accepts(a.process, snapshot.sources) for a in job):
         return None
     # Rejecting everything is a fault only if somebody waits for what is accepted, or has collected nothing of it.

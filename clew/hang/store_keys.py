@@ -66,9 +66,10 @@ def _left_out(sink: Sink, asking: list[Actor]) -> Verdict | None:
         past = {a.pid: found for a in others if (found := _came_past(a, pattern, asked, sink.sources))}
         if blamed := [a for a in others if a.pid in past]:
             place, now = past[blamed[0].pid]
+            who = " and ".join(a.process.label for a in blamed)
             why = (
-                f"{sink.one.says}. Such keys are set at {place}; {' and '.join(a.process.label for a in blamed)} left "
-                f"this one out: {', '.join(asked)} is awaited, and it is at {', '.join(now)}. {sentences(blamed[:1])}"
+                f"{sink.one.says}. Such keys are set at {place}; {who} left this one out: the awaited key "
+                f"has {', '.join(asked)}, and it is at {', '.join(now)}. {sentences(blamed[:1])}"
             )
             return sink.blame("missing rank", blamed, why, cause="store", confidence="medium").at(place)
     return None
@@ -79,7 +80,7 @@ def _came_past(
 ) -> tuple[str, list[str]] | None:
     """Return where a process's loop sets keys of a pattern, and its numbers there; None if it is not past `asked`.
 
-    It has if one number is higher, which the loop counts, and all others are equal. The loop must also be able to leave
+    It is if one number is higher, which the loop counts, and all others are equal. The loop must also be able to leave
     the call out.
     """
     for frame in one.process.user_frames:
