@@ -465,7 +465,9 @@ def _first_match(patterns: Patterns, base: Activity, inside: Sequence[Frame], te
     for file, function, kind in patterns:
         for frame in inside:
             if re.search(file, frame.file) and (not function or re.fullmatch(function, frame.name)):
-                return replace(base, kind=kind, target=receiver(text, base.line, inside[-1].name), op=frame.name)
+                # The acquire() of a semaphore calls the wait() of its condition.
+                op = "acquire" if kind == "condition" and "acquire" in {f.name for f in inside} else frame.name
+                return replace(base, kind=kind, target=receiver(text, base.line, inside[-1].name), op=op)
     return None
 
 

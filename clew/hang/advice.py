@@ -39,7 +39,7 @@ IN_DIFFERENT_CALLS = (
 """Patterns in which ranks are in different operations."""
 AGAINST = {
     "same collective everywhere": "missing rank: all ranks are in the operation",
-    "dead": "same collective everywhere (network or device): what should end the wait is gone",
+    "dead": "slow: what should end the wait has ended",
     "stopped": "lock or I/O: the kernel reports the process as stopped (state T or t), so it does not run at all",
     "initialisation": "same collective everywhere (network or device): not every rank has called it",
 }
@@ -105,6 +105,8 @@ def _next(verdict: Verdict, actors: Sequence[Actor]) -> str:
         case "dead":
             if any(a.pid in verdict.pids and "signal 9" in a.process.exit for a in actors):
                 return "Check whether the kernel killed it for lack of memory: dmesg -T | grep -i killed"
+            if all(a.process.exit == "with exit code 0" for a in actors if a.pid in verdict.pids):
+                return "It ended without an error: look for why, while the others still wait for it."
             return "Read the end of its log: it says why it ended."
         case "external wait" | "rollout blocked" if first and (other := _look_at_other_side(first, verdict, actors)):
             return other

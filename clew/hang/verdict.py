@@ -23,7 +23,7 @@ LOCAL = {
     "process": ("external wait", "waits for another process"),
     "queue": ("rollout blocked", "waits for an item in a queue"),
     "queue_full": ("rollout blocked", "waits for room in a full queue"),
-    "condition": ("rollout blocked", "waits for a condition that nobody signals"),
+    "condition": ("rollout blocked", "waits for an event or condition that nobody sets"),
     "barrier": ("rollout blocked", "waits at a barrier for other threads"),
     "signal": ("rollout blocked", "waits for an event, condition or barrier of other processes"),
     "future": ("rollout blocked", "waits for a result"),
@@ -47,10 +47,10 @@ def words_of(one: Activity) -> str:
     """Return what a thread or coroutine does, as a verb and its object."""
     if one.op == "main_loop":
         return "is an idle actor of Ray, with no method to run,"
-    if one.kind == "condition" and one.op == "acquire":
+    if one.kind == "condition" and one.op in ("acquire", "__enter__"):
         return "waits for a lock or semaphore that nobody releases"
-    if one.kind == "condition" and one.task:
-        return "waits for an event or condition of asyncio that nobody sets"
+    if one.kind == "condition" and one.op == "join":
+        return "waits until all items of a queue have been worked on"
     if one.kind == "file" and not one.op.endswith(("open", "partner")):  # the kernel's wait for the other end of a FIFO
         return "waits for a file lock"
     return LOCAL[one.kind][1] if one.kind in LOCAL else f"is in {one.op}"

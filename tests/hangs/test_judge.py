@@ -1060,7 +1060,7 @@ def below(pid: int, *frames: Frame, waits_in: str = "futex_do_wait", **more: Any
     return Process(pid=pid, looks=looks, waits_in=waits_in, **more)
 
 
-@pytest.mark.parametrize(("wanted", "cause"), [("4", "already"), ("5", "nobody signals")])
+@pytest.mark.parametrize(("wanted", "cause"), [("4", "already"), ("5", "nobody sets")])
 def test_a_condition_that_holds_already_was_signalled_to_another_thread(wanted: str, cause: str) -> None:
     text = (
         "class Buffer:\n    def take(self, n):\n        while len(self.items) < n:\n            self.cond.wait()\n"
