@@ -336,20 +336,13 @@ def _receiver(call: ast.Call) -> str:
 def _too_short(process: Process, sources: Mapping[str, str]) -> Iterator[tuple[Thread, str, str]]:
     """Yield each thread or task that waits until a collection has enough items, the name of its length, and the length.
 
-    It has been in the same wait in all looks: a condition makes a new lock, or future, for each.
+    It has been in the same wait in all looks.
     """
     for thread in (each for each in process.threads if each.user_frames):
         wait = activity_of(process, thread, sources)
-        text, same = sources.get(wait.file, ""), _in_each_look(process, thread)
-        made = {f.addresses[name] for t in same for f in t.frames for name in ("waiter", "fut") if name in f.addresses}
-        if wait.kind != "condition" or len(same) < max(STEADY_LOOKS, 0.8 * len(process.looks)) or len(made) != 1:
+        if wait.kind != "condition" or not _never_notified(process, thread):
             continue
-        # The next lock may lie where the last one was. Then it has been woken up, or has counted something.
-        values = {(f.name, name, value) for t in same for f in t.user_frames[1:] for name, value in f.locals.items()}
-        if len(values) > len({each[:2] for each in values}) or (
-            thread.os_id == process.pid and not never_woken(process)
-        ):
-            continue
+        text = sources.get(wait.file, "")
         loop, here = loop_at(text, wait.line), thread.user_frames[0].locals
         tests = [*calls_at(text, wait.line), *([loop.test] if isinstance(loop, ast.While) else [])]
         for compared in (node for test in tests for node in ast.walk(test) if isinstance(node, ast.Compare)):
@@ -360,6 +353,20 @@ def _too_short(process: Process, sources: Mapping[str, str]) -> Iterator[tuple[T
                 has, wanted = shown if sides[0] == length else reversed(shown)
                 if int(has) < int(wanted):
                     yield thread, length, has
+
+
+def _never_notified(process: Process, thread: Thread) -> bool:
+    """Return whether a thread or task that waits for a condition has been in the same wait in nearly all looks."""
+    same = _in_each_look(process, thread)
+    if len(same) < max(STEADY_LOOKS, 0.8 * len(process.looks)):
+        return False
+    # A condition makes a new lock, or future, for each wait. But the next one may lie where the last one was: then the
+    # thread has been woken up, or has counted something.
+    made = {f.addresses[name] for t in same for f in t.frames for name in ("waiter", "fut") if name in f.addresses}
+    values = {(f.name, name, value) for t in same for f in t.user_frames[1:] for name, value in f.locals.items()}
+    counted_something = len(values) > len({each[:2] for each in values})
+    woken = thread.os_id == process.pid and not never_woken(process)
+    return len(made) == 1 and not counted_something and not woken
 
 
 def _in_each_look(process: Process, thread: Thread) -> list[Thread]:

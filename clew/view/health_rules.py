@@ -51,8 +51,8 @@ RECENT_NORMS, ENOUGH_NORMS = 32, 8
 JUMP, MIN_NORMS = 30.0, 3
 """Multiple of the usual norm above which a norm is a spike even if most later norms are as large, or if fewer than
 `ENOUGH_NORMS` steps came before; and the minimum number of steps that must come before any spike."""
-NO_GRADIENT = 1e-6
-"""Largest gradient norm that counts as zero."""
+NO_GRADIENT = 1e-7
+"""Largest norm of a gradient that is only rounding, as for training.spike_factor."""
 FAILED_EPISODES = 0.01
 FILTERED_GROUPS = 0.5
 """Shares of failed episodes and of filtered groups above which they are a concern."""

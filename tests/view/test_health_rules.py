@@ -19,11 +19,18 @@ from clew.record.bundle import write_bundle
 from clew.record.files import write_json
 from clew.record.rejected import FILTERED
 from clew.record.run import RunDirectory
+from clew.training import gradient_checks
+from clew.view import health_rules
 from clew.view.health_rules import WATCHED, Collector, History, find_spikes, gradients, reward
 from tests.training.sequences import make_config
 from tests.view.test_show import commit, failed, group, shown
 
 STEPS = 40
+
+
+@pytest.mark.parametrize("name", ["RECENT_NORMS", "ENOUGH_NORMS", "NO_GRADIENT"])
+def test_a_spike_is_the_same_for_training_and_for_the_health_check(name: str) -> None:
+    assert getattr(health_rules, name) == getattr(gradient_checks, name)
 
 
 def sound(step: int) -> dict[str, float]:
