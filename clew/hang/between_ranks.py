@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -233,6 +234,34 @@ def _other_number(sink: Sink) -> tuple[Actor, str] | None:
     return None
 
 
+def _skipped_a_round(sink: Sink) -> Verdict | None:
+    """Judge a stage whose loop over micro-batches has kept too few of them, while a neighbour is still in that loop.
+
+    The limit of the loop is the same for both, so the stage has dropped one, and has not sent or taken it.
+    """
+    for still, frame in ((a, f) for a in sink.culprits for f in a.process.user_frames):
+        text, turn = sink.sources.get(frame.file, ""), _turn(frame, sink.sources)
+        loop = source.loop_at(text, frame.line)
+        if not isinstance(loop, ast.For) or not turn.isdigit():
+            continue
+        limits = source.names_in(loop.iter)
+        lists = [name for name in source.filled(loop) if frame.locals.get(f"len({name})") == turn]  # one in each round
+        lists = [name for name in lists if not re.search(rf"\b{name}\.(pop|popleft|clear)\(|del {name}\b", text)]
+        for one in (a for a in sink.culprits if a is not still):
+            same = [f for f in one.process.user_frames if (f.file, f.function) == (frame.file, frame.function)]
+            left = [f for f in same if f.line > (loop.end_lineno or loop.lineno)]
+            alike = (f for f in left if all(f.locals.get(name) == frame.locals.get(name) for name in limits))
+            counts = ((name, f.locals.get(f"len({name})", "")) for f in alike for name in lists)
+            if kept := next((each for each in counts if each[1].isdigit() and 0 < int(each[1]) <= int(turn)), None):
+                why = (
+                    f"Rank {one.rank} has left the loop at {PurePath(frame.file).name}:{loop.lineno} with {kept[1]} "
+                    f"items in {kept[0]}, and rank {still.rank} is in a later round of it: rank {one.rank} has dropped "
+                    f"a micro-batch, so a message is missing. {sink.says}"
+                )
+                return sink.blame("pipeline micro-batch mismatch", [one], why, confidence="medium", structural=True)
+    return None
+
+
 def _turn(frame: Frame, sources: Mapping[str, str]) -> str:
     """Return the value of the loop variable if a frame is in a `for` over a range; else ""."""
     loop = source.loop_at(sources.get(frame.file, ""), frame.line)
@@ -440,8 +469,8 @@ def _goes_on(node: ast.AST) -> bool:
 
 
 CYCLES: tuple[Callable[[Sink], Verdict | None], ...] = (
-    _cleaning_up, _blocks_its_loop, _elsewhere, _only_messages, _left_out, _gone_on, _roots_differ, _wrong_group,
-    _gone_past, _crossed_groups, _different_collectives,
+    _cleaning_up, _blocks_its_loop, _elsewhere, _skipped_a_round, _only_messages, _left_out, _gone_on, _roots_differ,
+    _wrong_group, _gone_past, _crossed_groups, _different_collectives,
 )  # fmt: skip
 """Rules in the order in which they are tried. Those after `_elsewhere` know that all ranks are in an operation."""
 
