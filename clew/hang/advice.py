@@ -72,6 +72,8 @@ def _runner_up(verdict: Verdict, actors: Sequence[Actor]) -> str:
     if verdict.pattern in STANDS and culprits:
         one = culprits[0]
         where = f" at {one.activity.site}" if one.activity.site else ""
+        if verdict.cause == "refusing":
+            return f"slow: what {one.process.label} counts are tries, and nothing comes of them"
         return (
             f"slow: {one.process.label} was{where} in the last of {len(one.process.looks)} looks, none of its "
             f"counters advanced, and its main thread was woken up {one.process.wakeups} times"
@@ -105,6 +107,8 @@ def _next(verdict: Verdict, actors: Sequence[Actor]) -> str:
         case "dead":
             if any(a.pid in verdict.pids and "signal 9" in a.process.exit for a in actors):
                 return "Check whether the kernel killed it for lack of memory: dmesg -T | grep -i killed"
+            if not any(a.dead for a in actors if a.pid in verdict.pids):
+                return "Look for a traceback in the log. A task or job writes none unless somebody asks for its result."
             if all(a.process.exit == "with exit code 0" for a in actors if a.pid in verdict.pids):
                 return "It ended without an error: look for why, while the others still wait for it."
             return "Read the end of its log: it says why it ended."

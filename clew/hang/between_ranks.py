@@ -484,7 +484,7 @@ def with_callers(verdict: Verdict, actors: Sequence[Actor]) -> Verdict:
         if not depth and any(a.activity.line != frame.line for a, frame in zip(actors, level, strict=True)):
             return verdict  # another thread than the main one decides what a process does
         if len({(frame.file, frame.line) for frame in level}) > 1:
-            sites = [f"{PurePath(frame.file).name}:{frame.line}" for frame in level] if depth else []
+            sites = [frame.site for frame in level] if depth else []
             said = (
                 f" {a.process.label[:1].upper()}{a.process.label[1:]} was called there by {frame.function} at {site}."
                 for a, frame, site in zip(actors, level, sites, strict=False)

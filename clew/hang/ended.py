@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from clew.hang.locks import is_shared_lock, left_locked, nobody_releases
+from clew.hang.observed import Thread
 from clew.hang.roles import waits_for_work
 from clew.hang.source import ends_one_of, ends_wait, function_named, polls, started_before, taking
 from clew.hang.verdict import Actor, Sink, Verdict, sentences
@@ -195,13 +196,19 @@ def ended_inside(actor: Actor, counts: Callable[[str], bool] = bool) -> str:
     children = ended_children(actor, counts)
     handled = any(each.kind == "tasks" for each in actor.threads)
     failed = [
-        f"{thread.name} (with {thread.ended})"
+        f"{thread.name} ({_failure(thread)})"
         for thread in actor.process.threads
         if thread.ended and (not handled or counts(thread.frames[-1].name if thread.frames else thread.name))
     ]
     failed = [text for text in failed if "CancelledError" not in text]
+    jobs = [f"the job {f}() ({error} at {at})" for f, error, at in actor.process.inside.failed_jobs if counts(f)]
     threads = [f"its thread {name}" for name in actor.process.inside.ended_threads if counts(name)]
-    return children or ", ".join((failed or threads)[:4])
+    return children or ", ".join((failed or [*jobs, *threads])[:4])
+
+
+def _failure(task: Thread) -> str:
+    """Return the class of the exception with which a task has ended, and the user's line that raised it."""
+    return f"with {task.ended}" + (f" at {task.user_frames[0].site}" if task.user_frames else "")
 
 
 def done(actor: Actor) -> bool:

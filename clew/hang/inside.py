@@ -34,17 +34,19 @@ def tasks_of(pid: int) -> tuple[Thread, ...]:
 def inside(pid: int, threads: tuple[Thread, ...] = ()) -> Inside:
     """Return what the memory of a process says about groups, threads and children; nothing if it cannot be read."""
     with suppress(*TORN, OSError), Memory(pid) as memory:
-        started = {child[0]: child for child in [*children(memory), *_programs(memory, threads)]}
+        held = _held(memory, threads)
+        started = {child[0]: child for child in [*children(memory), *_programs(memory, held)]}
         return Inside(
             groups=groups(memory),
             ended_threads=tuple(ended_threads(memory)),
             children=tuple(started.values()),
+            failed_jobs=tuple(_failed_jobs(memory, held)),
         )
     return Inside()
 
 
-def _programs(memory: Memory, threads: tuple[Thread, ...]) -> Iterator[tuple[int, str, int]]:
-    """Yield pid, name and exit code of ended subprocesses to which the user's frames hold a reference."""
+def _held(memory: Memory, threads: tuple[Thread, ...]) -> set[int]:
+    """Return the objects that the user's frames hold: variables, attributes of `self`, and items of both."""
     held: list[int] = []
     for frame in (frame for thread in threads for frame in thread.user_frames):
         held += frame.addresses.values()
@@ -53,8 +55,30 @@ def _programs(memory: Memory, threads: tuple[Thread, ...]) -> Iterator[tuple[int
             held += memory.attributes(frame.addresses["self"]).values()
     for address in list(held):
         with suppress(Unreadable):
-            held += memory.items(address)[:100]
-    for address in set(held):
+            kind = memory.type_name(address)
+            if kind in ("list", "tuple"):
+                held += memory.items(address)[:100]
+            elif kind == "set":
+                held += memory.members(address)[:100]
+            elif kind == "dict":
+                held += [each for entry in memory.entries(address) for each in entry][:200]
+    return set(held)
+
+
+def _failed_jobs(memory: Memory, held: set[int]) -> Iterator[tuple[str, str, str]]:
+    """Yield the function, exception and place of each failed job of a pool of concurrent.futures."""
+    for address in held:
+        with suppress(*TORN):
+            if memory.full_type_name(address) == "Future":
+                error = memory.attributes(address)["_exception"]
+                ended = memory.type_name(error) != "NoneType"
+                if frames := [each for each in raised_at(memory, error) if each.of_user] if ended else []:
+                    yield frames[-1].name, memory.type_name(error), frames[0].site
+
+
+def _programs(memory: Memory, held: set[int]) -> Iterator[tuple[int, str, int]]:
+    """Yield pid, name and exit code of ended subprocesses among objects that the user's frames hold."""
+    for address in held:
         with suppress(*TORN):
             if memory.type_name(address) == "Popen":
                 values = memory.attributes(address)
@@ -94,6 +118,8 @@ def tasks(memory: Memory) -> Iterator[Thread]:
                 thread = memory.attributes(memory.word(task + place["loop"])).get("_thread_id")  # uvloop has another
                 woken = thread is not None and memory.show(thread) != "None"
             ended = "" if state == 0 else memory.type_name(error) if error else "done"
+            with suppress(*TORN):
+                frames = (ended and error and raised_at(memory, error)) or frames
             # Skip tasks that ended without an error, and one that runs now: its frames are those of the thread.
             if ended in ("", "done") and (state or not frames):
                 continue
@@ -136,15 +162,30 @@ def _frame(memory: Memory, coroutine: int) -> Frame:
                 addresses[key] = value
                 values[key] = memory.show(value)[:300]
     instruction = memory.word(coroutine + place["place"]) - code - place["instructions"]
+    return replace(_place(memory, code, instruction), locals=values, addresses=addresses)
+
+
+def _place(memory: Memory, code: int, instruction: int) -> Frame:
+    """Return the function, file and line of an instruction of a code object."""
+    place = memory.layout["frame"]
     table = memory.word(code + place["table"])
     lines = memory.bytes_at(table + 32, memory.count(table + 16))
     return Frame(
         function=memory.text(memory.word(code + place["name"])),
         file=memory.text(memory.word(code + place["file"])),
         line=line_of(lines, memory.int32(code + place["line"]), instruction),
-        locals=values,
-        addresses=addresses,
     )
+
+
+def raised_at(memory: Memory, error: int) -> tuple[Frame, ...]:
+    """Return the frames through which an exception has come, the one that raised it first."""
+    place, found = memory.layout["traceback"], list[Frame]()
+    entry = memory.word(error + place["traceback"])
+    while entry and len(found) < DEEPEST:
+        inner = memory.word(memory.word(entry + place["frame"]) + place["inner"])
+        found.append(_place(memory, memory.word(inner + place["code"]), memory.int32(entry + place["instruction"])))
+        entry = memory.word(entry + place["next"])
+    return tuple(found[::-1])
 
 
 def line_of(table: bytes, first: int, instruction: int) -> int:

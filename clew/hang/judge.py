@@ -463,9 +463,14 @@ def _with_those_alike(verdict: Verdict, culprit: Actor, ranks: list[Actor]) -> V
 
 
 def _most_waited(edges: Mapping[int, set[int]], by_pid: Mapping[int, Actor]) -> set[int]:
-    """Return the sink for which most processes wait, of those that others wait for and that do not simply work on."""
+    """Return the sink for which most processes wait, of those that others wait for and that do not simply work on.
+
+    A parent that only waits for its children to end decides nothing, unless nobody else waits.
+    """
     ends = sinks(edges)
     waited = {pid for targets in edges.values() for pid in targets}
     found = [end for end in ends if len(end) > 1 or end & waited] or ends
     still = [end for end in found if not all(by_pid[pid].moving for pid in end)] or found
-    return max(still, key=lambda each: (sum(bool(reachable(pid, edges) & each) for pid in edges), -min(each)))
+    waiting = {tuple(each): [pid for pid in edges if reachable(pid, edges) & each] for each in still}
+    joins = {pid for pid, one in by_pid.items() if one.activity.kind == "process"}
+    return {*max(waiting, key=lambda each: (len({*waiting[each]} - joins), len(waiting[each]), -min(each)))}

@@ -439,7 +439,8 @@ def _blocked(sink: Sink) -> Verdict | None:
         # A thread that asks again and again while the main one waits in the same process: they wait for one another.
         inside = sink.act.thread != "MainThread" and not sink.one.process.peers
         pattern = "rollout blocked" if circle and inside else "external wait"
-    why = f"{sink.one.says}.{_others_in_circle(sink)}{sink.who_waits}"
+    alone = _pool_waits_for_itself(sink.one)
+    why = f"{sink.one.says}.{'' if alone else _others_in_circle(sink)}{sink.who_waits}"
     if asleep:
         why += _condition(sink) + (circle if pattern == "rollout blocked" else "")
     unasked = sink.act.kind == "select" or sink.act.op == "main_loop"
@@ -451,11 +452,13 @@ def _blocked(sink: Sink) -> Verdict | None:
     why += _parties(sink) + (_asked(sink) or _beside(sink))
     why += "".join(f" {held}." for held in [*holders][:2]) or left_locked(sink)
     others = sink.culprits[1:]
-    # Workers that wait for jobs are no fault: whoever should give them one waits, too.
+    # Workers that wait for jobs, or for room in a queue, are no fault: whoever should give them that waits for itself.
     only_workers = bool(others) and all(_waits_for_its_next_job(a, sink.sources) for a in others)
+    only_workers |= alone and all(a.activity.kind == "queue_full" for a in others)
     confidence = "high" if sink.blocked_ranks else "medium"
     blamed = [sink.one] if only_workers else sink.culprits
-    return sink.blame(pattern, blamed, why, confidence=confidence, cause=sink.act.kind).at(*holders.values())
+    sites = [*holders.values(), *(each.site for each in _signallers(sink))]
+    return sink.blame(pattern, blamed, why, confidence=confidence, cause=sink.act.kind).at(*sites)
 
 
 def _others_in_circle(sink: Sink) -> str:
@@ -550,13 +553,38 @@ def _parties(sink: Sink) -> str:
     return f" It opens when {wanted} threads have come, and {come} have." if wanted else ""
 
 
+def _signallers(sink: Sink) -> list[Activity]:
+    """Return the threads that would signal the culprit's condition if they came out of the call that they wait in."""
+    if sink.act.kind != "condition" or sink.act.task:
+        return []
+    wait = {(sink.act.kind, sink.act.target)}
+    callers = {thread.name: thread.user_frames[1:] for thread in sink.one.process.threads if not thread.task}
+    may = {
+        name
+        for name, frames in callers.items()
+        if any(source.ends_one_of(sink.sources.get(f.file, ""), f.line, wait, by_argument=False) for f in frames)
+    }
+    every = [each for each in sink.one.threads if each.thread in may and each is not sink.act]
+    return [each for each in every if each.kind in WAITS_INSIDE and each.site == every[0].site]
+
+
+def _pool_waits_for_itself(one: Actor) -> bool:
+    """Return whether each thread of a pool waits for the result of another job."""
+    jobs = [each for each in one.threads if each.is_job]
+    return len(jobs) > 1 and all(each.kind in ("future", "pool") for each in jobs)
+
+
 def _beside(sink: Sink) -> str:
     """Return words about the other threads and coroutines of the culprit that wait, too: often for one another."""
-    jobs = [each for each in sink.one.threads if each.is_job]
-    if len(jobs) > 1 and all(each.kind in ("future", "pool") for each in jobs):
-        return f" All {len(jobs)} threads that run jobs wait for results of other jobs: none is left to run those."
+    if _pool_waits_for_itself(sink.one):
+        jobs = sum(each.is_job for each in sink.one.threads)
+        return f" All {jobs} threads that run jobs wait for results of other jobs: none is left to run those."
     if sink.act.kind not in WAITS_INSIDE:
         return ""
+    if signallers := _signallers(sink):
+        one, more = signallers[0], len(signallers) - 1
+        also = f" ({more} more threads are there)" if more else ""
+        return f" Its thread {one.thread} could set it, but {words_of(one)} at {one.place}{also}."
     words_by_site = {sink.act.site: ""}
     waiting = [each for each in sink.one.threads if each.kind in WAITS_INSIDE and each.kind != "select"]
     for each in waiting:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
+from pathlib import PurePath
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -42,6 +43,11 @@ class Frame:
     def name(self) -> str:
         """Return the function's name without its class."""
         return self.function.rpartition(".")[2]
+
+    @property
+    def site(self) -> str:
+        """Return the place as file:line."""
+        return f"{PurePath(self.file).name}:{self.line}"
 
     @property
     def of_user(self) -> bool:
@@ -124,6 +130,8 @@ class Inside:
     ended_threads: tuple[str, ...] = ()
     children: tuple[tuple[int, str, int], ...] = ()
     """Pid, name and exit code of children that have been reaped."""
+    failed_jobs: tuple[tuple[str, str, str], ...] = ()
+    """Function, exception and place of the jobs of pools that have failed."""
 
 
 @dataclass(frozen=True, kw_only=True)

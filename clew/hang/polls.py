@@ -151,14 +151,25 @@ def asks_as_told(sink: Sink) -> Verdict | None:
 
 def polling(sink: Sink) -> Verdict | None:
     """Judge a loop that sleeps until a file appears."""
-    loop = sink.act.loop_in(sink.sources)
-    if sink.act.kind != "sleep" or loop is None or not any(map(FILE_CALLS.search, source.calls_of(loop))):
+    if not _asks_for_files(sink.act, sink.sources) or (loop := sink.act.loop_in(sink.sources)) is None:
         return None
     why = f"{sink.one.process.label} polls for a file that does not appear, at {sink.act.place}."
     if sink.blocked_ranks and _writes_itself(sink, loop):
         why += " The program writes such files itself: the ranks that should do it may be those that wait."
         return sink.blame("missing rank", sink.culprits, why + sink.who_waits, cause="file", structural=True)
+    apart = [a for a in sink.job if a.activity.site not in {b.activity.site for b in sink.culprits}]
+    if others := [a for a in apart if not (a.moving or a.dead) and _asks_for_files(a.activity, sink.sources)]:
+        why += "".join(f" So does {a.process.label}, at {a.activity.site}." for a in others[:3])
+        why += " They may wait for one another."
+        blamed = [*sink.culprits, *others]
+        return sink.blame("external wait", blamed, why + sink.who_waits, cause="file", confidence="medium")
     return sink.blame("external wait", sink.culprits, why + sink.who_waits, cause="file")
+
+
+def _asks_for_files(one: Activity, sources: Mapping[str, str]) -> bool:
+    """Return whether a thread sleeps in a loop that looks for files."""
+    loop = one.loop_in(sources) if one.kind == "sleep" else None
+    return loop is not None and any(map(FILE_CALLS.search, source.calls_of(loop)))
 
 
 def _writes_itself(sink: Sink, loop: source.Loop) -> bool:

@@ -140,6 +140,34 @@ def tasks() -> dict:
     return found
 
 
+def tracebacks() -> dict:
+    """Return where an exception keeps its traceback, and a traceback its next entry, its code and its instruction."""
+
+    def fail() -> None:
+        raise ValueError("probe")
+
+    try:
+        fail()
+    except ValueError as error:
+        kept = error
+    trace = kept.__traceback__
+    assert trace is not None and trace.tb_next is not None
+    frame = find(id(trace), 64, id(trace.tb_frame), "tb_frame")
+    data, code = bytes_at(id(trace), frame + 32), id(trace.tb_frame.f_code)
+    # A frame points to the interpreter's own one, which has the code.
+    inner = next(n for n, word in enumerate(words(id(trace.tb_frame), 64)) if n > 1 and code in pointed(word))
+    return {
+        "traceback": find(id(kept), 100, id(trace), "traceback"),
+        "next": find(id(trace), 64, id(trace.tb_next), "tb_next"),
+        "frame": frame,
+        "inner": inner * WORD,
+        "code": pointed(words(id(trace.tb_frame), 64)[inner]).index(code) * WORD,
+        "instruction": next(
+            n for n in range(frame + WORD, frame + 24, 4) if int.from_bytes(data[n : n + 4], "little") == trace.tb_lasti
+        ),
+    }
+
+
 def shared_keys() -> int:
     """Return where a class keeps the names of its instances' attributes."""
 
@@ -176,6 +204,7 @@ def offsets() -> dict:
             "runtime": runtime(),
             "frame": frames(loop),
             "task": tasks(),
+            "traceback": tracebacks(),
         }
     finally:
         loop.close()

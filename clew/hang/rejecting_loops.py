@@ -93,7 +93,7 @@ def rejecting(sink: Sink) -> Verdict | None:
         return verdict
     # It is in what the filter judges, such as a generation.
     frames = (f for t in by.process.threads for f in t.user_frames if f.name == function)
-    loops = (f"{PurePath(frame.file).name}:{frame.line}" for frame in frames)
+    loops = (frame.site for frame in frames)
     test = _line_of_filter(by.process, name, sink.sources) or next(loops, "")
     return replace(verdict, sites=(test,)) if test else verdict
 
@@ -103,12 +103,11 @@ def starved(sink: Sink) -> Verdict | None:
     for by in (a for a in [*sink.culprits, *sink.waiters] if not a.moving and not a.dead):
         if barren := _puts_nothing(by.process, sink.sources):
             get, frame, counter = barren
-            site = f"{PurePath(frame.file).name}:{frame.line}"
             why = (
                 f"{by.process.label} {words_of(get)} at {get.place}. The thread that should fill this queue loops "
-                f"at {site} and puts nothing: {frame.name}.{counter} grows, and nothing that it collects does."
+                f"at {frame.site} and puts nothing: {frame.name}.{counter} grows, and nothing that it collects does."
             )
-            sites = tuple(sorted({get.site, site}))
+            sites = tuple(sorted({get.site, frame.site}))
             return sink.blame("rollout blocked", [by], why, cause="queue", confidence="medium", sites=sites)
     return None
 

@@ -315,6 +315,8 @@ def _that_may_decide(every: Sequence[Activity], accepts: bool, sources: Mapping[
     kept = [each for each in others if not _is_bystander(each, every, sources)]
     if kept or every[0].kind in ("queue", "condition"):  # otherwise it only joins or awaits them: one of them decides
         others = kept
+    if every[0].kind == "future":  # an idle event loop brings no result, but does not keep it back either
+        others = [each for each in others if not (each.kind == "select" and each.idle_loop)]
     # A task that waits for its future says more than one that sets the results of others' futures.
     if any(each.kind == "future" and not each.dispatches for each in others):
         others = [each for each in others if not each.dispatches]
