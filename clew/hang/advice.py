@@ -18,7 +18,7 @@ CHANCE = "A restart succeeds if only chance led to this order, and hangs again i
 RESTART = {
     "cleanup deadlock": "A restart will hang again if the exception that led to the cleanup is raised again.",
     "same collective everywhere": "A restart may succeed if the network or a device failed only briefly.",
-    "dead": "A restart will end in the same way unless the cause is removed. First read the log of what has ended.",
+    "dead": "A restart will end in the same way unless the cause is removed.",
     "stopped": "A restart succeeds unless the process is stopped again.",
     "data loading": "A restart will hang again if the loader is given the same work.",
     "lock or I/O": UNLESS,

@@ -8,18 +8,20 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import chain, islice
-from pathlib import Path
+from itertools import chain, islice, takewhile
+from pathlib import Path, PurePath
 from typing import TypeVar
 
 from clew.hang import proc
-from clew.hang.observed import Process, Snapshot
+from clew.hang.observed import Process, Snapshot, installed
 from clew.hang.roles import with_ranks
+from clew.printing import counted
 
 LIMIT_S = 2.0
 """Time limit in seconds for one search through files: a network file system that stands still gives no answer."""
 MOST_FILES = 2_000
-TAIL_BYTES = 4_096
+TAIL_BYTES, TRACEBACK_BYTES = 4_096, 1 << 18
+"""Bytes of the end of a log in which the last line and the newest traceback are looked for."""
 SHOWN = 200
 """Characters of a log's last line that are shown."""
 FOLDERS = re.compile(r"check_?point|ckpt|rollout|heartbeat|weight|save|out|root|folder|path|dir|spool", re.I)
@@ -122,6 +124,24 @@ def logs(processes: Sequence[Process], run: Path | None) -> Iterator[str]:
             if path.is_file():
                 last, age = _last_line(path), _age(path)
                 yield f"log of {who}, written {age:.0f} s ago ({str(path)!r}): " + (repr(last) if last else "no lines")
+                if said := newest_traceback(_tail(path, TRACEBACK_BYTES)):
+                    yield f"newest traceback there: {said}"
+
+
+def newest_traceback(text: str) -> str:
+    """Return the exception of the last traceback in a log, the user's line that raised it, and what came after it."""
+    before, mark, after = text.rpartition("Traceback (most recent call last):")
+    *_, above, prefix = ["", *before.split("\n")]  # torchrun, for example, begins each line with the rank
+    lines = [line.removeprefix(prefix) for line in after.splitlines()[1:]]
+    frames = list(takewhile(lambda line: line.startswith(" "), lines))
+    error, later = next(iter(lines[len(frames) :]), ""), len(lines) - len(frames) - 1
+    if not mark or not error:
+        return ""
+    named = re.findall(r'File "(.+)", line (\d+)', "\n".join(frames))
+    places = [f" at {PurePath(file).name}:{line}" for file, line in named if not installed(file)]
+    thread = re.search(r"Exception in (thread .+?):?$", above)
+    words = f"{error[:SHOWN]!r}{places[-1] if places else ''}" + (f" in {thread[1]}" if thread else "")
+    return words + (f", {counted(later, 'line')} before the end" if later else "")
 
 
 def old_errors(processes: Sequence[Process], seconds: float) -> Iterator[tuple[int, str]]:
@@ -149,7 +169,12 @@ def _age(path: Path) -> float:
 
 
 def _last_line(path: Path) -> str:
+    lines = map(str.strip, reversed(_tail(path, TAIL_BYTES).splitlines()))
+    return next((line[:SHOWN] for line in lines if line), "")
+
+
+def _tail(path: Path, size: int) -> str:
+    """Return the end of a file as text."""
     with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-        lines = [line.strip() for line in file.read(TAIL_BYTES).decode(errors="replace").splitlines()]
-    return next((line[:SHOWN] for line in reversed(lines) if line), "")
+        file.seek(max(0, path.stat().st_size - size))
+        return file.read(size).decode(errors="replace")

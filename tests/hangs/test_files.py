@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from clew.hang.collect import snapshot
-from clew.hang.files import LIMIT_S, with_files
+from clew.hang.files import LIMIT_S, newest_traceback, with_files
 from clew.hang.observed import Process, Snapshot
 from clew.hang.proc import below
 from clew.record.run import RunDirectory
@@ -30,9 +30,45 @@ wait(sys.argv[1])
 """
 
 
+FAILS_IN_A_THREAD = """
+import threading, time
+
+def write():
+    open("/nowhere/step-5")
+
+writer = threading.Thread(target=write, name="writer")
+writer.start()
+writer.join()
+print("step 6", flush=True)
+time.sleep(60)
+"""
+
+
 def make_old(path: Path, seconds: float) -> None:
     at = time.time() - seconds
     os.utime(path, (at, at))
+
+
+def test_the_traceback_of_a_failed_thread_is_found_behind_later_lines(tmp_path: Path) -> None:
+    log = tmp_path / "job.log"
+    (tmp_path / "job.py").write_text(FAILS_IN_A_THREAD)
+    with log.open("w") as output:
+        process = subprocess.Popen([sys.executable, "job.py"], cwd=tmp_path, stdout=output, stderr=output)
+    try:
+        while "step 6" not in log.read_text():
+            time.sleep(0.05)
+        lines = with_files(snapshot([process.pid], lambda *_: True)).machine
+    finally:
+        process.kill()
+        process.wait()
+    (said,) = [line for line in lines if line.startswith("newest traceback")]
+    assert "FileNotFoundError" in said and "at job.py:5 in thread writer, 1 line before the end" in said
+
+
+def test_a_traceback_is_read_without_the_prefix_of_its_lines() -> None:
+    lines = ["Traceback (most recent call last):", '  File "/src/train.py", line 3, in f', "    g()", "ValueError: no"]
+    assert newest_traceback("\n".join(f"[rank1]: {line}" for line in lines)) == "'ValueError: no' at train.py:3"
+    assert newest_traceback("\n".join(lines[:3])) == newest_traceback("step 3\n") == ""
 
 
 def test_the_newest_file_of_a_polled_folder_and_the_end_of_the_log_are_reported(tmp_path: Path) -> None:
