@@ -196,6 +196,9 @@ def _gone_on(sink: Sink) -> Verdict | None:
     # place, to which every rank comes first, only those that went on are.
     still = [a for a in sink.culprits if a not in gone]
     sides = [a for a in sink.culprits if a in gone or a in waiting or not a.activity.peers]
+    if len(still) > 1 and len(gone) == len(waiting) == 1 and _in_one_turn(still, gone[0], sink.sources):
+        why += f" The others wait in the same round for messages that should come from rank {gone[0].rank}."
+        return sink.blame("pipeline micro-batch mismatch", gone, why, confidence="medium", structural=True)
     if len(still) > len(gone) and len({a.activity.line for a in still}) == 1:
         sides = gone if all(is_past(a, b, sink.sources, loops=False) for a in gone for b in still) else sides
     return sink.blame("pipeline micro-batch mismatch", sides, why, structural=True)
@@ -260,6 +263,19 @@ def _skipped_a_round(sink: Sink) -> Verdict | None:
                 )
                 return sink.blame("pipeline micro-batch mismatch", [one], why, confidence="medium", structural=True)
     return None
+
+
+def _in_one_turn(ranks: Sequence[Actor], gone: Actor, sources: Mapping[str, str]) -> bool:
+    """Return whether ranks that receive, each from the one before it, are in the same turn of loops without `gone`."""
+    for frame in (a.process.user_frames[0] for a in ranks if a.process.user_frames):
+        loop = source.loop_at(sources.get(frame.file, ""), frame.line)
+        lines = {f.line for f in gone.process.user_frames if (f.file, f.function) == (frame.file, frame.function)}
+        if loop is None or any(loop.lineno <= line <= (loop.end_lineno or line) for line in lines):
+            return False
+    numbers = {a.rank for a in ranks}
+    in_a_chain = sum(numbers.isdisjoint(a.activity.peers) for a in ranks) == 1
+    turns = {_turn(a.process.user_frames[0], sources) for a in ranks if a.process.user_frames}
+    return in_a_chain and {a.activity.kind for a in ranks} == {"recv"} and len(turns) == 1 and "" not in turns
 
 
 def _turn(frame: Frame, sources: Mapping[str, str]) -> str:
@@ -509,13 +525,15 @@ def _left_a_loop(ranks: Sequence[Actor], sources: Mapping[str, str]) -> tuple[li
     text, first = sources.get(level[0].file, ""), min(frame.line for frame in level)
     if source.branch_of_rank(text, first):
         return None  # the other ranks may not have been in the loop at all
-    loops = [source.outermost_loop(text, frame.line) for frame in level]
+    every = [source.loops_at(text, frame.line) for frame in level]
+    common = [loop for loop in every[0] if all(loop in each for each in every)]
+    if common and not _in_same_round(level, common):
+        return None  # those at the earlier line may be a round ahead, and have left out what the others wait in
+    loops = [next((loop for loop in each if loop not in common), None) for each in every]
     around = min((loop for loop in loops if loop is not None), key=lambda loop: loop.lineno, default=None)
     end, file = (around.end_lineno or around.lineno) if around is not None else 0, level[0].file
     within = [a for a, loop in zip(ranks, loops, strict=True) if around is not None and loop is around]
-    if len(within) == len(ranks) and not _in_same_round(level, text):
-        return None  # those at the earlier line may be a round ahead, and have left out what the others wait in
-    if len(within) == len(ranks) or around is None:  # the loop may be in what is called at the earlier line
+    if around is None:  # the loop may be in what is called at the earlier line
         called = [stack[depth + 1] for stack in stacks if stack[depth].line == first and stack[depth + 1 :]]
         inner = {(f.file, source.outermost_loop(sources.get(f.file, ""), f.line)) for f in called}
         (file, around), *others = inner or {("", None)}
@@ -529,9 +547,9 @@ def _left_a_loop(ranks: Sequence[Actor], sources: Mapping[str, str]) -> tuple[li
     return (past if len(past) <= len(within) else within), told
 
 
-def _in_same_round(level: Sequence[Frame], text: str) -> bool:
-    """Return whether frames of one function show that all ranks are in the same round of its loops."""
-    names = source.loop_variables(text, level[0].line)
+def _in_same_round(level: Sequence[Frame], loops: Sequence[source.Loop]) -> bool:
+    """Return whether frames of one function show that all ranks are in the same round of these loops."""
+    names = source.names_in(*(loop.target for loop in loops if not isinstance(loop, ast.While)))
     rounds = [{name: frame.locals[name] for name in names if name in frame.locals} for frame in level]
     return bool(rounds[0]) and all(each == rounds[0] for each in rounds)
 

@@ -1,4 +1,4 @@
-"""A stage drops a micro-batch that is not finite, so the last stage waits for it while the stage waits for gradients."""
+"""A stage drops a micro-batch that is not finite, so the last stage waits for it, and the stage for gradients."""
 
 import torch
 import torch.distributed as dist
