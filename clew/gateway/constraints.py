@@ -67,7 +67,7 @@ def _with_known_variables(request: ModelRequest, engine: EpisodeEngine, turns: T
     Raises:
         Refusal: The request sets another variable that the template does not use.
     """
-    unknown = [name for name in request.template if name not in turns.variables]  # parses the template
+    unknown = [name for name in request.template if name not in turns.variables]
     for name in unknown:
         value = request.template[name]
         if value is False:

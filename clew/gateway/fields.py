@@ -42,7 +42,7 @@ OTHER_ENDPOINT = "it is a setting of another endpoint, not of this one. Leave it
 NOT_A_FIELD = "it is an argument of the openai package, not a field. Put its contents into the request itself"
 
 NEVER: Any = object()
-"""Neutral value of a field that is refused with every value."""
+"""Marks a field of `REFUSED` that is refused with every value: no value equals it."""
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "frequency_penalty": (0, PENALTY + IN_CLIENTS),
@@ -134,7 +134,8 @@ class Body(Fields):
     def _note_on(cls, name: str, given: dict[str, Any]) -> str:
         value = given[name]
         shown = f"={value}" if isinstance(value, int | float) and name in REFUSED else ""
-        neutral, why = REFUSED.get(name, (NEVER, OTHER_ENDPOINT) if name in _fields_of_all() else (value, ""))
+        other = (NEVER, OTHER_ENDPOINT) if name in _fields_of_all() else (value, "")  # (value, ""): not refused
+        neutral, why = REFUSED.get(name, other)
         no_bias = name == "logit_bias" and isinstance(value, dict) and not any(value.values())
         if value != neutral and not no_bias:
             words = why.replace("{name}", name).replace("{neutral}", str(neutral))
@@ -202,7 +203,7 @@ def read(model: type[F], body: dict[str, Any]) -> tuple[F, list[str]]:
     """Return the body as a model, and warnings about fields that have no effect.
 
     Raises:
-        Refusal: A field is missing, is wrong, or cannot be honoured. The message names the first one.
+        Refusal: A field is missing, is wrong, or cannot be honoured. The message names one such field.
     """
     notes: list[str] = []
     try:
@@ -232,15 +233,15 @@ def _path(body: Any, location: tuple[int | str, ...]) -> str:
     path: list[str] = []
     value: Any = body
     tagged: Any = None
-    for place, part in enumerate(location):
-        last = place == len(location) - 1
-        known: dict[Any, Any] = {}
-        if isinstance(value, dict | list):
-            known = value if isinstance(value, dict) else dict(enumerate(value))
-        if part in known and (last or known.get("type") != part or known is tagged):
-            value = known[part]
+    for depth, part in enumerate(location):
+        last = depth == len(location) - 1
+        if isinstance(value, list):
+            value = dict(enumerate(value))
+        children: dict[Any, Any] = value if isinstance(value, dict) else {}
+        if part in children and (last or children.get("type") != part or children is tagged):
+            value = children[part]
         elif not last:
-            tagged = known  # a member's tag, which may be a field's name too
+            tagged = children  # `part` is a member's type here; if it comes again, it is a field of that name
             continue
         path.append(str(part))
     return ".".join(path)

@@ -93,7 +93,7 @@ def with_returns(
     """
     total = math.fsum(rewards.values())
     chains = assemble(engine.interactions, individual=engine.resources.individual)
-    whole = assemble(engine.interactions)  # what follows a turn does not depend on how many rows it is in
+    whole = assemble(engine.interactions)  # `individual` changes the rows, but not which turns follow a turn
     returns = turn_returns(whole, total, engine.turn_rewards, engine.resources.turn_discount)
 
     def named(value: float) -> dict[str, float]:

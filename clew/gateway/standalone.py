@@ -49,7 +49,7 @@ UNUSED_S = 60.0
 
 
 class StandaloneGateway:
-    """The gateway's application, which `clew.inference.serve.serve` runs on a port of its own, and its open sessions.
+    """The gateway's application and its open sessions. `clew.inference.serve` or `gateway.proxy` runs it on a port.
 
     There is one session for each key. The first request with a key opens it, if `http_server.Guard` lets the request
     in; an empty key counts as a key. /rl/start_session, which needs the token in `TOKEN_VARIABLE`, hands out further
@@ -174,7 +174,7 @@ class StandaloneGateway:
         self._run.inbox.put(group_id, sequences_of(session.engine, rewards, columns))
 
     def launched(self, address: str) -> None:
-        """Print how to reach the gateway, in lines that can be pasted into a shell."""
+        """Print the gateway's addresses, and commands for a shell that use them."""
         key = self._key or ANY_KEY
         path, asked = "completions", {"prompt": "Hello"}
         if self._resources.tokenizer.chat_template is not None:

@@ -1,4 +1,4 @@
-"""Credit of an episode's turns: each gets its own reward and a discounted share of what the turns after it achieve."""
+"""Credit of an episode's turns: each gets its own reward and, discounted, the mean return of the turns after it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from clew.gateway.interactions import Interaction
 
 
 def turn_returns(
-    chains: SequenceABC[SequenceABC[Interaction]], episode: float, rewards: Mapping[str, float], discount: float
+    chains: SequenceABC[SequenceABC[Interaction]], episode_reward: float, rewards: Mapping[str, float], discount: float
 ) -> dict[str, float]:
     """Return each interaction's return, the number that it is trained on, by interaction ID.
 
@@ -36,6 +36,6 @@ def turn_returns(
         after = [returns[id] for id in children[interaction.id]]
         # Written so that the mean of equal returns is exactly that return: rewards are compared for equality.
         mean = after[0] + sum(each - after[0] for each in after) / len(after) if after else 0.0
-        future = discount * mean if after else episode
+        future = discount * mean if after else episode_reward
         returns[interaction.id] = rewards.get(interaction.id, 0.0) + future
     return returns

@@ -50,11 +50,11 @@ _GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 """Tags that templates put around the model's words. Transformers understands them, plain Jinja does not."""
 
 CHECKED_CHARACTERS = 16
-"""Number of characters per token of the context. Of a longer prompt, only a beginning of this length is tokenized to
-see whether it can fit."""
+"""Number of characters per token of the context. Of a prompt that is longer, only the beginning is tokenized at first:
+a prompt that cannot fit is refused without tokenizing the rest."""
 
 WORDS = 16
-"""Number of characters by which a plain text shows that it goes on after a completion."""
+"""Number of characters of a completion that a plain text must repeat to count as its continuation."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -63,7 +63,7 @@ class Turn:
 
     request: ModelRequest
     rendered: str
-    """Text that the template made of the request, up to where the model began."""
+    """Text that the model continued: a plain text, or the rendered messages and a prefilled beginning of the reply."""
     reply: Reply
     raw: str
     """Output of the model, special tokens included."""
@@ -107,7 +107,7 @@ class Branch:
     kind: str
     """Kind of the branch; only a few warnings of one kind are shown."""
     message: int | None
-    """Number of the first message of the request that differs, from 1; None if no message differs."""
+    """Number of the request's first message that differs, counted from 1; None if no message differs."""
     why: str
     tokens: int
     """Number of tokens of the conversation that are processed again in training."""
@@ -358,7 +358,7 @@ class Turns:
         return str(self._tokenizer.decode(ids[:1], skip_special_tokens=False)) if special else ""
 
     def _encode_after(self, last_id: int, text: str) -> list[int]:
-        """Return the tokens of a text that follows a token. Some tokenizers put a space before a text's first word."""
+        """Return the tokens of a text after a token. Alone, some tokenizers would put a space before its first word."""
         last = self._tokenizer.decode([last_id], skip_special_tokens=False)
         together = self._encode(f"{last}{text}")
         return together[1:] if together[:1] == [last_id] else self._encode(text)
