@@ -120,6 +120,7 @@ def attend(
 
     Args:
         query: [rows, heads, length, dim].
+        attention_mask: Not used: transformers passes it, but `attending_to` says what is visible.
         s_aux: [heads], the attention sinks of GPT-OSS.
     """
     rows = _rows.get()
@@ -136,7 +137,7 @@ def attend(
             key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
     causal = not decoding and mask is None
     if softcap is not None or s_aux is not None:
-        output = _written_out(query, key, value, mask, scaling, softcap, s_aux, causal=causal)
+        output = _attend_without_kernel(query, key, value, mask, scaling, softcap, s_aux, causal=causal)
     else:
         output = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, is_causal=causal)
     if decoding:
@@ -144,7 +145,7 @@ def attend(
     return output.transpose(1, 2), None
 
 
-def _written_out(
+def _attend_without_kernel(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -155,7 +156,7 @@ def _written_out(
     *,
     causal: bool,
 ) -> Tensor:
-    """Return the attention with what torch's kernels lack: the soft cap of Gemma 2 and the sinks of GPT-OSS.
+    """Return the attention, computed without torch's kernels: they lack Gemma 2's soft cap and GPT-OSS's sinks.
 
     Gemma 2's scores are softcap * tanh(scores / softcap). A sink takes part in the softmax of its head like one more
     key, and has no value.

@@ -1,4 +1,4 @@
-"""Client that implements `protocol.Engine` over HTTP, for `clew serve` and SGLang, which use the same JSON fields."""
+"""Client of `clew serve` that implements `protocol.Engine` over HTTP; the clients of SGLang and vLLM derive from it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ LARGEST_LOGPROB = 1e-3
 """Largest logprob above 0 that rounding can explain, in nats."""
 
 LOWEST_LOGPROB = -9999.0
-"""Logprob that vLLM sends if it is NaN, minus infinity or missing. A token that was drawn has a larger one."""
+"""Logprob that vLLM sends in place of NaN, minus infinity or none. A token that was drawn has a larger one."""
 
 ADDRESS_HINT = "Is this the host:port that the inference server printed?"
 
@@ -76,7 +76,7 @@ class HTTPEngine:
     needs_version = True
     """True if an answer that does not say which version made its tokens is refused."""
     takes_images = False
-    """True if it takes images beside token IDs, as far as it has been asked."""
+    """True once the server has shown that it takes images beside token IDs."""
     idle_s = 600.0
     """Seconds for which an idle connection is kept. It must be less than the server's own limit: the server may
     otherwise close the connection just as the next request is sent."""
@@ -194,7 +194,7 @@ class HTTPEngine:
         """Return a completion whose tokens are passed on as they come.
 
         If the server goes away in the middle, or sends something that cannot be right, the tokens so far are returned
-        as an aborted completion.
+        as an aborted completion. If there are none yet, the error is raised.
         """
         so_far = Completion(output_ids=[], logprobs=[], versions=[], finish_reason="abort")
         assert request.on_token is not None
@@ -259,7 +259,7 @@ class HTTPEngine:
     def _new_of(self, event: dict[str, Any], before: int, address: str) -> Completion | None:
         """Return the new tokens of an answer, or of an event that has `before` tokens before it.
 
-        The completion counts as aborted unless this is the last event.
+        The completion counts as aborted unless this is the last event. None: the event has none (vLLM's usage).
         """
         meta = event["meta_info"]
         if status := (meta["finish_reason"] or {}).get("status_code"):  # SGLang's refusal, once a stream has begun
@@ -328,11 +328,11 @@ class HTTPEngine:
             return {part: float(seconds) for part, seconds in answer.get("clew", {}).items()}
 
     async def abort(self, request_id: str | None = None) -> None:
-        """Abort one request, or all (None); their tokens so far are returned."""
+        """Abort one request, or all (None). Their calls of `generate` then return the tokens so far."""
         await self._post("/abort_request", {"abort_all": True} if request_id is None else {"rid": request_id})
 
     async def version(self) -> int:
-        """Return the version of the weights; see the protocol. It is 0 for a server that was never given weights."""
+        """Return the version of the weights; 0 if the server labels them otherwise, or was never given any."""
         version = str((await self._request("GET", "/model_info", None)).get("weight_version"))
         return int(version) if version.isdigit() else 0
 
@@ -397,15 +397,15 @@ class HTTPEngine:
         return await self._request("POST", path, orjson.dumps(body), take)
 
     async def _request(self, method: str, path: str, body: bytes | None, take: Take | None = None) -> Any:
-        """Return what `take` makes of the answer and the server's address. An empty or plain-text answer counts as {}.
+        """Return the JSON object of an answer, or what `take` makes of the answer and of the server's address.
 
         Raises:
-            FaultyAnswer: The answer is no JSON, or not what `take` can read.
+            FaultyAnswer: The answer is a web page or broken JSON, or `take` cannot read it; see also `_answered`.
         """
         async with self._answered(method, path, body) as response:
             content, address = await response.read(), response.url.authority
             with _readable(address, path, content):
-                # "<" begins a web page: it goes to the parser, to be refused there. Other text counts as {}.
+                # "<" begins a web page: it goes to the parser, to be refused there. Other text, or none, counts as {}.
                 answer = orjson.loads(content) if content[:1] in (b"{", b"[", b"<") else {}
                 if take is None and not isinstance(answer, dict):
                     raise ValueError("it is no JSON object")
@@ -570,7 +570,7 @@ def completion_of(answer: dict[str, Any], server: str, *, labelled: bool = False
 
     Args:
         server: Name for the record, unless the answer itself has one: a `clew serve` names the server behind it.
-        labelled: True if the answer must say which version made its tokens. Otherwise, any other label counts as 0.
+        labelled: True if the answer must say which version made its tokens. If not, other labels count as 0.
 
     Raises:
         ValueError: The answer contradicts itself, or does not say the version.
@@ -612,7 +612,7 @@ def completion_of(answer: dict[str, Any], server: str, *, labelled: bool = False
 
 
 def final_versions(event: dict[str, Any]) -> list[int]:
-    """Return each token's version from the last event of a stream; empty if it is not the last, or lacks versions."""
+    """Return each token's version from the last event of a stream; empty if it is not the last, or lacks some."""
     # Only once the answer is complete does a server know for sure which weights made which token.
     meta = event.get("meta_info") or {}
     if not meta.get("finish_reason") or "weight_versions" not in meta:

@@ -7,8 +7,8 @@ For small models, Python and the launch of each torch operation decide the speed
 
 - the layout of `RowCache`: no gather, and no mask to build in a step;
 - ids and logprobs that stay in tensors;
-- everything about the rows (parameters, stop IDs, the uniform numbers of the next 32 steps) computed only when rows
-  come or go;
+- everything about the rows (parameters, stop IDs) computed only when rows come or go;
+- uniform numbers computed for 32 steps at once;
 - one Python integer, the tick at which the next row reaches its limit, compared in place of all lengths;
 - `clew.inference.llama_forward` for the commonest architecture.
 """
@@ -44,9 +44,9 @@ _UNIFORM_STEPS = 32
 _PREFILL_TOKENS = 16384
 """Maximum number of tokens, padding included, in one prefill."""
 SEEN_TOLERANCE = 1e-4
-"""Largest allowed difference, in nats and in float32, between the cached and the plain path's logprobs after an image.
-
-In some models, tokens of an image attend to later ones (Gemma 3); in the cached path they do not.
+"""Largest allowed difference, in nats, between the logprobs of the cached and the plain path of a float32 model that
+takes images. It is small, to find models (Gemma 3) in which an image's tokens attend to later ones: the cached path
+would compute them wrongly.
 """
 _PATIENCE = 4
 """Maximum number of steps for which requests wait although a row is free, so that one prefill can fill several rows."""
@@ -196,7 +196,7 @@ class EmbeddedEngine(Core):
             positions than tokens.
         """
         if images:
-            return self._prefill_seeing(prompts[0], images)
+            return self._prefill_with_images(prompts[0], images)
         width = max(map(len, prompts))
         padding = [width - len(prompt) for prompt in prompts]
         ids = torch.tensor(
@@ -208,9 +208,9 @@ class EmbeddedEngine(Core):
         rows = attention.Rows(None, starts if any(padding) else None)
         return filled, self._forward(ids, positions, filled, rows, width), 0
 
-    def _prefill_seeing(self, prompt: list[int], images: Sequence[bytes]) -> tuple[PrefillCache, Tensor, int]:
+    def _prefill_with_images(self, prompt: list[int], images: Sequence[bytes]) -> tuple[PrefillCache, Tensor, int]:
         """Compute one prompt with images, whose positions the model computes. Returns what `_prefill` returns."""
-        assert self.vision is not None, "images are refused where nobody can see them"
+        assert self.vision is not None, "requests with images were refused"
         filled, ids_1T = PrefillCache(), torch.tensor([prompt], device=self.device)
         shown = self.vision.inputs(ids_1T, [images], self.model.dtype)
         with attention.attending_to(attention.Rows(None)):

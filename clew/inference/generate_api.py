@@ -9,7 +9,7 @@ Clew's additions to a request are in one field, `clew`, which SGLang ignores:
 - ``sampling_mask``: if top_p, top_k or min_p cut tokens off, the logprobs are renormalised over the tokens that are
   left, and meta_info.clew.sampling_mask has their IDs
 
-meta_info.clew also says which vLLM or SGLang server sampled which tokens.
+meta_info.clew also says which vLLM or SGLang server sampled which tokens, and has the experts that it reports.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class RequestedSequence:
     no_stop_trim: bool = False
 
     def text_of(self, completion: Completion, tokenizer: Any) -> str:
-        """Return a completion as text, without the stop string or token that ended it, as SGLang returns it."""
+        """Return a completion as SGLang's text: without what ended it (stop string or ID), unless `no_stop_trim`."""
         ids, matched = completion.output_ids, None if self.no_stop_trim else completion.matched
         if isinstance(matched, int) and ids[-1:] == [matched]:
             ids = ids[:-1]
@@ -113,9 +113,9 @@ def parse_call(body: Any, default_stop_ids: tuple[int, ...]) -> Call:
                 f"Cannot generate more than {MAX_SEQUENCES} sequences in one call: {count} prompts, with n {copies}. "
                 f"Send several calls."
             )
-        for copy in range(copies):  # each copy draws other tokens
-            drawn = params if copies == 1 else replace(params, seed=params.seed + copy)
-            sequences.append(RequestedSequence(prompt, drawn, rid, shown, skips, untrimmed))
+        for copy in range(copies):
+            own = replace(params, seed=params.seed + copy)  # so that each copy draws other tokens
+            sequences.append(RequestedSequence(prompt, own, rid, shown, skips, untrimmed))
     return Call(
         sequences=sequences,
         single=not batch and len(sequences) == 1,
@@ -157,7 +157,7 @@ def _number(fields: dict[str, Any], name: str, default: float, kind: str = "numb
         return default
     number = isinstance(value, int | float) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST
     if not number or (kind == "whole number" and value != int(value)):
-        raise EngineError(f"sampling_params: {name} is {_shown(value)}, expected a {kind}.")
+        raise EngineError(f"{name} is {_shown(value)}, expected a {kind}.")
     return value
 
 
@@ -193,10 +193,10 @@ def _images(given: Any, count: int, batch: bool) -> list[tuple[bytes, ...]]:
     """
     if not given:
         return [()] * count
-    each = given if batch and isinstance(given, list) else [given] * count
-    if len(each) != count:
-        raise EngineError(f"image_data is a list of {len(each)}, and there are {count} prompts.")
-    return [tuple(map(_image, _flat([] if one is None else one))) for one in each]
+    by_prompt = given if batch and isinstance(given, list) else [given] * count
+    if len(by_prompt) != count:
+        raise EngineError(f"image_data is a list of {len(by_prompt)}, and there are {count} prompts.")
+    return [tuple(map(_image, _flat([] if files is None else files))) for files in by_prompt]
 
 
 def _flat(given: Any) -> list[Any]:
@@ -213,6 +213,7 @@ def _image(given: Any) -> bytes:
 
 
 def _params(given: Any, clew: dict[str, Any], default_stop_ids: tuple[int, ...]) -> tuple[SamplingParams, int]:
+    """Return the parameters in a prompt's sampling_params, and the number of sequences to generate from it (n)."""
     if not isinstance(given, dict):
         raise EngineError(f"sampling_params is {type(given).__name__}, expected an object.")
     known = SAMPLING_FIELDS + TEXT_FIELDS

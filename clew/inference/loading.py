@@ -28,7 +28,6 @@ def weights_of(model: Any, ref: WeightRef, received: Received | None = None) -> 
     The check also finds truncated files, because they do not open.
 
     Args:
-        model: The model.
         ref: The weights, as *.safetensors or as the digests of what was broadcast. WeightRef.digest is compared with
             the digest in the files' metadata, if Clew's trainer wrote one.
         received: What came in the last broadcast.
