@@ -52,6 +52,7 @@ class StepAttribution:
     sequences: list[SequenceAttribution]
     """One entry per sequence. If the step stopped at a refused update, the sequences of later updates have none."""
     count: int
+    """Number of sequences in the step."""
     decode: Callable[[int], str]
     """Function that returns the text of a token."""
     only_recorded: str = ""
@@ -109,7 +110,7 @@ def _train_again(run: RunDirectory, step: int) -> StepAttribution:
 def _of_trained(
     engine: TrainEngine, prepared: Prepared, row: Sequence, own: Contribution, critic: CriticContribution | None
 ) -> SequenceAttribution:
-    """Return what a sequence contributed. `critic` is None without a critic, or if none of its tokens is trained on."""
+    """Return what a sequence contributed. `critic` is None if no update of a critic was computed from it."""
     where_N, proximal_S, reference_S = own.where_N, prepared.proximal_S, prepared.reference_S
     arrays = {
         **_of_data(row, engine.version),

@@ -104,13 +104,13 @@ def _show(attribution: StepAttribution, step: int, *, top: int, tokens: int, by:
 
 def _sequences(sequences: list[SequenceAttribution], step: int, by: str) -> Table:
     names = list(dict.fromkeys(name for entry in sequences for name in entry.shown))
-    if by not in names and by != "critic":
+    if by not in names and by != "critic":  # the critic's gradient is shown already
         names.append(by)
+    formats = {name: ".1%" if name in ("share", "rejected") else ".4g" for name in names}
     table = numbers_table("sequence", *names, "reward", "advantage", "tokens", "lag", left=("sequence",))
     for entry in sequences:
         row, numbers = entry.sequence, {**entry.measures, **entry.shown}
         generated = row.versions[row.loss_mask]
-        formats = {name: ".1%" if name in ("share", "rejected") else ".4g" for name in names}
         table.add_row(
             Text(row.id),
             *(format(numbers[name], formats[name]) if name in numbers else "" for name in names),

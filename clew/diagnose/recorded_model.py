@@ -37,7 +37,7 @@ class RecordedModel(EpisodeEngine):
         Args:
             answers: Recorded interactions of the episode.
             live: If True, the engine answers the first request that differs and all later ones. If False, the first
-                request that differs fails.
+                request that differs fails, and so do all later ones.
             sampling: If True, a request with different sampling parameters counts as different.
         """
         super().__init__(shared, episode_id)
@@ -244,7 +244,7 @@ def resources_of(run: RunDirectory, config: Config, engine: Any, reward: Any) ->
 
 
 def interactions_of(sequences: Iterable[Row]) -> list[Interaction]:
-    """Return the interactions of an episode from its rows, in their order."""
+    """Return the interactions of an episode from its rows, in the order of their indices."""
     interactions = [_interaction(row, recorded) for row in sequences for recorded in row.interactions]
     return sorted(interactions, key=lambda interaction: interaction.index)
 

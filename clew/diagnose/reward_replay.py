@@ -27,7 +27,7 @@ from clew.printing import counted, print
 from clew.record.rows import ENCODER, by_episode
 from clew.record.run import RunDirectory, changes_in_words
 from clew.record.steps import steps_in_words
-from clew.rollout.episode import was_cancelled
+from clew.rollout.episode import Workflow, was_cancelled
 from clew.rollout.reward_function import by_name
 from clew.rollout.reward_pool import RewardPool
 from clew.rollout.setup import load_reward, load_workflow
@@ -128,20 +128,9 @@ async def recompute_rewards(
         for step in steps:
             rows_of = by_episode(select_rows(run, step, run.steps.read_data(step), only))
             for episode_id, rows in rows_of.items():
-                model, trace = RecordedModel(shared, interactions_of(rows), episode_id, sampling=False), ""
+                model = RecordedModel(shared, interactions_of(rows), episode_id, sampling=False)
                 data = as_read.get(ENCODER.encode(rows[0].data), rows[0].data)
-                try:
-                    now: dict[str, float] | str = by_name(await workflow.run_episode(model, deepcopy(data)))
-                    now = next((parts for _, _, parts in with_returns(model, now)), now)
-                except ConfigError:  # the other episodes would fail in the same way
-                    raise
-                except EpisodeError as error:  # its message ends with the traceback from the reward's own process
-                    now, _, trace = str(error).partition("\n")
-                except (Exception, SystemExit, asyncio.CancelledError) as error:  # the user's code
-                    if was_cancelled(error):
-                        raise
-                    now, *_ = f"{type(error).__name__}: {error}".splitlines()
-                    trace = "".join(format_exception(error))
+                now, trace = await _rewards_now(workflow, model, data)
                 recorded = rows[0].rewards
                 if isinstance(now, str) or not _same(recorded, now):
                     found.append(
@@ -151,6 +140,23 @@ async def recompute_rewards(
         if isinstance(reward, RewardPool):
             reward.close()
     return found
+
+
+async def _rewards_now(workflow: Workflow, model: RecordedModel, data: Any) -> tuple[dict[str, float] | str, str]:
+    """Run the workflow; return the rewards of the episode's first row, or an error in one line and its traceback."""
+    try:
+        rewards = by_name(await workflow.run_episode(model, deepcopy(data)))
+        # A row records the return of its first turn, which may have a reward of its own.
+        return next((parts for _, _, parts in with_returns(model, rewards)), rewards), ""
+    except ConfigError:  # the other episodes would fail in the same way
+        raise
+    except EpisodeError as error:  # its message ends with the traceback from the reward's own process
+        line, _, trace = str(error).partition("\n")
+        return line, trace
+    except (Exception, SystemExit, asyncio.CancelledError) as error:  # the user's code
+        if was_cancelled(error):
+            raise
+        return f"{type(error).__name__}: {error}".splitlines()[0], "".join(format_exception(error))
 
 
 def _rows_beyond_json(path: str) -> dict[str, dict[str, Any]]:

@@ -1,7 +1,7 @@
 """Checks of a step's record that need neither model nor checkpoint.
 
-They check that a batch is the one that was trained on, and recompute the stages that need only
-recorded inputs (`clew replay --stage`).
+They check that a batch is the one that was trained on, and compute again the stages that need only recorded inputs
+(`clew replay --stage`).
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def check_stages(
     Args:
         stages: Names of the stages, out of `WITHOUT_MODEL`.
         only: ID of a group, an episode or a sequence; only its rows are compared.
-        algorithm: Options with which another trainer computed advantages and loss; None if unknown.
-            It is ignored for Clew's own steps, which record theirs.
+        algorithm: Options with which another trainer computed advantages and loss; None if unknown. Clew's own steps
+            record theirs.
 
     Raises:
         ConfigError: A stage needs the model.
@@ -71,8 +71,8 @@ def check_stages(
     for stage in ("advantages", "loss"):
         if stage in stages and algorithm is not None:
             _check_recorded(run, step, batch, recorded, stage, algorithm, summary["plan"])
-            # A float64 critic computes values more exactly than they are recorded, so
-            # advantages that are recomputed from recorded values may differ slightly.
+            # A float64 critic computes values more exactly than they are recorded, so advantages that are computed
+            # again from recorded values may differ slightly.
             of_clew = TOLERANCES["recomputed"] if stage == "loss" or needs_critic(algorithm) else EXACT
             tolerance = of_clew if run.steps.by_clew else TOLERANCES["another trainer"]
             again = COMPUTED[stage](batch, recorded, summary["plan"], algorithm)
@@ -93,9 +93,7 @@ def read_batch_with_warning(run: RunDirectory, step: int) -> list[Sequence]:
 
 
 def chain_holds(run: RunDirectory, steps: range, whose: str = "") -> bool:
-    """Check the chain of commits: print its breaks, and what has no digest in it.
-
-    Return True if there is no break.
+    """Print the breaks in the chain of commits, and what has no digest in it. Return True if there is no break.
 
     Args:
         steps: The steps whose data and stages are compared with their digests.
@@ -110,13 +108,10 @@ def chain_holds(run: RunDirectory, steps: range, whose: str = "") -> bool:
 
 
 def suggestions(found: Difference, runs: Mapping[str, RunDirectory]) -> Iterator[str]:
-    """Yield lines that suggest the cause of a difference.
-
-    One line says what the difference itself suggests. The others say what is unusual about its
-    step in each run.
+    """Yield lines that suggest the cause of a difference: its own hint, and what is unusual about its step in each run.
 
     Args:
-        runs: The compared runs, by the prefix of the line about each.
+        runs: The compared runs, by the prefix that names each in its line.
     """
     if found.suggests:
         yield f"this suggests: {found.suggests}"
@@ -126,7 +121,7 @@ def suggestions(found: Difference, runs: Mapping[str, RunDirectory]) -> Iterator
 
 
 def _stands_out(run: RunDirectory, step: int) -> str:
-    """Return the setting that differs from both neighbours, which agree; empty if there is none."""
+    """Return a clause about the first setting that only this step has, between two that agree; "" if there is none."""
     around = [each for each in (step - 1, step, step + 1) if run.steps.json_path(each).exists()]
     if len(around) < 3:
         return ""
@@ -180,19 +175,22 @@ def _check_recorded(
     algorithm: Algorithm,
     plan: list[list[list[int]]],
 ) -> None:
-    """Raise RecordError when a stage, or something that it is computed from, is not on record."""
+    """Raise RecordError if the plan is damaged, or a stage or something that it is computed from is not on record."""
     if sorted(row for minibatch in plan for rows in minibatch for row in rows) != list(range(len(batch))):
         raise RecordError(
             f"{run.steps.json_path(step)}: its plan does not have each of the step's {len(batch)} sequences exactly "
             f"once, so it was altered."
         )
-    reference = ["reference_logprobs"] * (algorithm.kl_coef > 0 and (algorithm.kl_in == "loss") == (stage == "loss"))
-    values = ["values"] * (stage == "advantages" and needs_critic(algorithm))
-    values += ["bootstrap_values"] * (len(values) and algorithm.bootstrap_truncated)
-    of_advantages = [*reference, *values, "advantages"]
-    entropies = ["entropies"] * (algorithm.entropy_coef > 0)
-    of_loss = ["advantages", "proximal_logprobs", *reference, "logprobs", *entropies, "loss"]
-    for name in of_advantages if stage == "advantages" else of_loss:
+    needed = ["advantages", "proximal_logprobs", "logprobs"] if stage == "loss" else []
+    if algorithm.kl_coef > 0 and (algorithm.kl_in == "loss") == (stage == "loss"):
+        needed.append("reference_logprobs")
+    if stage == "loss" and algorithm.entropy_coef > 0:
+        needed.append("entropies")
+    if stage == "advantages" and needs_critic(algorithm):
+        needed.append("values")
+        if algorithm.bootstrap_truncated:
+            needed.append("bootstrap_values")
+    for name in [*needed, stage]:
         if name not in recorded.arrays:
             why = "it was altered" if run.steps.by_clew else f"the {stage} cannot be computed again without it"
             raise RecordError(f"{run.steps.stage_path(step, 0)} has no stage {name!r}: {why}.")
@@ -200,12 +198,12 @@ def _check_recorded(
 
 
 def check_aligned(run: RunDirectory, step: int, batch: list[Sequence], recorded: Stages, names: Iterable[str]) -> None:
-    """Raise RecordError when a stage does not have one number per token."""
+    """Raise RecordError if one of these stages does not have one number per token."""
     for name in names:
         for row in batch:
-            there = len(recorded.arrays[name][row.id])
-            if there != len(row.input_ids):
+            count = len(recorded.arrays[name][row.id])
+            if count != len(row.input_ids):
                 raise RecordError(
-                    f"{run.steps.stage_path(step, 0).parent}: {name} of {row.id} has {there} numbers, the sequence "
+                    f"{run.steps.stage_path(step, 0).parent}: {name} of {row.id} has {count} numbers, the sequence "
                     f"{len(row.input_ids)} tokens: one of the two was altered."
                 )
