@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 SEED = 0
 
 SPREAD = 0.5
-"""Maximum additional latency, as a share of `latency_s`. It differs per answer, to find agents that need an order."""
+"""Maximum additional latency, as a share of `latency_s`. It differs per answer, to find agents that rely on order."""
 
 BREAKS = (" ", " ", " ", ", ", "\n", "\n\n", "\n- ", "  ", " \n", ".\n", ": ")
 """Texts between two words. Agents that trim, reflow or cut what the model said change one of them."""
@@ -71,7 +71,7 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
 
 
 class NamedImages:
-    """Image processing of a stand-in without a particular model: the text stays as in TEMPLATE, with images' names."""
+    """Image processing of a stand-in without a particular model: names stand for images, as TEMPLATE shows them."""
 
     def expanded(self, text: str, images: Sequence[bytes]) -> str:
         return text
@@ -80,7 +80,7 @@ class NamedImages:
 class StandIn:
     """Answers after a set time, with recorded texts or synthetic ones.
 
-    An answer depends only on the seed, the episode, the prompt, and how often this episode has sent it. So requests of
+    An answer depends only on the seed, the episode, the request, and how often it has sent the prompt. So requests of
     one episode that run side by side may come in any order, and each still gets its own answer. Synthetic answers are
     random words, so that no two episodes get the same, in the form of real ones: with line breaks and spaces at the
     end, sometimes long, after reasoning if the chat template knows it, and with calls of the tools that are offered.
@@ -110,7 +110,7 @@ class StandIn:
         self._thinks = self._encoded(f"{THINK_OPENS}\n") if reasons else []
         self._thought = self._encoded(f"\n{THINK_CLOSES}\n\n")
         self._asked: dict[str, Counter[str]] = {}
-        self._is_word = functools.cache(self._is_word)
+        self._is_word = functools.cache(self._is_word)  # each stand-in has a cache of its own
 
     async def generate(self, request: GenerateRequest) -> Completion:
         params, on_token = request.params, request.on_token
@@ -139,20 +139,20 @@ class StandIn:
     def _answer(self, input_ids: list[int], limit: int, episode: str = "", number: str = "0") -> list[int]:
         if number == "0":
             self._asked[episode] = Counter()  # an episode that runs again gets the same answers
-        asked = hashlib.sha256(f"{SEED}/{episode}/{input_ids}".encode()).hexdigest()
-        before = self._asked.setdefault(episode, Counter())
-        draw = random.Random(f"{asked}/{before[asked]}")
-        before[asked] += 1
+        prompt = hashlib.sha256(f"{SEED}/{episode}/{input_ids}".encode()).hexdigest()
+        asked = self._asked.setdefault(episode, Counter())
+        draw = random.Random(f"{prompt}/{asked[prompt]}")
+        asked[prompt] += 1
         end = self._tokenizer.eos_token_id
         assert isinstance(end, int)
         if self._texts:
             return [*draw.choice(self._texts), end]
         tools = offered_tools.get()
-        before_it = str(self._tokenizer.decode(input_ids[-256:])) if tools else ""
+        prompt_end = str(self._tokenizer.decode(input_ids[-256:])) if tools else ""
         calls = [self._call(tool["function"], draw) for tool in tools]
         for call in calls:  # the prompt of a forced call ends with its beginning
             for length in range(len(call) - 1, len(CALL_OPENS), -1):
-                if before_it.endswith(call[:length]):
+                if prompt_end.endswith(call[:length]):
                     return [*self._encoded(call[length:]), end]
         length = draw.randint((self._tokens + 1) // 2, self._tokens) - 1
         if draw.random() < RARELY:
@@ -201,7 +201,7 @@ class StandIn:
         return str(self._tokenizer.decode(self._words(draw, 8))).strip()
 
     def _encoded(self, text: str) -> list[int]:
-        """Return the tokens of a text; none if the tokenizer cannot write it."""
+        """Return the tokens of a text; no tokens if they do not decode to the same text."""
         ids: Any = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return list(ids) if str(self._tokenizer.decode(ids, skip_special_tokens=True)) == text else []
 

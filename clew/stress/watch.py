@@ -113,7 +113,8 @@ class Stuck(Exception):
 class LoopWatch(Watcher):
     """Measures, while entered, how long calls and computations block the event loop it is entered in.
 
-    It interrupts calls in which the loop has stood still for `stuck_s` without computing. Enter it in the main thread.
+    It interrupts a call in which the loop has stood still for `stuck_s` without computing, and later ones already after
+    INTERRUPT_S. Enter it in the main thread.
     """
 
     def __init__(self, code: Code, running: Collection[Episode] = (), stuck_s: float = STUCK_S) -> None:
@@ -165,17 +166,16 @@ class LoopWatch(Watcher):
         seen, (computed, others) = time.monotonic(), self._computed_s()
         threads = working_threads()
         denied = sum(scheduled(thread)[1] for thread in threads)
-        waits = 2 * BEAT_S
-        """Seconds that passed before the first look."""
+        waits = 2 * BEAT_S  # seconds that passed before the first look
+        # Time since which the loop stands still, and the seconds that it had computed or been ready to run by then.
         still_since, moved = sent, max(computed, ran)
-        """Time since which the loop stands still, and the seconds that it had computed or been ready to run by then."""
         while True:
             task = asyncio.current_task(self.loop)
             stack = stack_of_thread(self.loop_thread)
             now, (cpu, by_others) = time.monotonic(), self._computed_s()
             wanted = sum(scheduled(self.loop_native))
             place = self._code.place(stack)
-            if place is not None and not self._asyncios(stack):
+            if place is not None and not self._in_asyncio(stack):
                 if not holds or holds[-1].task is not task:
                     holds.append(Hold(task, Counter()))
                 hold = holds[-1]
@@ -196,7 +196,7 @@ class LoopWatch(Watcher):
             if answered.wait(BEAT_S) or self.stop.is_set():
                 break
         idle = sum(hold.waited_s - hold.cpu_s for hold in holds)
-        # only now: the kernel counts a thread's wait once the thread runs again, as the loop's thread now does
+        # Read only now: the kernel counts a thread's wait once the thread runs again, as the loop's thread now does.
         denied = sum(scheduled(thread)[1] for thread in threads) - denied
         slept = max(0.0, 1 - denied / idle) if idle > 0 else 0.0
         return [block for hold in holds if (block := hold.block(slept)) is not None]
@@ -230,11 +230,10 @@ class LoopWatch(Watcher):
         own = time.clock_gettime(time.pthread_getcpuclockid(self.loop_thread))
         return own, time.process_time() - own
 
-    def _asyncios(self, stack: Sequence[Line]) -> bool:
-        """Return whether asyncio's own code is running.
+    def _in_asyncio(self, stack: Sequence[Line]) -> bool:
+        """Return whether the loop is idle, or in asyncio's own code, which is no fault of the user's code.
 
-        It is no fault of the user's code: the loop is idle, or starts a process or a thread for code that calls
-        asyncio's own functions.
+        Asyncio's own code starts a process or a thread, for example, when the user's code calls it.
         """
         called = list(itertools.takewhile(lambda line: not self._code.is_user(line[0].co_filename), stack))
         idle = len(called) == len(stack) and stack[0][0].co_filename.endswith("selectors.py")
@@ -242,22 +241,25 @@ class LoopWatch(Watcher):
 
 
 def judge_blocks(blocks: Iterable[Block], watched_s: float) -> list[Verdict]:
-    """Return a verdict for each line that took a notable share of the time `watched_s`, worst first."""
+    """Return a verdict for each line that blocked the loop for a notable share of `watched_s`, or once for ONCE_S.
+
+    The line with the largest total comes first.
+    """
     by_line = grouped(blocks, lambda block: block.place.where)
     verdicts = []
-    for blocks in sorted(by_line.values(), key=_total_s, reverse=True):
-        total, longest = _total_s(blocks), max(blocks, key=lambda block: block.seconds)
+    for of_line in sorted(by_line.values(), key=_total_s, reverse=True):
+        total, longest = _total_s(of_line), max(of_line, key=lambda block: block.seconds)
         share, what = SHARE, "blocks the event loop"
         advice = "use the library's asynchronous form, or asyncio.to_thread"
-        if 2 * _total_s(block for block in blocks if block.computing) > total:
+        if 2 * _total_s(block for block in of_line if block.computing) > total:
             share, what = COMPUTES_SHARE, "computes without an await, and no other episode moves"
             advice = "move it into asyncio.to_thread or a process"
         if total < share * watched_s and longest.seconds < ONCE_S:
             continue
-        if len(blocks) == 1 and longest.seconds < CHANCE_S:
+        if len(of_line) == 1 and longest.seconds < CHANCE_S:
             continue
         numbers = (
-            f"{len(blocks)} times, {total:.2f} s in all ({total / watched_s:.0%} of the time), "
+            f"{len(of_line)} times, {total:.2f} s in all ({total / watched_s:.0%} of the time), "
             f"{longest.seconds * 1000:.0f} ms the longest"
         )
         verdicts.append(Verdict(kind="blocks", what=what, where=str(longest.place), evidence=[numbers, advice]))
