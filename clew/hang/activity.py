@@ -258,7 +258,7 @@ def activity_of(process: Process, thread: Thread, sources: Mapping[str, str], wo
         file=user.file,
         line=user.line,
         function=user.name,
-        text=line_of(text, user.line),
+        text=re.sub(r"\s{2,}#.*", "", line_of(text, user.line)),
         branch=next((b for f in frames if (b := source.branch_of_rank(sources.get(f.file, ""), f.line))), ""),
         cleanup=_cleanup(frames, sources),
         in_loop=(runs and (asyncio or uvloop)) or (any(runner) and not runner[0] and not asyncio),

@@ -57,6 +57,7 @@ def _other_ended(sink: Sink, abandoned: bool) -> Verdict | None:
         # They ended normally, so the rank may be at fault: it may wait for more than they had to give.
         pattern = "data loading" if sink.act.kind == "data_loader" else "dead"
         return sink.blame(pattern, [sink.one, *gone], why, cause="dead")
+    why += " What has ended may have held that lock." if abandoned else ""
     found = sink.blame("dead", gone, why, cause="dead", structural=not all(map(done, gone)))
     return replace(found, sites=(sink.act.site,)) if abandoned else found
 

@@ -73,7 +73,7 @@ def _blocked_loop(sink: Sink) -> Verdict | None:
         return None
     one = blocked[0]
     why = f"The event loop of {one.process.label} is blocked at {one.activity.place}: no coroutine on it can run."
-    why += _own_coroutine(one, sink.sources)
+    why += _own_coroutine(one, sink.sources) or _own_server(one)
     return sink.blame("event loop blocked", [one], why, cause="event loop blocked")
 
 
@@ -84,6 +84,12 @@ def _own_coroutine(one: Actor, sources: Mapping[str, str]) -> str:
     if len(loops) != 1 or "run_coroutine_threadsafe(" not in near:
         return ""
     return " It waits for a coroutine that it has given to this same loop, which cannot run it now. Await it instead."
+
+
+def _own_server(one: Actor) -> str:
+    """Return words if a blocked event loop waits for an answer of a server of its own process; else ""."""
+    ports = sorted({*one.process.peers} & {*one.process.listens}) if one.activity.kind in ("http", "network") else []
+    return f" It waits for an answer of its own server, at port {ports[0]}." if ports else ""
 
 
 def _not_woken(sink: Sink) -> Verdict | None:
@@ -191,7 +197,7 @@ def _paused(sink: Sink) -> Verdict | None:
     if not paused or sink.one.moving:
         return None
     one = paused[0]
-    why = f"The engine of {one.process.label} answers that it is paused, so no request ends: nobody has resumed it."
+    why = f"The engine in {one.process.label} answers that it is paused, so no request ends: nobody has resumed it."
     return sink.blame("rollout blocked", [one], why, cause="paused")
 
 
@@ -296,10 +302,11 @@ def _loader(sink: Sink) -> Verdict | None:
     rank = sink.parent or sink.one
     words = LOCAL[sink.act.kind][1]
     workers = ", ".join(str(each.pid) for each in sink.culprits)
-    pids = f"{'pid' if len(sink.culprits) == 1 else 'pids'} {workers}"
-    why = f"A worker ({pids}) of the data loader of {rank.process.label} {words} at {sink.act.place}."
+    numbers = f"{'pid' if len(sink.culprits) == 1 else 'pids'} {workers}"
+    why = f"A worker ({numbers}) of the data loader of {rank.process.label} {words} at {sink.act.place}."
     why += left_locked(sink) if sink.act.kind == "lock" else ""
-    return sink.blame("data loading", [rank], why, pids=(rank.pid, *(c.pid for c in sink.culprits))).at(sink.act.site)
+    pids = (rank.pid, *(each.pid for each in sink.culprits))
+    return sink.blame("data loading", [rank], why, cause=sink.act.kind, pids=pids).at(sink.act.site)
 
 
 def _computing(sink: Sink) -> Verdict | None:

@@ -31,10 +31,13 @@ def missing_key(sink: Sink) -> Verdict | None:
     blamed = asking if len(waiting) == len(others) else others
     if found := _another_key(sink, asking) or _left_out(sink, asking):
         return found
-    why = f"{sink.one.says}: no other rank sets this key."
+    used = source.names_in(*source.calls_at(sink.sources.get(sink.act.file, ""), sink.act.line))
+    here = {n: v for f in sink.one.process.user_frames[:1] for n, v in f.locals.items() if n in used and v.isdigit()}
+    numbers = " and ".join(f"{name} is {value}" for name, value in sorted(here.items())[:2])
+    why = f"{sink.one.says}{f' (here, {numbers})' if numbers else ''}: no other rank sets this key."
     why += f" Ranks {names(asking)} all wait for it." if len(asking) > 1 else sink.who_waits
     why += f" {sentences(waiting[:1])}" if blamed is asking and waiting else ""
-    return sink.blame("missing rank", blamed, why, confidence="low")
+    return sink.blame("missing rank", blamed, why, confidence="medium" if blamed is asking and waiting else "low")
 
 
 def _another_key(sink: Sink, asking: list[Actor]) -> Verdict | None:

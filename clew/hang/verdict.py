@@ -138,11 +138,13 @@ class Actor:
             return f"{self.process.label} is stopped"
         way = "to" if one.kind == "send" else "from"
         peer = f" {way} rank {ranges(one.peers)}" if one.peers else ""
-        what = (
-            f"is in {one.op}{peer} of group {one.group}"
-            if one.kind in ("collective", *MESSAGES)
-            else (f"is in {one.op}" if one.kind in DISTRIBUTED else words_of(one))
-        )
+        what = f"is in {one.op}" if one.kind in DISTRIBUTED else words_of(one)
+        if one.kind in ("collective", *MESSAGES) and one.op != "backward":
+            what = f"is in {one.op}{peer} of group {one.group}"
+        if one.kind == "store" and one.op != "TCPStore":
+            what = f"is in {one.op}() of the store"
+        if one.kind == "unknown" and one.site:
+            what = "is"
         if one.kind == "pipe" and self.process.waits_in.endswith("pipe_write"):
             what = "writes to a full pipe, which nobody reads,"
         at = f" at {one.place}" if one.site else ""
