@@ -148,7 +148,8 @@ class Actor:
         if one.kind == "pipe" and self.process.waits_in.endswith("pipe_write"):
             what = "writes to a full pipe, which nobody reads,"
         at = f" at {one.place}" if one.site else ""
-        return f"{self.process.label} {what}{at}" + (f": it {self.work}" if self.work else "")
+        of = f"thread {one.thread} of " if one.thread not in ("", "MainThread") and not one.task else ""
+        return f"{of}{self.process.label} {what}{at}" + (f": it {self.work}" if self.work else "")
 
 
 def verdict_about(pattern: str, culprits: Sequence[Actor], why: str, others: Sequence[Actor] = (), **more) -> Verdict:
@@ -232,4 +233,5 @@ class Sink:
     def who_waits(self) -> str:
         """Return a sentence about the ranks that wait for the culprit in a collective; "" if there is none."""
         ranked = self.blocked_ranks
-        return f" {subject(ranked, 'waits', 'wait')} for it in {ranked[0].activity.op}." if ranked else ""
+        whom = "it" if self.one.rank is None else f"rank {self.one.rank}"
+        return f" {subject(ranked, 'waits', 'wait')} for {whom} in {ranked[0].activity.op}." if ranked else ""
