@@ -135,22 +135,14 @@ class Policy:
 
         They are computed in exactly the micro-batches of the loss, so that the same weights give the same bits.
         """
-        return self.compute_all(tokens, plan, lambda micro: self._score(self.model, micro).logprobs_N)
+        return self.compute_all(tokens, plan, lambda micro: self.score_micro(micro).logprobs_N)
 
     def score_reference(self, tokens: Tokens, plan: Plan) -> np.ndarray | None:
         """Return the logprobs [S] of the reference model; None if there is none."""
         if self.reference is None:
             return None
         with nullcontext() if self.adapters is None else self.adapters.off():
-            return self.compute_all(tokens, plan, lambda micro: self._score(self.reference, micro).logprobs_N)
-
-    def score_micro(self, micro: MicroBatch, *, entropy_gradient: bool = False) -> Scores:
-        """Return the policy's scores of a micro-batch from `own_micro_batches`, with gradients.
-
-        Args:
-            entropy_gradient: True if the entropies get gradients, too.
-        """
-        return self._score(self.model, micro, entropy_gradient=entropy_gradient)
+            return self.compute_all(tokens, plan, lambda micro: self.score_micro(micro, self.reference).logprobs_N)
 
     @torch.no_grad()
     def compute_all(self, tokens: Tokens, plan: Plan, compute: Callable[[MicroBatch], Tensor]) -> np.ndarray:
@@ -163,12 +155,18 @@ class Policy:
                     numbers_S[micro.where_N] = numbers_N.cpu().numpy()
         return self.ranks.add_up_shares(numbers_S)
 
-    def _score(self, model: Any, micro: MicroBatch, *, entropy_gradient: bool = False) -> Scores:
+    def score_micro(self, micro: MicroBatch, model: Any = None, *, entropy_gradient: bool = False) -> Scores:
+        """Return the scores of a micro-batch from `own_micro_batches`, with gradients outside torch.no_grad().
+
+        Args:
+            model: The model that scores, such as the reference; None: the policy.
+            entropy_gradient: True if the entropies get gradients, too.
+        """
         if self._scorer is not None:
             scores_N = self._scorer(micro.input_ids_BT, micro.rows_N, micro.columns_N, micro.packed)
             return Scores(logprobs_N=scores_N, entropies_N=torch.zeros_like(scores_N))
         return score(
-            model,
+            self.model if model is None else model,
             micro.input_ids_BT,
             micro.rows_N,
             micro.columns_N,
