@@ -116,11 +116,14 @@ def read_json(path: Path, kind: Any = None) -> Any:
     try:
         found = parse_json(read_bytes(path))
     except ValueError as error:
-        raise RecordError(
-            f"Cannot read {path}: expected JSON, found {path.stat().st_size} bytes that are not JSON ({error}). It was "
-            f"altered after it was written: {RESTORE}."
-        ) from None
+        wrong = f"expected JSON, found {path.stat().st_size} bytes that are not JSON ({error})"
+        raise altered(path, wrong) from None
     return found if kind is None else check(path, found, kind)
+
+
+def altered(path: Path, wrong: str, remedy: str = RESTORE) -> RecordError:
+    """Return the error for a file that Clew wrote with other content."""
+    return RecordError(f"Cannot read {path}: {wrong}. It was altered after it was written: {remedy}.")
 
 
 def parse_json(text: bytes | str) -> Any:
@@ -167,9 +170,7 @@ def check(path: Path, found: Any, kind: Any, remedy: str = RESTORE) -> Any:
         return found if is_typeddict(kind) else checked
     except ValidationError as error:
         [first, *_] = error.errors(include_url=False, include_context=False)
-        raise RecordError(
-            f"Cannot read {path}: {wrong_field(first)}. It was altered after it was written: {remedy}."
-        ) from None
+        raise altered(path, wrong_field(first), remedy) from None
 
 
 def wrong_field(error: Any) -> str:

@@ -129,14 +129,9 @@ def check(path: Path, step: int, summary: Any, *, by_clew: bool) -> None:
     for kind in (Committed, Trained) if by_clew else (Committed,):
         reading.check(path, summary, kind)
     if found["step"] != step:
-        raise RecordError(
-            f"Cannot read {path}: step is {found['step']}; expected {step}. It was altered after it was written: "
-            f"{RESTORE}."
-        )
+        raise reading.altered(path, f"step is {found['step']}; expected {step}")
     if "chain" not in found and found["clew_format"] >= SINCE and not is_unknown(found):
-        raise RecordError(
-            f"Cannot read {path}: the field chain is missing. It was altered after it was written: {RESTORE}."
-        )
+        raise reading.altered(path, "the field chain is missing")
 
 
 def configured(path: Path, summary: dict[str, Any]) -> tuple[Training, Algorithm]:
