@@ -67,7 +67,7 @@ def how_to_compare(recorded: dict[str, Any], engine: TrainEngine) -> tuple[Toler
 @cache  # the libraries look at these once, too
 def _rounding() -> dict[str, Any]:
     """Return what decides on the CPU how a sum of floats is rounded, besides packages and threads."""
-    known = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.11 and newer
+    known = torch.cpu.get_capabilities()
     sets = sorted(name for name, value in known.items() if value is True)
     caches = [f"{name} {known[name]}" for name in ("l1d_cache_size", "l2_cache_size") if name in known]
     set_here = {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)}

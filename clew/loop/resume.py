@@ -59,7 +59,6 @@ def restore(config: Config, run: RunDirectory, ranks: Ranks, *, supervised: bool
     engine = TrainEngine(config, ranks=ranks, media=run.media, supervised=supervised)
     if saved:
         newest = run.checkpoint(version)
-        checkpoint.check_files(newest)
         checkpoint.load(engine, newest)
         checkpoint.check_reference(engine, run.checkpoint(0))
         if ranks.leads:

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from clew.printing import counted
 from clew.record.rows import Sequence
+from clew.view.episode import lengths
 from clew.view.text import as_text, visible
 from clew.view.tokens import Tokenizer, shown_once, times, token_texts
 
@@ -33,8 +34,7 @@ def show_ran(
         if not len(sequence.input_ids):
             continue
         turns = counted(len(sequence.interactions), "turn")
-        size = f"{len(sequence.input_ids)} tokens, {int(sequence.loss_mask.sum())} of them generated"
-        console.print(Text(f"  {sequence.id}: {turns}, {size}", style="bold"))
+        console.print(Text(f"  {sequence.id}: {turns}, {lengths(sequence)}", style="bold"))
         flow = Text()
         texts = token_texts(sequence.input_ids.tolist(), tokenizer)
         generated = sequence.loss_mask.tolist()

@@ -37,7 +37,7 @@ def show_episode(console: Console, run: RunDirectory, found: Found, name: Name, 
         ("group", f"{found.id}, {found.fate}"),
         ("reward", number(first.reward, ".6g") + rewards),
         ("finish", last.finish_reason),
-        *((f"sequence {each.id}", _lengths(each)) for each in shown if len(each.input_ids)),
+        *((f"sequence {each.id}", lengths(each)) for each in shown if len(each.input_ids)),
         ("versions", f"{versions(sequences)}, admitted at {last.admitted_version}"),
         *itertools.chain.from_iterable(map(_reported, shown)),
         ("lag", lag(sequences, found.step)),
@@ -62,7 +62,7 @@ def _show_tokens(console: Console, run: RunDirectory, found: Found, sequences: l
     tokenizer = load_tokenizer(run, console)
     for sequence in sequences:
         console.print()
-        console.print(Text(f"{sequence.id}: {_lengths(sequence)}", style="bold"))
+        console.print(Text(f"{sequence.id}: {lengths(sequence)}", style="bold"))
         own = {name: arrays[sequence.id] for name, arrays in stages.items() if sequence.id in arrays}
         show_tokens(console, sequence, own, tokenizer)
 
@@ -141,7 +141,8 @@ def _say(console: Console, who: str, what: Any, style: str) -> None:
     console.print(Text(visible(as_text(what))), soft_wrap=True)
 
 
-def _lengths(sequence: Sequence) -> str:
+def lengths(sequence: Sequence) -> str:
+    """Return the number of tokens of a sequence, and how many of them were generated, as text."""
     return f"{len(sequence.input_ids)} tokens, {int(sequence.loss_mask.sum())} of them generated"
 
 
