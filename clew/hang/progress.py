@@ -62,6 +62,22 @@ def without_torn(process: Process) -> Process:
     return replace(process, looks=tuple(looks))
 
 
+def with_missed_tasks(process: Process) -> Process:
+    """Return the process with the tasks that its last look missed, as they were in the look before.
+
+    A task that runs while tasks are read is in none of their frames. Its thread has them, if its stack was read then.
+    """
+    if len(process.looks) < STEADY_LOOKS:
+        return process
+    *earlier, last = process.looks
+    often = Counter(t.at for look in earlier for t in look.threads if t.task and not t.ended and t.user_frames)
+    known = {t.at for t in last.threads} | {0}
+    running = {frame.function for t in last.threads if not t.task for frame in t.frames}
+    before = (t for t in earlier[-1].threads if t.at not in known and often[t.at] >= 0.8 * len(earlier))
+    missed = [t for t in before if t.frames[-1].function not in running]
+    return replace(process, looks=(*earlier, replace(last, threads=(*last.threads, *missed)))) if missed else process
+
+
 def mains_of(process: Process) -> list[Thread]:
     """Return the stacks of the main thread that were read, one for each look."""
     return [thread for look in process.looks if (thread := look.main(process.pid)) and thread.frames]
@@ -458,16 +474,20 @@ def _gets_lock(process: Process, newest: Sequence[Activity], sources: Mapping[st
 def goes_round(process: Process, every: list[Activity], sources: Mapping[str, str]) -> bool:
     """Return whether a loop sleeps, asks again, and no variable of the user's frames changes.
 
-    It sleeps at one line in each look, or mostly in `except`: then each attempt has failed, however many were counted
-    and logged.
+    It sleeps at one line in each look, or in most looks and asks in the others. Or it is mostly in `except`: then each
+    attempt has failed, however many were counted and logged.
     """
     threads = mains_of(process)
     sleeping = [each for each in every if each.kind == "sleep"]
     if len({each.line for each in sleeping}) != 1:
         return False
+    loop = sleeping[0].loop_in(sources)
+    if 2 * len(sleeping) > len(every) and all(each.kind == "sleep" or _asks_in(loop, each) for each in every):
+        threads = [thread for thread, each in zip(threads, every, strict=True) if each.kind == "sleep"]
+        every = sleeping
     failed = [fails_in_loop(thread, sources) for thread in threads]
     failing = 2 * len(sleeping) > len(every) and 2 * sum(failed) > len(failed)
-    quiet = process.last.written == process.first.written or source.asks(sleeping[0].loop_in(sources))
+    quiet = process.last.written == process.first.written or source.asks(loop)
     silent = len(sleeping) == len(every) and quiet
     if not failing and not silent:
         return False
@@ -482,7 +502,19 @@ def goes_round(process: Process, every: list[Activity], sources: Mapping[str, st
         for thread in threads
     ]
     shared = set.intersection(*map(set, values))
-    return all(each[key] == values[0][key] for each in values for key in shared)
+    return all(_stays([each[key] for each in values]) for key in shared)
+
+
+def _stays(values: Sequence[str]) -> bool:
+    """Return whether a variable kept its value. A dict or list may differ once: it was read while being made."""
+    [(usual, times), *others] = Counter(values).most_common()
+    torn = usual.startswith(("{", "[")) and len(values) - times == 1 and len(values) >= STEADY_LOOKS
+    return not others or (torn and usual == values[0] == values[-1])
+
+
+def _asks_in(loop: source.Loop | None, one: Activity) -> bool:
+    """Return whether a thread asks a server, from a line of this `while` itself."""
+    return isinstance(loop, ast.While) and one.kind == "http" and loop.lineno <= one.line <= (loop.end_lineno or 0)
 
 
 def _goes_steadily(process: Process) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 from clew.hang.activity import C10D, DISTRIBUTED, Activity, activities
 from clew.hang.observed import Group, Process, Snapshot
 from clew.hang.programs import awaited_work, with_python_parents
-from clew.hang.progress import moves, moves_inside, without_torn
+from clew.hang.progress import moves, moves_inside, with_missed_tasks, without_torn
 from clew.hang.source import (
     enclosing_function,
     ends_one_of,
@@ -199,7 +199,7 @@ def actors_of(snapshot: Snapshot) -> list[Actor]:
     """Return the processes of a snapshot with role, activity and progress."""
     found, world = [], world_of(snapshot)
     for process, role in with_ranks(snapshot.processes, snapshot.sources):
-        process = without_torn(process)
+        process = with_missed_tasks(without_torn(process))
         every = activities(process, snapshot.sources, world)
         act = effective(_without_idle_readers(every, process, snapshot), snapshot.sources)
         work = awaited_work(process, act, snapshot.processes, snapshot.sources)
