@@ -91,6 +91,9 @@ MASK_OPTION = "sampling_mask_max_tokens"
 CLEANUP_S = 10.0
 """Seconds that a server has to end a failed update session. A server whose workers are frozen would never answer."""
 
+IDLE_S = 10.0
+"""Seconds in which a paused server's scheduler must have let go of the requests that were aborted."""
+
 ABORT_CHECKS = 50
 """Number of checks, 20 ms apart, of whether aborted requests have ended. SGLang's own pause checks once a second."""
 
@@ -401,6 +404,10 @@ class SGLangEngine(Backend):
                 break
             await asyncio.sleep(0.02)
         await self._post("/pause_generation", {"mode": "abort"})
+        # An aborted request may have been answered while the scheduler still has it. An update fails then, because the
+        # cache cannot be emptied. Older servers do not wait here.
+        with contextlib.suppress(EngineError):
+            await self._post(f"/flush_cache?timeout={IDLE_S:g}", {})
 
     async def receive(self, sent: Broadcast) -> None:
         self._refuse_experts(sent.version, sent.names)

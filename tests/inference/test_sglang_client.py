@@ -39,6 +39,8 @@ class StandIn:
         self.largest_mask = largest_mask
         self.masks: list[list[int] | None] = [[4, 50], [5], [6, 50, 51]]
         self.asked: list[tuple[str, Any]] = []
+        self.queries: dict[str, dict[str, str]] = {}
+        """The last query string of each path."""
         self.server: dict[str, Any] = {"device": "cuda", "dtype": "float32", "tp_size": 2}
         self.model: dict[str, Any] = {"model_path": "hub/name"}
         self.ranks: list[dict[str, str]] = []
@@ -52,6 +54,7 @@ class StandIn:
     async def answer(self, request: web.Request) -> web.Response:
         body = await request.json() if request.can_read_body else {}
         self.asked.append((request.path, body))
+        self.queries[request.path] = dict(request.query)
         given = self.body_of(request.path, body)
         return web.json_response(given, status=400 if "error" in given else 200)
 
@@ -341,6 +344,14 @@ def test_broadcast_weights_are_received_in_a_session_that_is_ended() -> None:
         assert [body["flush_cache"] for body in sent] == [False, True] * 2, "emptied with the last bucket"
 
     use(stand_in, body)
+
+
+def test_an_update_waits_until_the_scheduler_has_let_go_of_aborted_requests() -> None:
+    """SGLang had loaded the weights, and then failed the update, because it could not empty its cache."""
+    stand_in = StandIn()
+    use(stand_in, lambda engine: engine.pause())
+    assert [path for path, _ in stand_in.asked][-2:] == ["/pause_generation", "/flush_cache"]
+    assert float(stand_in.queries["/flush_cache"]["timeout"]) > 0
 
 
 def test_sglang_does_not_join_a_broadcast_that_was_cancelled() -> None:
