@@ -95,6 +95,14 @@ class Backend(HTTPEngine):
         """
         raise NotImplementedError
 
+    async def paused(self) -> bool:
+        """Return whether the server says that it is paused; False if it cannot say so. Call it after `prepare`.
+
+        Raises:
+            EngineError: It does not answer.
+        """
+        raise NotImplementedError
+
     async def identity(self) -> str:
         """Return a text that another process at this address would not return; "" if there is none."""
         raise NotImplementedError

@@ -337,7 +337,9 @@ class RemoteEngine:
         async with self._changing:
             clock = UpdateTimer()
             try:
-                with waiting(f"weights of version {version}", unblocks=self._backend.kind):
+                with waiting(
+                    f"weights of version {version}", unblocks=f"{self._backend.kind} at {self._backend.address}"
+                ):
                     if self._waits and not self.paused:
                         await self._ended()
                     with clock("abort"):
@@ -695,9 +697,24 @@ class RemoteEngine:
         if lives:
             with suppress(EngineUnreachable):  # `failure` is set, or it went away again
                 await self._refuse_another()
+            with suppress(EngineError, TimeoutError):
+                async with asyncio.timeout(HEALTH_S):
+                    await self._end_stray_pause()
         elif lives is False:
             self._was_away = True
         return bool(lives)
+
+    async def _end_stray_pause(self) -> None:
+        """Resume a server that is paused although no update needs it. Its requests would wait without end."""
+        if self._has_paused or not await self._backend.paused() or self._has_paused:  # an update may begin meanwhile
+            return
+        log.warning(
+            "%s at %s is paused, and no update needs that: resuming it. Either a proxy lost or delayed a call of an "
+            "update, or somebody else has paused it",
+            self._backend.kind,
+            self._backend.address,
+        )
+        await self._backend.resume()
 
     async def _give_up(self, reason: str) -> None:
         """Set `failure`, and end the server."""

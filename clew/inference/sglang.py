@@ -119,6 +119,7 @@ class SGLangEngine(Backend):
         """True if the server's checksums are compared with those of what was sent."""
         self._notices_changes = False
         """True if tensors are only checked to change with what is sent, see `left_behind`."""
+        self._says_paused = False
         self._before_temperature = False
         self._largest_mask = 0
         """Largest number of tokens in a sampling mask that the server reports; 0: it reports none."""
@@ -186,6 +187,17 @@ class SGLangEngine(Backend):
         """Ask for the scheduler's state. /health takes a second, and fails in a pause, because it generates a token."""
         await self._request("GET", "/server_info", None)
 
+    async def paused(self) -> bool:
+        """Return whether the server is healthy (/ping) and yet takes no requests (/ready), which older ones lack."""
+        if not self._says_paused:
+            return False
+        try:
+            await self._request("GET", "/ready", None)
+        except EngineUnreachable:
+            await self._request("GET", "/ping", None)
+            return True
+        return False
+
     async def identity(self) -> str:
         """Return the server's random seed, which it draws at its start unless --random-seed sets it."""
         return await self._request("GET", "/server_info", None, lambda answer, _: str(answer.get("random_seed", "")))
@@ -201,6 +213,7 @@ class SGLangEngine(Backend):
                 f"Cannot train with SGLang at {self.address}: it does not offer {', '.join(missing)}, with which it "
                 f"receives broadcast weights. Set weights.via to disk, or take a newer SGLang (0.5.23 has them)."
             )
+        self._says_paused = {"/ready", "/ping"} <= routes.keys()
         info = await self._request("GET", "/model_info", None, lambda answer, _: {"model_path": "", **answer})
         server = await self._request("GET", "/server_info", None)
         context = await self._request("GET", "/v1/models", None, lambda answer, _: answer["data"][0]["max_model_len"])

@@ -198,6 +198,11 @@ class VLLMEngine(Backend):
         """Ask for something that vLLM's engine process must answer; /health is answered even while that is stopped."""
         await self._request("GET", "/is_paused" if self._asks_engine else "/health", None)
 
+    async def paused(self) -> bool:
+        if not self._asks_engine:
+            return False
+        return await self._request("GET", "/is_paused", None, lambda answer, _: answer["is_paused"] is True)
+
     async def identity(self) -> str:
         async with self._answered("GET", "/metrics", None) as response:
             lines = (await response.read()).decode(errors="replace").splitlines()

@@ -36,6 +36,7 @@ from clew.models.vision import load_vision
 from clew.record.files import write_json
 from clew.record.weight_broadcast import Broadcast
 from clew.record.weights import BROADCAST_FILE, DIGESTS_KEY, WeightRef
+from clew.waits import Reporter
 from tests.engines.updating import config_of, update_in_flight
 from tests.models import picture, seeing_model, tiny_model, tiny_tokenizer
 
@@ -593,6 +594,30 @@ def test_tensors_outside_an_update_session_are_refused(served: Served) -> None:
         await engine._post("/end_weight_update", {})
 
     use(served, body)
+
+
+def test_a_pause_that_comes_late_does_not_hold_requests_back(
+    served: Served, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They waited for the next update, and the trainer waited for them."""
+    settings = config_of(tmp_path, served.folder / "one", "sglang")
+    short = GenerateRequest(PROMPT, SamplingParams(max_new_tokens=8, stop_token_ids=()))
+
+    async def scenario() -> Completion:
+        client = SGLangEngine.client(settings, served.address)
+        engine = RemoteEngine(settings, RemoteCore(settings), client)
+        try:
+            await engine.start(Reporter(tmp_path / "status", "server"))
+            await engine.load_weights(served.ref("one", 3))
+            await client._post("/pause_generation", {"mode": "abort"})
+            return await engine.generate(short)
+        finally:
+            await client.resume()
+            await engine.close()
+
+    completion = asyncio.run(asyncio.wait_for(scenario(), 60))
+    assert set(completion.versions) == {3} and len(completion.output_ids) == 8
+    assert f"SGLang at {served.address} is paused, and no update needs that: resuming it" in caplog.text
 
 
 def test_another_model_is_refused(served: Served, tmp_path: Path) -> None:
