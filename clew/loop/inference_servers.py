@@ -9,11 +9,12 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 from clew.errors import EngineError
 from clew.inference.client import FROZEN_S, EngineUnreachable, HTTPEngine
 from clew.inference.protocol import Timings
-from clew.printing import sentence
+from clew.printing import few, sentence
 from clew.record.run import RunDirectory, Server
 from clew.record.weight_broadcast import Broadcast
 from clew.record.weights import WeightRef
@@ -150,11 +151,14 @@ class InferenceServers:
             on_failure: Called soon after a server fails, dies or freezes, in another thread.
         """
         outcome, unanswered = Outcome(received=[], failed={}), set(sent)
+        over = asyncio.Event()
 
         async def ask(server: Server) -> None:
-            try:
-                what = "receive the weights"  # which takes as long as the slowest link does
-                if await self._ask_one(server, what, lambda engine: engine.receive_weights(sent[server]), limit_s=None):
+            def receive(engine: HTTPEngine) -> Awaitable[object]:
+                return engine.receive_weights(sent[server])
+
+            try:  # the broadcast itself takes as long as the slowest link does
+                if await self._ask_one(server, "receive the weights", receive, limit_s=ANSWER_TIMEOUT_S, after=over):
                     outcome.received.append(server)
                     return
             except EngineError as error:
@@ -173,7 +177,12 @@ class InferenceServers:
         try:
             yield outcome
         finally:
-            with waiting("the servers to have received the weights", unblocks="clew serve"):
+            self._loop.call_soon_threadsafe(over.set)
+            with waiting(
+                "the servers to have received the weights",
+                unblocks="clew serve",
+                numbers=lambda: f"no answer yet of {few(sorted(map(str, unanswered)))}",
+            ):
                 asking.join()
 
     def take_out(self, server: Server, what: str, reason: object) -> None:
@@ -248,11 +257,14 @@ class InferenceServers:
             elif isinstance(outcome, BaseException):
                 raise outcome
 
-    async def _ask_one(self, server: Server, what: str, ask: Ask, *, limit_s: float | None) -> bool:
+    async def _ask_one(
+        self, server: Server, what: str, ask: Ask, *, limit_s: float | None, after: asyncio.Event | None = None
+    ) -> bool:
         """Ask a server, and return whether it did what was asked. One that died or froze is taken out.
 
         Args:
             limit_s: Maximum seconds; None: as long as the server says that it lives.
+            after: Event from which the seconds count; None: they count at once.
 
         Raises:
             EngineError: It refused.
@@ -260,22 +272,30 @@ class InferenceServers:
         engine = self._engine(server)
         asking = asyncio.ensure_future(ask(engine))
         freezing = asyncio.ensure_future(engine.frozen(self._frozen_s))
+        tasks: set[asyncio.Future[Any]] = {asking, freezing}
         try:
-            await asyncio.wait({asking, freezing}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            if after is not None:
+                tasks.add(beginning := asyncio.ensure_future(after.wait()))
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                tasks.remove(beginning)
+                beginning.cancel()
+            if not asking.done() and not freezing.done():
+                await asyncio.wait(tasks, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
             if asking.done():
                 asking.result()
                 return True
-            late = self._frozen_s if freezing.done() else ANSWER_TIMEOUT_S
-            how = "it has not answered for" if freezing.done() else "it did not finish within"
+            since = "" if after is None else " after the broadcast"
+            reason = f"it did not finish within {ANSWER_TIMEOUT_S:.0f} s{since}"
+            if freezing.done():
+                reason = f"it has not answered for {self._frozen_s:.0f} s"
             self._run.register_server(replace(server, ready=False, wants_weights=False))
-            reason = f"{how} {late:.0f} s"
         except EngineUnreachable as error:
             self._remove(server)
             reason = str(error)
         finally:
-            asking.cancel()
-            freezing.cancel()
-            await asyncio.gather(asking, freezing, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
         if not (server.attached and server.wants_weights):  # such a one is asked again each second
             log.warning(TAKEN_OUT, server, what, reason)
         return False

@@ -18,7 +18,7 @@ from typing import Any
 
 import aiohttp
 
-from clew.inference.client import FROZEN_S, HTTPEngine
+from clew.inference.client import FROZEN_S, HEALTH_S, HTTPEngine
 from clew.inference.protocol import (
     Completion,
     EngineUnreachable,
@@ -70,6 +70,8 @@ class ServerPool(HTTPEngine):
         """Tasks whose request is under way, by the address and pid of their server."""
         self._frozen: set[tuple[str, int]] = set()
         """Servers that do not answer, by address and pid."""
+        self._ended: dict[asyncio.Task[Any], str] = {}
+        """Tasks whose request `_keep_watch` has ended, with the reason."""
         self._frozen_s = frozen_s
         self._watches: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._avoided: dict[tuple[str, int], tuple[float, float]] = {}
@@ -126,11 +128,11 @@ class ServerPool(HTTPEngine):
             if method == "POST":  # a server whose generations fail may still answer what it is asked about itself
                 self._avoided.pop(key, None)
         except asyncio.CancelledError:
-            # `_keep_watch` cancels the tasks at a frozen server. If `uncancel` leaves another cancellation, the episode
-            # itself was cancelled.
-            if key not in self._frozen or task.uncancel():
+            # `_keep_watch` cancels the tasks at a server that is lost. If `uncancel` leaves another cancellation, the
+            # episode itself was cancelled.
+            if task not in self._ended or task.uncancel():
                 raise
-            gone = EngineUnreachable(server.address, f"it has not answered for {self._frozen_s:.0f} s")
+            gone = EngineUnreachable(server.address, self._ended[task])
             log.warning(SENT_AGAIN, gone)
             raise gone from None
         except (EngineUnreachable, FaultyAnswer) as error:
@@ -143,6 +145,7 @@ class ServerPool(HTTPEngine):
             raise
         finally:
             self._busy[key].discard(task)
+            self._ended.pop(task, None)
 
     def _watch(self, server: Server) -> None:
         """Start to watch whether a server is frozen, unless that has begun."""
@@ -155,22 +158,33 @@ class ServerPool(HTTPEngine):
         self._watches[key] = asyncio.create_task(self._keep_watch(server))
 
     async def _keep_watch(self, server: Server) -> None:
-        """End the requests at a server when it is frozen, and leave it out until it answers again."""
+        """End the requests at a server that is taken out, or frozen; leave a frozen one out until it answers again."""
         key = (server.address, server.pid)
         client = HTTPEngine(server.address)
+        freezing = asyncio.ensure_future(client.frozen(self._frozen_s))
         try:
-            await client.frozen(self._frozen_s)
+            while not freezing.done():
+                await asyncio.wait({freezing}, timeout=min(HEALTH_S, self._frozen_s / 4))
+                # One that hangs in an update, and still answers, holds its requests back until that ends.
+                if not any((listed.address, listed.pid) == key and listed.ready for listed in self._listed()):
+                    self._end_requests(key, "it was taken out until it has loaded the newest weights")
             self._frozen.add(key)
-            for task in self._busy[key]:
-                task.cancel()
+            self._end_requests(key, f"it has not answered for {self._frozen_s:.0f} s")
             while not await client.answers(self._frozen_s / 3):
                 if key not in {(known.address, known.pid) for known in self._listed()}:
                     break
                 await asyncio.sleep(LOOK_S)
         finally:
+            freezing.cancel()
             self._frozen.discard(key)
             del self._watches[key]
             await client.close()
+
+    def _end_requests(self, key: tuple[str, int], reason: str) -> None:
+        """Have the requests under way at a server raise EngineUnreachable."""
+        for task in self._busy[key] - self._ended.keys():
+            self._ended[task] = reason
+            task.cancel()
 
     async def close(self) -> None:
         for watch in list(self._watches.values()):

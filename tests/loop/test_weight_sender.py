@@ -24,7 +24,7 @@ from clew.errors import EngineError
 from clew.inference import weight_group
 from clew.inference.protocol import EngineUnreachable
 from clew.inference.serve import serve
-from clew.loop import weight_sender
+from clew.loop import inference_servers, weight_sender
 from clew.loop.inference_servers import InferenceServers
 from clew.loop.publisher import Publisher
 from clew.loop.stopwatch import Clock
@@ -196,6 +196,39 @@ def test_an_attached_server_that_froze_in_mid_broadcast_is_sent_the_weights_when
             publisher(engine)
             assert [(each.ready, each.wants_weights) for each in run.inference_servers()] == [(True, False)] * 2
             assert [version_of(server) for server in both] == [1, 1]
+
+
+def answer_and_receive_nothing(config: Config, **options: Any) -> None:
+    """Serve, and answer everything but a broadcast, as in front of an attached engine whose workers are stopped."""
+    from clew.inference import local
+
+    def hang(sent: Broadcast, group: weight_group.Group, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
+        for bucket in whole(sent, group, device):
+            if sent.version == 1:
+                time.sleep(60)
+            yield bucket
+
+    whole, local.receive_buckets = local.receive_buckets, hang
+    serve(config, **options)
+
+
+def test_a_server_that_hangs_in_a_broadcast_and_still_answers_is_taken_out(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer waited 600 s for it, although the broadcast had broken off."""
+    monkeypatch.setattr(weight_group, "PATIENCE", datetime.timedelta(seconds=4))
+    monkeypatch.setattr(inference_servers, "ANSWER_TIMEOUT_S", 3.0)
+    monkeypatch.setattr(weight_sender, "BUCKET", 10_000)
+    with servers(folder, serve, answer_and_receive_nothing) as both, publishing(folder) as (engine, publisher, run):
+        publisher(engine)
+        assert [version_of(server) for server in both] == [0, 0]
+        engine.train_step(make_batch())
+        began = time.monotonic()
+        publisher(engine)
+        assert version_of(both[0]) == 1 and time.monotonic() - began < 30
+        assert [server.name for server in run.servers() if server.ready] == ["server"]
+        lost = f"server server-1 ({both[1].address}) did not receive the weights, and is taken out"
+        assert lost in caplog.text and "it did not finish within 3 s after the broadcast" in caplog.text
 
 
 def corrupt(config: Config, **options: Any) -> None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,32 @@ def test_a_request_that_is_not_answered_says_which_server_it_waits_for(tmp_path:
     with serving(answer) as address:
         run.register_server(Server(name="server-1", address=address, pid=os.getpid(), ready=True))
         assert ask(run, scenario) == ["completion g000000.e0.i0", f"an answer of server-1 ({address})"]
+
+
+def test_the_requests_of_a_server_that_is_taken_out_go_elsewhere(tmp_path: Path) -> None:
+    """One that hangs in an update, and still answers, held them back for 600 s, and the trainer waited for them."""
+    run = RunDirectory(tmp_path / "run")
+    asked = threading.Event()
+
+    async def answer(request: web.Request) -> web.Response:
+        if request.path == "/generate":
+            asked.set()
+            await asyncio.sleep(600)
+        return web.json_response({})
+
+    async def scenario(pool: ServerPool) -> None:
+        generating = asyncio.ensure_future(pool.generate(request(0)))
+        await asyncio.to_thread(asked.wait, 20)
+        await asyncio.sleep(3 * FROZEN_S)
+        assert not generating.done(), "it still answers"
+        run.register_server(replace(entry, ready=False))
+        with pytest.raises(EngineUnreachable, match="it was taken out until it has loaded the newest weights"):
+            await generating
+
+    with serving(answer) as address:
+        entry = Server(name="server-1", address=address, pid=os.getpid(), ready=True)
+        run.register_server(entry)
+        ask(run, scenario)
 
 
 def test_a_server_whose_generations_fail_is_asked_ever_more_rarely_although_it_tells_its_version(
