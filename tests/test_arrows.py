@@ -70,7 +70,7 @@ LINES = {
     "diagnose": 3105,  # the search of clew diff; broken GPUs; settings of episodes; docstrings with Args
     "gateway": 4925,  # stop strings twice in a token, forced calls after <think>, texts that go on after a completion
     "hang": 9450,  # main threads that only sleep; closed pools; cells; RAS, Ray; engines; kept locks; forks; keys
-    "inference": 6830,  # vLLM and SGLang in training; lost weights, of one version but other digests; stale keys
+    "inference": 6880,  # vLLM and SGLang in training; lost weights, of one version but other digests; stray pauses
     "launch": 720,  # no_progress.py, also without clew train; several servers, and their devices; weights digested last
     "loop": 2850,  # weight_sender.py: servers that froze or refused are taken out; begun branches
     "models": 790,  # newlines around images; images that are turned; prompts with placeholders; own_code.py

@@ -47,8 +47,9 @@ def _ended_itself(sink: Sink) -> Verdict:
 
 def _other_ended(sink: Sink, abandoned: bool) -> Verdict | None:
     """Find other processes that have ended. `abandoned` says that nobody alive releases the lock that is awaited."""
-    # A process that ended normally left no lock locked.
-    gone = [a for a in sink.job if a.dead and a.role != "idle" and not (abandoned and done(a))]
+    # A process that ended normally left no lock locked that a `with` unlocks.
+    unlocks = abandoned and sink.act.op == "__enter__"
+    gone = [a for a in sink.job if a.dead and a.role != "idle" and not (unlocks and done(a))]
     awaits_server = sink.act.kind in ("http", "network") and not sink.act.op.endswith("accept")
     if not gone or awaits_server:
         return None

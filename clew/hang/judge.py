@@ -17,7 +17,7 @@ from clew.hang.collective_calls import record_lines
 from clew.hang.ended import done, ended_inside, explains
 from clew.hang.expressions import constants
 from clew.hang.local_cause import device, local_cause
-from clew.hang.locks import locked_by
+from clew.hang.locks import is_shared_lock, locked_by
 from clew.hang.observed import Snapshot
 from clew.hang.progress import cpu_share, pace, recent, woken_once
 from clew.hang.rejecting_loops import refuses
@@ -412,7 +412,11 @@ def _by_graph(job: list[Actor], ranks: list[Actor], snapshot: Snapshot) -> Verdi
 
 def _awaited(ended: Actor, job: list[Actor], sources: Mapping[str, str]) -> bool:
     """Return whether a process that ended normally could have ended the wait of a living one."""
-    waiting = [a for a in job if not a.dead and not a.moving and a.activity.kind in (*TO_OTHERS, "sleep")]
+    still = [a for a in job if not a.dead and not a.moving]
+    waiting = [a for a in still if a.activity.kind in (*TO_OTHERS, "sleep")]
+    locked = [a for a in still if a.activity.op == "acquire" and is_shared_lock(a.activity, sources)]
+    if any(a.process.parent == ended.process.parent for a in locked):
+        return True  # an exception may have skipped its release()
     return any(
         bool(one.process.outside) or one.process.awaited_child == ended.pid
         if one.activity.kind == "process"

@@ -40,7 +40,7 @@ from clew.hang.rejecting_loops import never_filled, never_holds, rejecting, roun
 from clew.hang.roles import WAITS_INSIDE
 from clew.hang.store_keys import missing_key
 from clew.hang.verdict import LOCAL, MESSAGES, Actor, Sink, Verdict, names, sentences, subject, words_of
-from clew.hang.waits_for import THROUGH_PIPES, TO_OTHERS, ports_named, surely_awaits
+from clew.hang.waits_for import THROUGH_PIPES, TO_OTHERS, fills_alone, ports_named, surely_awaits
 
 NUMERIC = {"numpy", "torch", "scipy", "sklearn", "pandas"}
 """Libraries whose calls compute, and end by themselves."""
@@ -456,6 +456,8 @@ def _blocked(sink: Sink) -> Verdict | None:
         why += " What should have led it into that call may have failed: look into its log and its answers."
     locking = sink.act.kind == "lock" or (sink.act.task and sink.act.op == "acquire")
     holders = lock_holders(sink.one, sink.act, sink.sources) if locking else {}
+    if fills_alone(sink.one, sink.job):
+        why += " No other process has an end of this queue's pipe: the one that should fill it may have ended."
     why += _parties(sink) + (_asked(sink) or _beside(sink))
     why += "".join(f" {held}." for held in [*holders][:2]) or left_locked(sink)
     others = sink.culprits[1:]

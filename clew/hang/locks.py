@@ -191,7 +191,7 @@ def left_locked(sink: Sink) -> str:
         # A semaphore has no owner. A lock that one function takes and another one releases cannot be followed.
         if _counts(sink.act.target, sink.sources) or any(lock_holders(a, sink.act, sink.sources) for a in sink.job):
             return ""
-        return f" No process that was seen has locked {sink.act.target}: one that was killed there left it locked."
+        return f" No process that was seen has locked {sink.act.target}: one that has ended left it locked."
     if sink.act.op not in ("with", "acquire") or not sink.act.target:
         return ""
     forked = sink.parent

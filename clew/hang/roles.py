@@ -317,6 +317,8 @@ def _that_may_decide(every: Sequence[Activity], accepts: bool, sources: Mapping[
         others = kept
     if every[0].kind == "future":  # an idle event loop brings no result, but does not keep it back either
         others = [each for each in others if not (each.kind == "select" and each.idle_loop)]
+        # Nor does one that hands out results as they come: none has come.
+        others = [each for each in others if not (each.dispatches and _idles_for_ever(each, sources))]
     # A task that waits for its future says more than one that sets the results of others' futures.
     if any(each.kind == "future" and not each.dispatches for each in others):
         others = [each for each in others if not each.dispatches]

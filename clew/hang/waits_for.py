@@ -227,10 +227,19 @@ def at_other_end(actor: Actor, job: Sequence[Actor]) -> set[int]:
         users = {a.pid for a in kin if not set(process.pipes) & set(a.process.pipes)}
     else:
         users = _users(ends, actor, job)
+    dead = {a.pid for a in job if a.dead and a.pid in children}
+    if fills_alone(actor, job):
+        return dead
     if not ends or not (users or actor.activity.kind == "pipe"):  # a manager may serve a queue
         return children or _piped(actor, job)
-    dead = {a.pid for a in job if a.dead and a.pid in children}
     return dead | users - joins
+
+
+def fills_alone(actor: Actor, job: Sequence[Actor]) -> bool:
+    """Return whether a process has both ends of the pipe of the queue that it reads, and no other process has one."""
+    ends = {other for _, other in _awaited(actor)}
+    alone = bool(ends) and ends <= {*actor.process.ends} and not _users(ends, actor, job)
+    return actor.activity.kind == "queue" and alone
 
 
 def _users(ends: set[str], actor: Actor, job: Sequence[Actor]) -> set[int]:
