@@ -249,7 +249,7 @@ def _skipped_a_round(sink: Sink) -> Verdict | None:
             continue
         limits = source.names_in(loop.iter)
         lists = [name for name in source.filled(loop) if frame.locals.get(f"len({name})") == turn]  # one in each round
-        lists = [name for name in lists if not re.search(rf"\b{name}\.(pop|popleft|clear)\(|del {name}\b", text)]
+        lists = [name for name in lists if not _is_shorter(name, loop, text)]
         for one in (a for a in sink.culprits if a is not still):
             same = [f for f in one.process.user_frames if (f.file, f.function) == (frame.file, frame.function)]
             left = [f for f in same if f.line > (loop.end_lineno or loop.lineno)]
@@ -258,11 +258,21 @@ def _skipped_a_round(sink: Sink) -> Verdict | None:
             if kept := next((each for each in counts if each[1].isdigit() and 0 < int(each[1]) <= int(turn)), None):
                 why = (
                     f"Rank {one.rank} has left the loop at {PurePath(frame.file).name}:{loop.lineno} with {kept[1]} "
-                    f"items in {kept[0]}, and rank {still.rank} is in a later round of it: rank {one.rank} has dropped "
-                    f"a micro-batch, so a message is missing. {sink.says}"
+                    f"items in {kept[0]}, and rank {still.rank} is in a later round of it: rank {one.rank} may have "
+                    f"dropped a micro-batch, so that a message is missing. {sink.says}"
                 )
                 return sink.blame("pipeline micro-batch mismatch", [one], why, confidence="medium", structural=True)
     return None
+
+
+def _is_shorter(name: str, loop: ast.For, text: str) -> bool:
+    """Return whether a list loses items again, or a loop fills it only in some rounds, as `if step < 2` does."""
+    taken = rf"\b{name}\.(pop|popleft|clear)\(|del {name}\b|\b{name} = {name}\[|\*{name}\b.*=|\b{name}\b.*maxlen"
+    tests = [each.test for each in source.nodes_in(ast.If, loop) if name in source.filled(each)]
+    sides = [side for each in source.nodes_in(ast.Compare, *tests) for side in (each.left, *each.comparators)]
+    sides = [each for each in sides if not isinstance(each, (ast.Call, ast.NamedExpr))]
+    some_rounds = name in source.names_in(*tests) or source.names_in(*sides) & source.names_in(loop.target)
+    return bool(some_rounds or re.search(taken, text))
 
 
 def _in_one_turn(ranks: Sequence[Actor], gone: Actor, sources: Mapping[str, str]) -> bool:
@@ -270,7 +280,9 @@ def _in_one_turn(ranks: Sequence[Actor], gone: Actor, sources: Mapping[str, str]
     for frame in (a.process.user_frames[0] for a in ranks if a.process.user_frames):
         loop = source.loop_at(sources.get(frame.file, ""), frame.line)
         lines = {f.line for f in gone.process.user_frames if (f.file, f.function) == (frame.file, frame.function)}
-        if loop is None or any(loop.lineno <= line <= (loop.end_lineno or line) for line in lines):
+        receives = [call for call in source.calls_in(loop) if source.last_name(call.func) in ("recv", "irecv")]
+        # With a second receive in the loop, the first of the chain may have taken too many messages.
+        if loop is None or len(receives) > 1 or any(loop.lineno <= line <= (loop.end_lineno or line) for line in lines):
             return False
     numbers = {a.rank for a in ranks}
     in_a_chain = sum(numbers.isdisjoint(a.activity.peers) for a in ranks) == 1
@@ -548,10 +560,15 @@ def _left_a_loop(ranks: Sequence[Actor], sources: Mapping[str, str]) -> tuple[li
 
 
 def _in_same_round(level: Sequence[Frame], loops: Sequence[source.Loop]) -> bool:
-    """Return whether frames of one function show that all ranks are in the same round of these loops."""
-    names = source.names_in(*(loop.target for loop in loops if not isinstance(loop, ast.While)))
-    rounds = [{name: frame.locals[name] for name in names if name in frame.locals} for frame in level]
-    return bool(rounds[0]) and all(each == rounds[0] for each in rounds)
+    """Return whether frames of one function show that all ranks are in the same round of each of these loops."""
+    for loop in loops:
+        names = source.names_in(loop.test if isinstance(loop, ast.While) else loop.target)
+        here = ({name: frame.locals.get(name, "<") for name in names} for frame in level)
+        # The address of an object differs between ranks, and says nothing.
+        rounds = [{name: value for name, value in each.items() if not value.startswith("<")} for each in here]
+        if not rounds[0] or any(each != rounds[0] for each in rounds):
+            return False
+    return True
 
 
 def _one_deviates(culprits: Sequence[Actor]) -> bool:

@@ -2835,3 +2835,62 @@ def test_a_stopped_idle_worker_counts_only_if_its_parent_waits_for_it(waits: boo
     text = "rewards = pool.map(score, answers) or results.get()\n\n"
     verdict = judge(Snapshot(processes=(main, worker), seconds=3.0, sources={"train.py": text}))
     assert verdict.pattern == pattern
+
+
+@pytest.mark.parametrize(
+    ("outer", "locals_0", "locals_1", "ranks"),
+    [
+        # Rank 1 is a round ahead, and has left the gather out.
+        ("while step < 5", {"step": "2"}, {"step": "3"}, (0, 1)),
+        ("while step < 5", {"step": "2"}, {"step": "2"}, (0,)),
+        ("while True", {"step": "2"}, {"step": "2"}, (0, 1)),
+        ("for step, batch in rows", {"step": "2", "batch": "<A at 0x1>"}, {"step": "2", "batch": "<A at 0x2>"}, (0,)),
+        ("for batch in rows", {"batch": "<A at 0x1>"}, {"batch": "<A at 0x2>"}, (0, 1)),
+    ],
+)
+def test_a_rank_has_left_an_inner_loop_if_all_are_in_the_same_round_of_the_outer_ones(
+    outer: str, locals_0: dict[str, str], locals_1: dict[str, str], ranks: tuple[int, ...]
+) -> None:
+    text = f"for epoch in range(3):\n  {outer}:\n    for micro in range(2):\n        dist.all_reduce(x)\n"
+    text += "    dist.all_gather(parts, x)\n    step += 1\n"
+    left, within_it = rank(0, 5, "all_gather"), rank(1, 4, "all_reduce")
+    left = stays(left, left.looks[0].threads[0].frames[0], at(5, "<module>", epoch="1", micro="1", **locals_0))
+    within_it = stays(
+        within_it, within_it.looks[0].threads[0].frames[0], at(4, "<module>", epoch="1", micro="0", **locals_1)
+    )
+    verdict = judge(Snapshot(processes=(left, within_it), seconds=3.0, sources={"train.py": text}))
+    assert (verdict.pattern, verdict.ranks) == ("collective mismatch", ranks)
+
+
+@pytest.mark.parametrize(
+    ("keeps", "ranks"),
+    [
+        ("if y is not None: done.append(y)", (0,)),
+        ("if good(micro): done.append(y)", (0,)),
+        ("if micro < 2: done.append(y)", (0, 1)),  # in all ranks
+        ("if len(done) < 2: done.append(y)", (0, 1)),
+        ("done.append(y); done = done[-2:]", (0, 1)),
+    ],
+)
+def test_a_stage_has_dropped_a_micro_batch_if_its_list_should_grow_in_each_round(
+    keeps: str, ranks: tuple[int, ...]
+) -> None:
+    text = f"for micro in range(3):\n    dist.recv(x, src=0)\n    {keeps}\ndist.recv(x, src=1)\n"
+    left, still = rank(0, 4, "recv", src="1"), rank(1, 2, "recv", src="0")
+    counts = {"micro": "2", "len(done)": "2"}
+    left = stays(left, left.looks[0].threads[0].frames[0], at(4, "<module>", **counts))
+    still = stays(still, still.looks[0].threads[0].frames[0], at(2, "<module>", **counts))
+    verdict = judge(Snapshot(processes=(left, still), seconds=3.0, sources={"train.py": text}))
+    assert (verdict.pattern, verdict.ranks) == ("pipeline micro-batch mismatch", ranks)
+
+
+@pytest.mark.parametrize(("again", "ranks"), [("work(x)", (0,)), ("if late(): dist.recv(x, src=rank - 1)", (0, 1))])
+def test_the_first_of_a_chain_may_have_taken_a_message_too_many(again: str, ranks: tuple[int, ...]) -> None:
+    text = f"for micro in range(3):\n    dist.recv(x, src=rank - 1)\n    {again}\ndist.all_reduce(x)\n"
+    gone = rank(0, 4, "all_reduce", world=3)
+    job = [stays(gone, gone.looks[0].threads[0].frames[0], at(4, "<module>", micro="2"))]
+    for number in (1, 2):
+        one = rank(number, 2, "recv", src=str(number - 1), world=3)
+        job.append(stays(one, one.looks[0].threads[0].frames[0], at(2, "<module>", micro="2")))
+    verdict = judge(Snapshot(processes=tuple(job), seconds=3.0, sources={"train.py": text}))
+    assert (verdict.pattern, verdict.ranks) == ("pipeline micro-batch mismatch", ranks)
