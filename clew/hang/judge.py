@@ -30,7 +30,7 @@ SUPERVISING = ("process", "thread", "pool", "future", "tasks", "ray")
 """Kinds of waits of a main process that only waits for its children to end."""
 MAIN_TASK = "task Task-1"
 """Name of the thread that stands for the first task of an event loop: asyncio.run makes it of the main coroutine."""
-UNTIL_END = re.compile(r"\(\)$|stop|shut|exit|quit", re.I)
+UNTIL_END = re.compile(rf"\(\)$|{source.SAYS_END.pattern}", re.I)
 """Matches an event that has no name, so that nobody can set it, and the names of those that are set at the end."""
 SOON_S = 60.0
 """Longest sleep, in seconds, whose end is worth waiting for: the process is slow then, not hung."""

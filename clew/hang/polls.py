@@ -153,17 +153,28 @@ def polling(sink: Sink) -> Verdict | None:
     """Judge a loop that sleeps until a file appears."""
     if not _asks_for_files(sink.act, sink.sources) or (loop := sink.act.loop_in(sink.sources)) is None:
         return None
-    why = f"{sink.one.process.label} polls for a file that does not appear, at {sink.act.place}."
     if sink.blocked_ranks and _writes_itself(sink, loop):
+        why = f"{sink.one.process.label} polls for a file that does not appear, at {sink.act.place}."
         why += " The program writes such files itself: the ranks that should do it may be those that wait."
         return sink.blame("missing rank", sink.culprits, why + sink.who_waits, cause="file", structural=True)
     apart = [a for a in sink.job if a.activity.site not in {b.activity.site for b in sink.culprits}]
-    if others := [a for a in apart if not (a.moving or a.dead) and _asks_for_files(a.activity, sink.sources)]:
-        why += "".join(f" So does {a.process.label}, at {a.activity.site}." for a in others[:3])
+    others = [a for a in apart if not (a.moving or a.dead) and _asks_for_files(a.activity, sink.sources)]
+    # One that looks for files for ever, or until it is stopped, waits for more work.
+    asking = [a for a in (*sink.culprits, *others) if not _serves(a.activity, sink.sources)] or sink.culprits
+    one, more = asking[0], [a for a in asking[1:] if a in others]
+    why = f"{one.process.label} polls for a file that does not appear, at {one.activity.place}."
+    if more:
+        why += "".join(f" So does {a.process.label}, at {a.activity.site}." for a in more[:3])
         why += " They may wait for one another."
-        blamed = [*sink.culprits, *others]
-        return sink.blame("external wait", blamed, why + sink.who_waits, cause="file", confidence="medium")
-    return sink.blame("external wait", sink.culprits, why + sink.who_waits, cause="file")
+    confidence = "medium" if more else "high"
+    return sink.blame("external wait", asking, why + sink.who_waits, cause="file", confidence=confidence)
+
+
+def _serves(one: Activity, sources: Mapping[str, str]) -> bool:
+    """Return whether the loop in which a thread sleeps never ends, or only once the program should end."""
+    loop = one.loop_in(sources)
+    until_end = isinstance(loop, ast.While) and source.SAYS_END.search(ast.unparse(loop.test))
+    return bool(until_end) or source.goes_on_for_ever(loop)
 
 
 def _asks_for_files(one: Activity, sources: Mapping[str, str]) -> bool:

@@ -63,6 +63,8 @@ LIMIT = re.compile(r"Empty|Full|Time_?[Oo]ut")
 """Exceptions that say that a wait has reached its limit."""
 PROGRAM_ENDS = re.compile("Cancelled|Interrupt")
 """Exceptions that are raised when the program or its task should end."""
+SAYS_END = re.compile("stop|shut|exit|quit", re.I)
+"""Matches the names of events and files that are set or made when the program should end."""
 UNLIMITED = re.compile(r"\.(get|wait|acquire|read)$")
 """Calls that do not poll unless they have an argument, such as a timeout."""
 ENDING = {

@@ -2894,3 +2894,14 @@ def test_the_first_of_a_chain_may_have_taken_a_message_too_many(again: str, rank
         job.append(stays(one, one.looks[0].threads[0].frames[0], at(2, "<module>", micro="2")))
     verdict = judge(Snapshot(processes=tuple(job), seconds=3.0, sources={"train.py": text}))
     assert (verdict.pattern, verdict.ranks) == ("pipeline micro-batch mismatch", ranks)
+
+
+@pytest.mark.parametrize(
+    ("loop", "blamed"), [("while True", 1), ("while not exists(stop_file)", 1), ("while not exists(weights)", 2)]
+)
+def test_who_looks_for_files_until_the_end_does_not_keep_others_waiting(loop: str, blamed: int) -> None:
+    text = f"{loop}:\n    glob(path)\n    time.sleep(1)\nwhile not exists(rollout):\n    time.sleep(1)\n"
+    job = [replace(rank(number, line), rank=None, world=None) for number, line in ((0, 3), (1, 5))]
+    verdict = judge(Snapshot(processes=tuple(job), seconds=3.0, sources={"train.py": text}))
+    assert (verdict.pattern, len(verdict.pids)) == ("external wait", blamed)
+    assert 101 in verdict.pids and "train.py:5" in verdict.sites
