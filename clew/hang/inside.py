@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain, islice
 from math import prod
 
 from clew.hang import proc
@@ -14,7 +15,11 @@ from clew.hang.memory import Memory, Unreadable
 from clew.hang.observed import PROGRAM, Frame, Group, Inside, Thread
 
 MOST_TASKS = 1_000
+MOST_ITEMS = 100
+"""Number of items of a container that are looked at: reading a million takes seconds."""
 DEEPEST = 40
+MOST_ENTRIES = 10_000
+"""Number of entries of a traceback that are followed. Python's own limit of a recursion is 1,000."""
 CYTHON_AWAITS = 64
 """Offset, in a coroutine that Cython has compiled, of what it awaits."""
 TORN = (Unreadable, KeyError, ValueError)
@@ -46,34 +51,38 @@ def inside(pid: int, threads: tuple[Thread, ...] = ()) -> Inside:
 
 
 def _held(memory: Memory, threads: tuple[Thread, ...]) -> set[int]:
-    """Return the objects that the user's frames hold: variables, attributes of `self`, and items of both."""
+    """Return the objects that the user's frames hold: variables, attributes of `self`, and the first items of both."""
     held: list[int] = []
     for frame in (frame for thread in threads for frame in thread.user_frames):
         held += frame.addresses.values()
         with suppress(*TORN):
             held += memory.module("__main__").values() if frame.name == "<module>" else ()
             held += memory.attributes(frame.addresses["self"]).values()
-    for address in list(held):
+    for address in set(held):
         with suppress(Unreadable):
             kind = memory.type_name(address)
             if kind in ("list", "tuple"):
-                held += memory.items(address)[:100]
+                held += memory.items(address, MOST_ITEMS)
             elif kind == "set":
-                held += memory.members(address)[:100]
+                held += islice(memory.members(address), MOST_ITEMS)
             elif kind == "dict":
-                held += [each for entry in memory.entries(address) for each in entry][:200]
+                held += chain.from_iterable(islice(memory.entries(address), MOST_ITEMS))
     return set(held)
 
 
 def _failed_jobs(memory: Memory, held: set[int]) -> Iterator[tuple[str, str, str]]:
-    """Yield the function, exception and place of each failed job of a pool of concurrent.futures."""
+    """Yield the function, exception and place of each job of a pool of threads that failed without anybody noticing."""
     for address in held:
         with suppress(*TORN):
-            if memory.full_type_name(address) == "Future":
-                error = memory.attributes(address)["_exception"]
-                ended = memory.type_name(error) != "NoneType"
-                if frames := [each for each in raised_at(memory, error) if each.of_user] if ended else []:
-                    yield frames[-1].name, memory.type_name(error), frames[0].site
+            if memory.full_type_name(address) != "Future":
+                continue
+            error = memory.attributes(address)["_exception"]
+            failed = memory.type_name(error) != "NoneType"
+            frames = raised_at(memory, error) if failed else tuple[Frame, ...]()
+            own = [each for each in frames if each.of_user]
+            # The pool has caught it in its own run(). Once result() has raised it again, the user's code is outermost.
+            if own and own[-1] is not frames[-1]:
+                yield own[-1].name, memory.type_name(error), own[0].site
 
 
 def _programs(memory: Memory, held: set[int]) -> Iterator[tuple[int, str, int]]:
@@ -178,14 +187,22 @@ def _place(memory: Memory, code: int, instruction: int) -> Frame:
 
 
 def raised_at(memory: Memory, error: int) -> tuple[Frame, ...]:
-    """Return the frames through which an exception has come, the one that raised it first."""
-    place, found = memory.layout["traceback"], list[Frame]()
+    """Return the frames through which an exception has come, the one that raised it first.
+
+    If there are very many, those in the middle are left out.
+    """
+    place, entries = memory.layout["traceback"], list[int]()
     entry = memory.word(error + place["traceback"])
-    while entry and len(found) < DEEPEST:
-        inner = memory.word(memory.word(entry + place["frame"]) + place["inner"])
-        found.append(_place(memory, memory.word(inner + place["code"]), memory.int32(entry + place["instruction"])))
+    while entry and len(entries) < MOST_ENTRIES:
+        entries.append(entry)
         entry = memory.word(entry + place["next"])
-    return tuple(found[::-1])
+    if len(entries) > DEEPEST:
+        entries = entries[: DEEPEST // 2] + entries[-DEEPEST // 2 :]
+    found = list[Frame]()
+    for each in reversed(entries):
+        inner = memory.word(memory.word(each + place["frame"]) + place["inner"])
+        found.append(_place(memory, memory.word(inner + place["code"]), memory.int32(each + place["instruction"])))
+    return tuple(found)
 
 
 def line_of(table: bytes, first: int, instruction: int) -> int:

@@ -129,22 +129,22 @@ class Memory:
         value = sum(self.int32(address + 24 + 4 * n) << (30 * n) for n in range(digits))
         return -value if negative else value
 
-    def items(self, address: int) -> list[int]:
-        """Return the addresses in a tuple or list."""
+    def items(self, address: int, most: int = MOST) -> list[int]:
+        """Return the addresses in a tuple or list, or the first `most` of them."""
         kind = self.type_name(address)
         if kind not in ("tuple", "list"):
             raise Unreadable(f"{kind} is neither a tuple nor a list")
         start = address + 24 if kind == "tuple" else self.word(address + 24)
-        return [self.word(start + 8 * n) for n in range(self.count(address + 16))]
+        return [self.word(start + 8 * n) for n in range(min(self.count(address + 16), most))]
 
-    def members(self, address: int) -> list[int]:
-        """Return the addresses in a set."""
+    def members(self, address: int) -> Iterator[int]:
+        """Yield the addresses in a set."""
         table, size = self.word(address + 40), self.count(address + 32) + 1
         entries = ((self.word(table + 16 * n), self.word(table + 16 * n + 8)) for n in range(size))
-        return [key for key, digest in entries if key and digest != (1 << 64) - 1]
+        return (key for key, digest in entries if key and digest != (1 << 64) - 1)
 
     def entries(self, address: int) -> Iterator[tuple[int, int]]:
-        """Return the addresses of keys and values of a dict."""
+        """Yield the addresses of keys and values of a dict."""
         return self._entries(self.word(address + 32), self.word(address + 40))
 
     def _entries(self, keys: int, values: int) -> Iterator[tuple[int, int]]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -117,3 +119,48 @@ def test_lines_of_instructions_are_those_of_python() -> None:
             assert inside.line_of(code.co_linetable, code.co_firstlineno, start) == line
     for end in range(len(code.co_linetable)):  # as torn memory may hold it
         inside.line_of(code.co_linetable[:end], code.co_firstlineno, 1 << 20)
+
+
+FAILED_JOBS = """
+import queue
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+def fail(depth):
+    if depth:
+        fail(depth - 1)
+    raise ValueError("lost")  # line 9
+
+def read(number):
+    raise KeyError(number)
+
+class Trainer:
+    def __init__(self):
+        pool = ThreadPoolExecutor(1)
+        self.large = [{n: n for n in range(90_000)} for _ in range(20)]
+        self.jobs = {"read": pool.submit(read, 1), "deep": pool.submit(fail, 300)}
+        with suppress(KeyError):
+            self.jobs["read"].result()
+
+    def wait(self):
+        while not self.jobs["deep"].done():
+            pass
+        print("ready", flush=True)
+        queue.Queue().get()
+
+Trainer().wait()
+"""
+
+
+def test_a_failed_job_counts_until_its_result_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(FAILED_JOBS)
+    process = subprocess.Popen([sys.executable, "program.py"], cwd=tmp_path, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None and process.stdout.readline().strip() == b"ready"
+        look = look_at(process.pid, py_spy())
+        before = time.process_time()
+        assert inside.inside(process.pid, look.threads).failed_jobs == (("fail", "ValueError", "program.py:9"),)
+        assert time.process_time() - before < 1, "large containers are not read as a whole"
+    finally:
+        process.kill()
+        process.communicate()
