@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from clew.hang.locks import is_shared_lock, left_locked, nobody_releases
 from clew.hang.observed import Thread
@@ -70,7 +71,7 @@ def _part_ended(sink: Sink) -> Verdict | None:
 
     def find(counts: Callable[[str], bool]) -> str:
         children = (ended_children(a, counts) for a in sink.job)
-        return ended_inside(sink.one, counts) or next(filter(None, children), "")
+        return ended_inside(sink.one, counts, sink.sources) or next(filter(None, children), "")
 
     failed = find(lambda name: False)
     ended = failed or find(lambda name: explains(name, sink.one, sink.job, sink.sources))
@@ -105,7 +106,7 @@ def _part_of_waiter_ended(sink: Sink) -> Verdict | None:
 def _untaken(sink: Sink) -> Verdict | None:
     """Find a process with items in a queue whose only reader, a thread that it had started, has ended."""
     for one in (a for a in (*sink.culprits, *sink.waiters) if not a.moving):
-        running = {frame.name for thread in one.process.threads for frame in thread.frames}
+        running = {frame.name for thread in one.process.threads if not thread.ended for frame in thread.frames}
         places = [(sink.sources.get(frame.file, ""), frame.line) for frame in one.process.user_frames]
         started = set().union(*(started_before(text, line) for text, line in places))
         for frame in one.process.user_frames:
@@ -193,8 +194,13 @@ def ended_children(actor: Actor, counts: Callable[[str], bool] = bool) -> str:
     return f"{actor.process.label}: {', '.join(every[:4])}" if every else ""
 
 
-def ended_inside(actor: Actor, counts: Callable[[str], bool] = bool) -> str:
-    """Return words about children, tasks and threads that failed, or ended with a name that `counts` takes; else ""."""
+def ended_inside(
+    actor: Actor, counts: Callable[[str], bool] = bool, sources: Mapping[str, str] = MappingProxyType({})
+) -> str:
+    """Return words about children, tasks and threads that failed, or ended with a name that `counts` takes; else "".
+
+    Failed jobs are left out if one of the sources asks futures for their exceptions: it may have tried them again.
+    """
     children = ended_children(actor, counts)
     handled = any(each.kind == "tasks" for each in actor.threads)
     failed = [
@@ -203,7 +209,9 @@ def ended_inside(actor: Actor, counts: Callable[[str], bool] = bool) -> str:
         if thread.ended and (not handled or counts(thread.frames[-1].name if thread.frames else thread.name))
     ]
     failed = [text for text in failed if "CancelledError" not in text]
-    jobs = [f"the job {f}() ({error} at {at})" for f, error, at in actor.process.inside.failed_jobs if counts(f)]
+    asked = any(".exception()" in text for text in sources.values())
+    failed_jobs = () if asked else actor.process.inside.failed_jobs
+    jobs = [f"the job {f}() ({error} at {at})" for f, error, at in failed_jobs if counts(f)]
     threads = [f"its thread {name}" for name in actor.process.inside.ended_threads if counts(name)]
     return children or ", ".join((failed or [*jobs, *threads])[:4])
 

@@ -2905,3 +2905,26 @@ def test_who_looks_for_files_until_the_end_does_not_keep_others_waiting(loop: st
     verdict = judge(Snapshot(processes=tuple(job), seconds=3.0, sources={"train.py": text}))
     assert (verdict.pattern, len(verdict.pids)) == ("external wait", blamed)
     assert 101 in verdict.pids and "train.py:5" in verdict.sites
+
+
+def test_a_failed_task_has_no_lock() -> None:
+    text = "async def add(lock):\n    async with lock:\n        check()\nasync def main():\n    await gather(*tasks)\n"
+    failed = Thread(name="task Task-2", os_id=0, task=True, at=2, ended="ValueError", frames=(at(3, "add"),))
+    acquire = within("acquire", "asyncio/locks.py")
+    tasks = [
+        Thread(name="task Task-1", os_id=0, task=True, at=1, waiter="_GatheringFuture", frames=(at(5, "main"),)),
+        Thread(name="task Task-3", os_id=0, task=True, at=3, waiter="Future", frames=(acquire, at(2, "add"))),
+    ]
+    verdict = watched(text, *[[main_in(*LOOP), *tasks, failed]] * 6)
+    assert verdict.sites == ("train.py:2",) and "No coroutine" in verdict.explanation, verdict.explanation
+
+
+@pytest.mark.parametrize(("reads", "pattern"), [("f.result()", "dead"), ("f.exception()", "rollout blocked")])
+def test_a_failed_job_whose_exception_was_asked_for_may_have_been_tried_again(reads: str, pattern: str) -> None:
+    text = f"def produce():\n    out.put(1)\nout.get()\nfor f in futures:\n    {reads}\n"
+    get = within("get", "queue.py")
+    failed = Inside(failed_jobs=(("produce", "ValueError", "train.py:2"),))
+    looks = tuple(Look(at=n / 2, switches=7, threads=(main_in(get, at(3, "<module>")),)) for n in range(6))
+    one = replace(rank(0, 1), rank=None, world=None, looks=looks, waits_in="futex_do_wait", inside=failed)
+    verdict = judge(Snapshot(processes=(one,), seconds=3.0, sources={"train.py": text}))
+    assert verdict.pattern == pattern and "the job produce() (ValueError at train.py:2)" in verdict.explanation
