@@ -132,12 +132,18 @@ def newest_traceback(text: str) -> str:
     """Return the exception of the last traceback in a log, the user's line that raised it, and what came after it."""
     before, mark, after = text.rpartition("Traceback (most recent call last):")
     *_, above, prefix = ["", *before.split("\n")]  # torchrun, for example, begins each line with the rank
-    lines = [line.removeprefix(prefix) for line in after.splitlines()[1:]]
-    frames = list(takewhile(lambda line: line.startswith(" "), lines))
-    error, later = next(iter(lines[len(frames) :]), ""), len(lines) - len(frames) - 1
-    if not mark or not error:
+    prefix = re.sub(r"[+|] Exception Group $", "| ", prefix)
+    lines = after.splitlines()[1:]
+    if not any(line.startswith(prefix) for line in lines):
+        prefix = ""  # only the first line of a message has it, such as a time
+    # Lines of other ranks may come between.
+    own = [(line.removeprefix(prefix), n) for n, line in enumerate(lines) if line.startswith(prefix)]
+    frames = [line for line, _ in takewhile(lambda each: each[0].startswith(" "), own)]
+    named = re.findall(r'File "([^"]+)", line (\d+)', "\n".join(frames))
+    error, at = next(iter(own[len(frames) :]), ("", 0))
+    if not mark or not named or not error:
         return ""
-    named = re.findall(r'File "(.+)", line (\d+)', "\n".join(frames))
+    later = len(lines) - at - 1
     places = [f" at {PurePath(file).name}:{line}" for file, line in named if not installed(file)]
     thread = re.search(r"Exception in (thread .+?):?$", above)
     words = f"{error[:SHOWN]!r}{places[-1] if places else ''}" + (f" in {thread[1]}" if thread else "")

@@ -69,6 +69,28 @@ def test_a_traceback_is_read_without_the_prefix_of_its_lines() -> None:
     lines = ["Traceback (most recent call last):", '  File "/src/train.py", line 3, in f', "    g()", "ValueError: no"]
     assert newest_traceback("\n".join(f"[rank1]: {line}" for line in lines)) == "'ValueError: no' at train.py:3"
     assert newest_traceback("\n".join(lines[:3])) == newest_traceback("step 3\n") == ""
+    timed = [f"12:00:0{n} {line}" for n, line in enumerate(lines)]
+    assert newest_traceback("\n".join(timed)) == ""  # each line has another prefix
+
+
+def test_a_traceback_is_read_between_lines_of_another_rank() -> None:
+    lines = ["Traceback (most recent call last):", '  File "/src/train.py", line 3, in f', "    g()", "ValueError: no"]
+    text = "".join(f"[rank1]: {line}\n[rank0]: step 3\n" for line in lines)
+    assert newest_traceback(text) == "'ValueError: no' at train.py:3, 1 line before the end"
+
+
+def test_a_group_of_exceptions_without_tracebacks_is_read_as_a_whole(tmp_path: Path) -> None:
+    script = tmp_path / "job.py"
+    script.write_text('raise ExceptionGroup("two", [ValueError(1), KeyError(2)])\n')
+    log = subprocess.run([sys.executable, str(script)], capture_output=True, text=True).stderr
+    said = newest_traceback(log + "step 7\n")
+    assert said.startswith("'ExceptionGroup: two (2 sub-exceptions)' at job.py:1")
+
+
+def test_a_long_line_without_an_end_is_read_quickly() -> None:
+    began = time.monotonic()
+    assert newest_traceback("Traceback (most recent call last):\n  " + 'File "' * 40_000 + "\nValueError") == ""
+    assert time.monotonic() - began < 5
 
 
 def test_the_newest_file_of_a_polled_folder_and_the_end_of_the_log_are_reported(tmp_path: Path) -> None:
