@@ -88,8 +88,9 @@ def _own_coroutine(one: Actor, sources: Mapping[str, str]) -> str:
 
 def _own_server(one: Actor) -> str:
     """Return words if a blocked event loop waits for an answer of a server of its own process; else ""."""
+    ends = {other for _, _, other in one.process.awaits} & {*one.process.ends}  # another server may have the same port
     ports = sorted({*one.process.peers} & {*one.process.listens}) if one.activity.kind in ("http", "network") else []
-    return f" It waits for an answer of its own server, at port {ports[0]}." if ports else ""
+    return f" It waits for an answer of its own server, at port {ports[0]}." if ends and ports else ""
 
 
 def _not_woken(sink: Sink) -> Verdict | None:
@@ -446,7 +447,7 @@ def _blocked(sink: Sink) -> Verdict | None:
         # A thread that asks again and again while the main one waits in the same process: they wait for one another.
         inside = sink.act.thread != "MainThread" and not sink.one.process.peers
         pattern = "rollout blocked" if circle and inside else "external wait"
-    alone = _pool_waits_for_itself(sink.one)
+    alone = _pool_waits_for_itself(sink)
     why = f"{sink.one.says}.{'' if alone else _others_in_circle(sink)}{sink.who_waits}"
     if asleep:
         why += _condition(sink) + (circle if pattern == "rollout blocked" else "")
@@ -574,27 +575,30 @@ def _signallers(sink: Sink) -> list[Activity]:
         if any(source.ends_one_of(sink.sources.get(f.file, ""), f.line, wait, by_argument=False) for f in frames)
     }
     every = [each for each in sink.one.threads if each.thread in may and each is not sink.act]
+    every = [each for each in every if not source.SAYS_END.search(each.target)]  # at the end, it lets all others out
     return [each for each in every if each.kind in WAITS_INSIDE and each.site == every[0].site]
 
 
-def _pool_waits_for_itself(one: Actor) -> bool:
-    """Return whether each thread of a pool waits for the result of another job."""
-    jobs = [each for each in one.threads if each.is_job]
-    return len(jobs) > 1 and all(each.kind in ("future", "pool") for each in jobs)
+def _pool_waits_for_itself(sink: Sink) -> bool:
+    """Return whether each thread of a pool waits for the result of another job, and no process runs such a job."""
+    jobs = [each for each in sink.one.threads if each.is_job]
+    outermost = (frame for a in sink.culprits[1:] for frame in a.process.main_frames)
+    elsewhere = any(re.search(r"concurrent/futures/process\.py$|multiprocessing/pool\.py$", f.file) for f in outermost)
+    return len(jobs) > 1 and not elsewhere and all(each.kind in ("future", "pool") for each in jobs)
 
 
 def _beside(sink: Sink) -> str:
     """Return words about the other threads and coroutines of the culprit that wait, too: often for one another."""
-    if _pool_waits_for_itself(sink.one):
+    if _pool_waits_for_itself(sink):
         jobs = sum(each.is_job for each in sink.one.threads)
         return f" All {jobs} threads that run jobs wait for results of other jobs: none is left to run those."
     if sink.act.kind not in WAITS_INSIDE:
         return ""
+    words_by_site = {sink.act.site: ""}
     if signallers := _signallers(sink):
         one, more = signallers[0], len(signallers) - 1
         also = f" ({more} more threads are there)" if more else ""
-        return f" Its thread {one.thread} could set it, but {words_of(one)} at {one.place}{also}."
-    words_by_site = {sink.act.site: ""}
+        words_by_site[one.site] = f" Its thread {one.thread} could set it, but {words_of(one)} at {one.place}{also}."
     waiting = [each for each in sink.one.threads if each.kind in WAITS_INSIDE and each.kind != "select"]
     for each in waiting:
         if each.of_user and not (each.heartbeat or each.dispatches):
