@@ -455,7 +455,9 @@ def _different_collectives(sink: Sink) -> Verdict:
     if parted:
         odd = parted[0] if len(parted[0]) < len(culprits) else odd
         why = f"{why} {parted[1]}"
-    guessed = len(odd) == len(culprits) or (_is_root(odd) and not left and not parted)
+    # Of two ranks that part at a loop, the one that is still in it may have missed its end.
+    unclear = 2 * len(odd) == len(culprits) if left else _is_root(odd)
+    guessed = len(odd) == len(culprits) or (unclear and not parted)
     sure = "medium" if guessed else "high"
     return sink.blame("collective mismatch", odd, why, structural=True, confidence=sure)
 
