@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 
 from clew.hang.locks import is_shared_lock, left_locked, nobody_releases
 from clew.hang.observed import Thread
 from clew.hang.roles import waits_for_work
-from clew.hang.source import ends_one_of, ends_wait, function_named, polls, started_before, taking
+from clew.hang.source import ends_one_of, ends_wait, function_named, nodes_in, polls, started_before, taking
 from clew.hang.verdict import Actor, Sink, Verdict, sentences
 from clew.hang.waits_for import THROUGH_PIPES, TO_OTHERS
 
@@ -69,9 +69,13 @@ def _part_ended(sink: Sink) -> Verdict | None:
     if sink.one.process.waits or sink.act.kind in ("http", "network", "process"):
         return None
 
+    def harmless(job: str) -> bool:
+        # A program that asks futures for their exceptions may have tried the job again.
+        return any(".exception()" in text for text in sink.sources.values()) or _ends_anyway(job, sink)
+
     def find(counts: Callable[[str], bool]) -> str:
         children = (ended_children(a, counts) for a in sink.job)
-        return ended_inside(sink.one, counts, sink.sources) or next(filter(None, children), "")
+        return ended_inside(sink.one, counts, harmless) or next(filter(None, children), "")
 
     failed = find(lambda name: False)
     ended = failed or find(lambda name: explains(name, sink.one, sink.job, sink.sources))
@@ -79,6 +83,16 @@ def _part_ended(sink: Sink) -> Verdict | None:
         return None
     why = f"What has ended: {ended}. So nothing can end this wait: {sink.one.says}."
     return sink.blame("dead", sink.culprits, why, cause="dead", structural=bool(failed))
+
+
+def _ends_anyway(job: str, sink: Sink) -> bool:
+    """Return whether a function ends the culprit's wait in a `finally` or `except`, and so also if it fails."""
+    for text in sink.sources.values():
+        for node in nodes_in(ast.Try, function_named(text, job)):
+            at_the_end = ast.Module([*node.finalbody, *(each for one in node.handlers for each in one.body)], [])
+            if ends_wait(at_the_end, text, (sink.act.kind, sink.act.target)):
+                return True
+    return False
 
 
 def _starves_waiter(sink: Sink) -> Verdict | None:
@@ -195,11 +209,11 @@ def ended_children(actor: Actor, counts: Callable[[str], bool] = bool) -> str:
 
 
 def ended_inside(
-    actor: Actor, counts: Callable[[str], bool] = bool, sources: Mapping[str, str] = MappingProxyType({})
+    actor: Actor, counts: Callable[[str], bool] = bool, harmless: Callable[[str], bool] = lambda _: False
 ) -> str:
     """Return words about children, tasks and threads that failed, or ended with a name that `counts` takes; else "".
 
-    Failed jobs are left out if one of the sources asks futures for their exceptions: it may have tried them again.
+    Failed jobs whose names `harmless` takes are left out.
     """
     children = ended_children(actor, counts)
     handled = any(each.kind == "tasks" for each in actor.threads)
@@ -209,9 +223,8 @@ def ended_inside(
         if thread.ended and (not handled or counts(thread.frames[-1].name if thread.frames else thread.name))
     ]
     failed = [text for text in failed if "CancelledError" not in text]
-    asked = any(".exception()" in text for text in sources.values())
-    failed_jobs = () if asked else actor.process.inside.failed_jobs
-    jobs = [f"the job {f}() ({error} at {at})" for f, error, at in failed_jobs if counts(f)]
+    failed_jobs = [each for each in actor.process.inside.failed_jobs if counts(each[0]) and not harmless(each[0])]
+    jobs = [f"the job {f}() ({error} at {at})" for f, error, at in failed_jobs]
     threads = [f"its thread {name}" for name in actor.process.inside.ended_threads if counts(name)]
     return children or ", ".join((failed or [*jobs, *threads])[:4])
 

@@ -468,7 +468,9 @@ def ends_one_of(text: str, line: int, waits: Collection[Wait], *, by_argument: b
 
 
 @lru_cache(maxsize=4096)
-def ends_wait(around: Function | Loop, text: str, wait: Wait, by_argument: bool = True, depth: int = 2) -> bool:
+def ends_wait(
+    around: Function | Loop | ast.Module, text: str, wait: Wait, by_argument: bool = True, depth: int = 2
+) -> bool:
     """Return whether a function or loop, or one that it calls, may end a wait; see `ends_one_of`."""
     kind, target = wait
     nested = enclosing(text, around.lineno) if by_argument and isinstance(around, Function) else ()

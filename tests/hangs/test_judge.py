@@ -2919,9 +2919,18 @@ def test_a_failed_task_has_no_lock() -> None:
     assert verdict.sites == ("train.py:2",) and "No coroutine" in verdict.explanation, verdict.explanation
 
 
-@pytest.mark.parametrize(("reads", "pattern"), [("f.result()", "dead"), ("f.exception()", "rollout blocked")])
-def test_a_failed_job_whose_exception_was_asked_for_may_have_been_tried_again(reads: str, pattern: str) -> None:
-    text = f"def produce():\n    out.put(1)\nout.get()\nfor f in futures:\n    {reads}\n"
+@pytest.mark.parametrize(
+    ("puts", "reads", "pattern"),
+    [
+        ("out.put(1)", "f.result()", "dead"),
+        ("out.put(1)", "f.exception()", "rollout blocked"),  # it may have been tried again
+        ("\n    try: work()\n    finally: out.put(1)", "f.result()", "rollout blocked"),
+    ],
+)
+def test_a_failed_job_explains_a_wait_that_only_its_success_would_have_ended(
+    puts: str, reads: str, pattern: str
+) -> None:
+    text = f"def wait():\n  return (\n    out.get())\ndef produce(): {puts}\nfor f in futures:\n    {reads}\n"
     get = within("get", "queue.py")
     failed = Inside(failed_jobs=(("produce", "ValueError", "train.py:2"),))
     looks = tuple(Look(at=n / 2, switches=7, threads=(main_in(get, at(3, "<module>")),)) for n in range(6))
