@@ -269,8 +269,8 @@ def _is_shorter(name: str, loop: ast.For, text: str) -> bool:
     """Return whether a list loses items again, or a loop fills it only in some rounds, as `if step < 2` does."""
     taken = rf"\b{name}\.(pop|popleft|clear)\(|del {name}\b|\b{name} = {name}\[|\*{name}\b.*=|\b{name}\b.*maxlen"
     tests = [each.test for each in source.nodes_in(ast.If, loop) if name in source.filled(each)]
-    sides = [side for each in source.nodes_in(ast.Compare, *tests) for side in (each.left, *each.comparators)]
-    sides = [each for each in sides if not isinstance(each, (ast.Call, ast.NamedExpr))]
+    compared = (side for each in source.nodes_in(ast.Compare, *tests) for side in (each.left, *each.comparators))
+    sides = [each for each in compared if not isinstance(each, (ast.Call, ast.NamedExpr))]
     some_rounds = name in source.names_in(*tests) or source.names_in(*sides) & source.names_in(loop.target)
     return bool(some_rounds or re.search(taken, text))
 

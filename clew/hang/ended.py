@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from clew.hang.locks import is_shared_lock, left_locked, nobody_releases
-from clew.hang.observed import Thread
 from clew.hang.roles import waits_for_work
 from clew.hang.source import ends_one_of, ends_wait, function_named, nodes_in, polls, started_before, taking
 from clew.hang.verdict import Actor, Sink, Verdict, sentences
@@ -69,13 +68,9 @@ def _part_ended(sink: Sink) -> Verdict | None:
     if sink.one.process.waits or sink.act.kind in ("http", "network", "process"):
         return None
 
-    def harmless(job: str) -> bool:
-        # A program that asks futures for their exceptions may have tried the job again.
-        return any(".exception()" in text for text in sink.sources.values()) or _ends_anyway(job, sink)
-
     def find(counts: Callable[[str], bool]) -> str:
         children = (ended_children(a, counts) for a in sink.job)
-        return ended_inside(sink.one, counts, harmless) or next(filter(None, children), "")
+        return ended_inside(sink.one, counts, lambda job: _harmless(job, sink)) or next(filter(None, children), "")
 
     failed = find(lambda name: False)
     ended = failed or find(lambda name: explains(name, sink.one, sink.job, sink.sources))
@@ -85,14 +80,14 @@ def _part_ended(sink: Sink) -> Verdict | None:
     return sink.blame("dead", sink.culprits, why, cause="dead", structural=bool(failed))
 
 
-def _ends_anyway(job: str, sink: Sink) -> bool:
-    """Return whether a function ends the culprit's wait in a `finally` or `except`, and so also if it fails."""
-    for text in sink.sources.values():
-        for node in nodes_in(ast.Try, function_named(text, job)):
-            at_the_end = ast.Module([*node.finalbody, *(each for one in node.handlers for each in one.body)], [])
-            if ends_wait(at_the_end, text, (sink.act.kind, sink.act.target)):
-                return True
-    return False
+def _harmless(job: str, sink: Sink) -> bool:
+    """Return whether a failed job may have been tried again, or ends the wait in a `finally` or `except` anyway."""
+    wait = (sink.act.kind, sink.act.target)
+    every = [(each, text) for text in sink.sources.values() for each in nodes_in(ast.Try, function_named(text, job))]
+    ends = [
+        (ast.Module([*each.finalbody, *(n for h in each.handlers for n in h.body)], []), text) for each, text in every
+    ]
+    return any(".exception()" in each for each in sink.sources.values()) or any(ends_wait(*each, wait) for each in ends)
 
 
 def _starves_waiter(sink: Sink) -> Verdict | None:
@@ -211,27 +206,19 @@ def ended_children(actor: Actor, counts: Callable[[str], bool] = bool) -> str:
 def ended_inside(
     actor: Actor, counts: Callable[[str], bool] = bool, harmless: Callable[[str], bool] = lambda _: False
 ) -> str:
-    """Return words about children, tasks and threads that failed, or ended with a name that `counts` takes; else "".
-
-    Failed jobs whose names `harmless` takes are left out.
-    """
+    """Return words about children, tasks, threads and jobs that failed, or ended with a name that `counts` takes."""
     children = ended_children(actor, counts)
     handled = any(each.kind == "tasks" for each in actor.threads)
     failed = [
-        f"{thread.name} ({_failure(thread)})"
+        f"{thread.name} (with {thread.ended}{''.join(f' at {frame.site}' for frame in thread.user_frames[:1])})"
         for thread in actor.process.threads
         if thread.ended and (not handled or counts(thread.frames[-1].name if thread.frames else thread.name))
     ]
     failed = [text for text in failed if "CancelledError" not in text]
-    failed_jobs = [each for each in actor.process.inside.failed_jobs if counts(each[0]) and not harmless(each[0])]
-    jobs = [f"the job {f}() ({error} at {at})" for f, error, at in failed_jobs]
+    every = [each for each in actor.process.inside.failed_jobs if counts(each[0]) and not harmless(each[0])]
+    jobs = [f"the job {f}() ({error} at {at})" for f, error, at in every]
     threads = [f"its thread {name}" for name in actor.process.inside.ended_threads if counts(name)]
     return children or ", ".join((failed or [*jobs, *threads])[:4])
-
-
-def _failure(task: Thread) -> str:
-    """Return the class of the exception with which a task has ended, and the user's line that raised it."""
-    return f"with {task.ended}" + (f" at {task.user_frames[0].site}" if task.user_frames else "")
 
 
 def done(actor: Actor) -> bool:

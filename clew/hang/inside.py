@@ -11,15 +11,13 @@ from itertools import chain, islice
 from math import prod
 
 from clew.hang import proc
-from clew.hang.memory import Memory, Unreadable
+from clew.hang.memory import MOST, Memory, Unreadable
 from clew.hang.observed import PROGRAM, Frame, Group, Inside, Thread
 
 MOST_TASKS = 1_000
 MOST_ITEMS = 100
 """Number of items of a container that are looked at: reading a million takes seconds."""
 DEEPEST = 40
-MOST_ENTRIES = 10_000
-"""Number of entries of a traceback that are followed. Python's own limit of a recursion is 1,000."""
 CYTHON_AWAITS = 64
 """Offset, in a coroutine that Cython has compiled, of what it awaits."""
 TORN = (Unreadable, KeyError, ValueError)
@@ -74,14 +72,11 @@ def _failed_jobs(memory: Memory, held: set[int]) -> Iterator[tuple[str, str, str
     """Yield the function, exception and place of each job of a pool of threads that failed without anybody noticing."""
     for address in held:
         with suppress(*TORN):
-            if memory.full_type_name(address) != "Future":
-                continue
-            error = memory.attributes(address)["_exception"]
-            failed = memory.type_name(error) != "NoneType"
-            frames = raised_at(memory, error) if failed else tuple[Frame, ...]()
+            error = memory.attributes(address)["_exception"] if memory.full_type_name(address) == "Future" else 0
+            frames = raised_at(memory, error) if error and memory.type_name(error) != "NoneType" else ()
             own = [each for each in frames if each.of_user]
             # The pool has caught it in its own run(). Once result() has raised it again, the user's code is outermost.
-            if own and own[-1] is not frames[-1]:
+            if own and own[-1:] != [*frames[-1:]]:
                 yield own[-1].name, memory.type_name(error), own[0].site
 
 
@@ -187,22 +182,17 @@ def _place(memory: Memory, code: int, instruction: int) -> Frame:
 
 
 def raised_at(memory: Memory, error: int) -> tuple[Frame, ...]:
-    """Return the frames through which an exception has come, the one that raised it first.
-
-    If there are very many, those in the middle are left out.
-    """
+    """Return the frames through which an exception has come, the one that raised it first, without the middle ones."""
     place, entries = memory.layout["traceback"], list[int]()
     entry = memory.word(error + place["traceback"])
-    while entry and len(entries) < MOST_ENTRIES:
+    while entry and len(entries) < MOST:
         entries.append(entry)
         entry = memory.word(entry + place["next"])
-    if len(entries) > DEEPEST:
-        entries = entries[: DEEPEST // 2] + entries[-DEEPEST // 2 :]
-    found = list[Frame]()
-    for each in reversed(entries):
-        inner = memory.word(memory.word(each + place["frame"]) + place["inner"])
-        found.append(_place(memory, memory.word(inner + place["code"]), memory.int32(each + place["instruction"])))
-    return tuple(found)
+    del entries[DEEPEST // 2 : -DEEPEST // 2]
+    inner = (memory.word(memory.word(each + place["frame"]) + place["inner"]) for each in entries)
+    codes = [memory.word(each + place["code"]) for each in inner]
+    lasts = [memory.int32(each + place["instruction"]) for each in entries]
+    return tuple(_place(memory, code, last) for code, last in zip(codes[::-1], lasts[::-1], strict=True))
 
 
 def line_of(table: bytes, first: int, instruction: int) -> int:

@@ -130,8 +130,7 @@ def _counts(lock: str, sources: Mapping[str, str]) -> bool:
 def nobody_releases(sink: Sink) -> bool:
     """Return whether no living process is in a function that releases the semaphore which the culprit waits for."""
     living = [a for a in sink.job if not a.dead]
-    threads = (thread for a in living for thread in a.process.threads if not thread.ended)
-    frames = [frame for thread in threads for frame in thread.user_frames]
+    frames = [f for a in living for thread in a.process.threads if not thread.ended for f in thread.user_frames]
     wait = {("lock", sink.act.target)}
     inside = any(source.ends_one_of(sink.sources.get(frame.file, ""), frame.line, wait) for frame in frames)
     return _counts(sink.act.target, sink.sources) and not inside

@@ -173,8 +173,8 @@ def polling(sink: Sink) -> Verdict | None:
 def _serves(one: Activity, sources: Mapping[str, str]) -> bool:
     """Return whether the loop in which a thread sleeps never ends, or only once the program should end."""
     loop = one.loop_in(sources)
-    until_end = isinstance(loop, ast.While) and source.SAYS_END.search(ast.unparse(loop.test))
-    return bool(until_end) or source.goes_on_for_ever(loop)
+    until_end = isinstance(loop, ast.While) and source.SAYS_END.search(ast.unparse(loop.test)) is not None
+    return until_end or source.goes_on_for_ever(loop)
 
 
 def _asks_for_files(one: Activity, sources: Mapping[str, str]) -> bool:
