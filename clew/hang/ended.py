@@ -212,11 +212,12 @@ def ended_inside(
     failed = [
         f"{thread.name} (with {thread.ended}{''.join(f' at {frame.site}' for frame in thread.user_frames[:1])})"
         for thread in actor.process.threads
-        if thread.ended and (not handled or counts(thread.frames[-1].name if thread.frames else thread.name))
+        if thread.ended
+        and (not (handled or thread.asked) or counts(thread.frames[-1].name if thread.frames else thread.name))
     ]
     failed = [text for text in failed if "CancelledError" not in text]
     every = [each for each in actor.process.inside.failed_jobs if counts(each[0]) and not harmless(each[0])]
-    jobs = [f"the job {f}() ({error} at {at})" for f, error, at in every]
+    jobs = [*dict.fromkeys(f"the job {f}() ({error} at {at})" for f, error, at in every)]
     threads = [f"its thread {name}" for name in actor.process.inside.ended_threads if counts(name)]
     return children or ", ".join((failed or [*jobs, *threads])[:4])
 

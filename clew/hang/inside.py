@@ -128,7 +128,18 @@ def tasks(memory: Memory) -> Iterator[Thread]:
             if ended in ("", "done") and (state or not frames):
                 continue
             name = f"task {name}"
-            yield Thread(name=name, os_id=0, task=True, ended=ended, waiter=kind, woken=woken, frames=frames, at=task)
+            asked = bool(ended) and memory.bytes_at(task + place["unread"], 1) == b"\0"
+            yield Thread(
+                name=name,
+                os_id=0,
+                task=True,
+                ended=ended,
+                asked=asked,
+                waiter=kind,
+                woken=woken,
+                frames=frames,
+                at=task,
+            )
 
 
 def coroutine_frames(memory: Memory, address: int) -> list[Frame]:

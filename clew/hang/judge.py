@@ -98,7 +98,7 @@ def _absent(job: list[Actor], ranks: list[Actor], snapshot: Snapshot) -> list[in
 def _gone(actors: list[Actor], job: list[Actor], ranks: list[Actor]) -> str:
     """Return sentences about what has ended inside of processes, and about processes that were started beside ranks."""
     parents = {a.process.parent for a in ranks}
-    inside = [f"{said} has ended. " for a in actors if (said := ended_inside(a))]
+    inside = [f"{said} ended. " for a in actors if (said := ended_inside(a))]
     beside = [a for a in job if a.dead and a.rank is None and a.process.parent in parents]
     return "".join([*inside, *(f"{a.says}; it was started beside the ranks. " for a in beside)])
 
@@ -404,7 +404,7 @@ def _by_graph(job: list[Actor], ranks: list[Actor], snapshot: Snapshot) -> Verdi
     if between and len(culprits) > 1 and all(a.rank is not None for a in culprits):
         return _unless_ready(device(sink) or locked_by(sink) or cycle(sink), culprits)
     found = _with_those_alike(local_cause(sink), culprits[0], ranks)
-    beside = [a.says for a in parted] + [f"{said} has ended" for a in culprits if (said := ended_inside(a))]
+    beside = [a.says for a in parted] + [f"{said} ended" for a in culprits if (said := ended_inside(a))]
     if beside and found.cause != "dead" and found.pattern not in SOUND:
         found = replace(found, explanation=f"{found.explanation} Beside it, {'; '.join(beside[:4])}.")
     return with_callers(found, culprits) if found.pids == tuple(a.pid for a in culprits) else found

@@ -67,6 +67,8 @@ class Thread:
     """True for a task of asyncio, whose frames are those of its coroutine."""
     ended: str = ""
     """Outcome of a task that has ended: done, or the class of its exception."""
+    asked: bool = False
+    """True for a task whose exception somebody has asked for, and may have handled."""
     waiter: str = ""
     """Class of what a task awaits, such as Future, Task or _GatheringFuture."""
     woken: bool = False

@@ -132,7 +132,10 @@ def tasks() -> dict:
         found["exception"] = find(id(failed), 200, id(error), "exception")
         changed = [n for n, word in enumerate(words(id(failed), 200)) if word != before[n] and word != id(error)]
         found["state"] = next(n for n in changed if n * WORD > found["exception"]) * WORD
+        data = bytes_at(id(failed), 200)
         failed.exception()
+        read = bytes_at(id(failed), 200)
+        found["unread"] = next(n for n in range(16, 200) if (data[n], read[n]) == (1, 0))
         waited.set_result(None)
         await task
 

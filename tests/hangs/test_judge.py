@@ -2712,6 +2712,20 @@ def test_ranks_a_round_ahead_have_left_a_collective_out(
     assert (verdict.pattern, verdict.ranks) == (pattern, ranks)
 
 
+@pytest.mark.parametrize(("asked", "pattern"), [(False, "dead"), (True, "rollout blocked")])
+def test_a_failed_task_whose_exception_was_asked_for_may_have_been_handled(asked: bool, pattern: str) -> None:
+    text = "async def score(n):\n    raise ValueError(n)\n\nasync def main():\n    print(await kept.get())\n"
+    inner = Frame(function="Queue.get", file="/usr/lib/python3.11/asyncio/queues.py", line=158)
+    raised = replace(at(2, "score"), locals={})
+    failed = Thread(name="task Task-2", os_id=0, task=True, at=2, ended="ValueError", asked=asked, frames=(raised,))
+    waits = Thread(name="task Task-1", os_id=0, task=True, at=1, waiter="Future", frames=(inner, at(5, "main")))
+    loop = Frame(function="EpollSelector.select", file="/usr/lib/python3.11/selectors.py", line=468)
+    main = Thread(name="MainThread", os_id=100, frames=(loop, at(9, "<module>")))
+    looks = tuple(Look(at=float(n), state="S", switches=7, threads=(main, waits, failed)) for n in range(6))
+    one = Process(pid=100, looks=looks)
+    assert judge(Snapshot(processes=(one,), seconds=5.0, sources={"train.py": text})).pattern == pattern
+
+
 @pytest.mark.parametrize(
     ("source", "pattern", "ranks"), [(2, "collective mismatch", (2,)), (0, "crossed groups", None)]
 )
