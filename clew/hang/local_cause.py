@@ -440,17 +440,17 @@ def _told_to_some(sink: Sink) -> Verdict | None:
 
 def _blocked(sink: Sink) -> Verdict | None:
     """Name the call in which the culprit is blocked."""
-    mains = [t for t in sink.one.threads if t.thread == "MainThread" and t.kind in WAITS_INSIDE and t.site]
-    circle = "".join(f" Meanwhile the main thread {words_of(t)} at {t.place}." for t in mains)
+    circle, sites = "", list[str]()
     pattern, asleep = LOCAL[sink.act.kind][0], sink.act.kind == "sleep"
     if asleep and (sink.one.rank is None or not sink.blocked_ranks):
-        # A thread that asks again and again while the main one waits in the same process: they wait for one another.
-        inside = sink.act.thread != "MainThread" and not sink.one.process.peers
-        pattern = "rollout blocked" if circle and inside else "external wait"
+        pattern = "external wait"
+        if not sink.one.process.peers and (other := _waits_beside(sink)):
+            pattern, circle = "rollout blocked", f" Meanwhile {other.thread} {words_of(other)} at {other.place}."
+            sites = [other.site] if sink.act.thread == "MainThread" else []
     alone = _pool_waits_for_itself(sink)
     why = f"{sink.one.says}.{'' if alone else _others_in_circle(sink)}{sink.who_waits}"
     if asleep:
-        why += _condition(sink) + (circle if pattern == "rollout blocked" else "")
+        why += _condition(sink) + circle
     unasked = sink.act.kind == "select" or sink.act.op == "main_loop"
     if unasked and sink.one.rank is not None and sink.blocked_ranks:
         pattern = "missing rank"
@@ -467,8 +467,21 @@ def _blocked(sink: Sink) -> Verdict | None:
     only_workers |= alone and all(a.activity.kind == "queue_full" for a in others)
     confidence = "high" if sink.blocked_ranks else "medium"
     blamed = [sink.one] if only_workers else sink.culprits
-    sites = [*holders.values(), *(each.site for each in _signallers(sink))]
+    sites += [*holders.values(), *(each.site for each in _signallers(sink))]
     return sink.blame(pattern, blamed, why, confidence=confidence, cause=sink.act.kind).at(*sites)
+
+
+def _waits_beside(sink: Sink) -> Activity | None:
+    """Return the thread that waits while another one of its process asks again and again: they wait for one another.
+
+    It is the main thread, or one that waits for a condition or for room if the main thread asks.
+    """
+    if sink.act.thread == "MainThread":
+        own = (t for t in sink.one.threads if t.of_user and not (t.task or t.heartbeat))
+        own = (t for t in own if t.kind in ("condition", "queue_full"))
+    else:
+        own = (t for t in sink.one.threads if t.thread == "MainThread" and t.kind in WAITS_INSIDE)
+    return next((t for t in own if t is not sink.act and t.site), None)
 
 
 def _others_in_circle(sink: Sink) -> str:

@@ -31,6 +31,8 @@ DATA_PER_S = 1_000_000
 """Bytes read or written a second from which a process moves data: logs and heartbeats are smaller."""
 IN_VAIN = 20
 """Minimum number of wake-ups to say that a condition never held: a thread that had gone on would show it by then."""
+GIL_HZ = 50
+"""Wake-ups per second from which a thread may be asking for the GIL, at most every 5 ms."""
 STEADY_LOOKS = 5
 """Minimum number of looks for a number that only rises, or only falls, to show progress. Of the 120 orders of five
 numbers, only 2 rise or fall throughout."""
@@ -261,9 +263,26 @@ def moves(process: Process, sources: Mapping[str, str]) -> bool:
         return messages
     if goes_round(newest, every, sources):
         return False
-    if newest.wakeups and process.wakeups >= 2 and not asleep and _waits_in_loop(newest, every, sources):
+    in_vain = asleep or process.wakeups < 2 or _waits_for_gil(newest)
+    if newest.wakeups and not in_vain and _waits_in_loop(newest, every, sources):
         return True  # a round may take longer than half of the watch
     return any(shows(newest, sources) for shows in (_passes_lines, _works_in_library, _moves_data))
+
+
+def _waits_for_gil(process: Process) -> bool:
+    """Return whether another thread has been in one call in each look, and the main thread only asks for the GIL.
+
+    A thread that waits for the GIL asks for it every 5 ms.
+    """
+    seconds = process.last.at - process.first.at
+    main = {each.os_id for each in mains_of(process)}
+    stacks = (
+        {(t.os_id, t.frames[0].file, t.frames[0].line) for t in look.threads if t.active and t.frames and not t.task}
+        for look in process.looks
+    )
+    constant = set.intersection(*stacks)
+    often = seconds > 0 and process.wakeups / seconds >= GIL_HZ
+    return often and len(process.looks) >= STEADY_LOOKS and any(each[0] not in main for each in constant)
 
 
 def _imports_on(process: Process) -> bool:
