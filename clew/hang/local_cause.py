@@ -432,7 +432,7 @@ def _told_to_some(sink: Sink) -> Verdict | None:
     ranks = f"rank{'s' * (len(away) > 1)} {names(away)}"
     why = (
         f"{sentences(inside)} {sentences(away)} So {drivers[0].process.label} has not told {ranks} to take "
-        f"part, and waits for the others: {drivers[0].says}."
+        f"part, or has not read an error of {ranks}, and waits for the others: {drivers[0].says}."
     )
     pids = tuple(a.pid for a in (*away, *drivers))
     return sink.blame("missing rank", away, why, pids=pids, structural=True)
