@@ -70,7 +70,7 @@ ABORT_S = 60.0
 """Seconds within which all aborted requests must come back. After that the server is given up."""
 
 DYING_S = 5.0
-"""Seconds that a server which Clew has started may take to end after its first error, which then explains it."""
+"""Seconds to wait, after the first request failed, for a server that Clew started to end. How it ended says why."""
 
 RESTARTED = "the server is started again, and has not loaded the newest weights"
 
@@ -81,7 +81,7 @@ NO_TORCHVISION = (
 
 
 class RemoteCore(ServedModel):
-    """The part of a `RemoteEngine` that knows its model, as `clew.inference.engine_core.Core` does of other engines."""
+    """Model and requests of a `RemoteEngine`. Other engines have `clew.inference.engine_core.Core` for this."""
 
     def __init__(self, config: Config) -> None:
         """Read the model's configuration, its tokenizer and its image input.
@@ -140,7 +140,7 @@ class RemoteEngine:
         self._options_file = options_file
         self._chosen = config.inference.args
         self.failure: str | None = None
-        """Reason why nothing is served until `restart`: the server is gone. Every call raises EngineError then."""
+        """Reason why nothing is served until `restart`: the server is gone. Requests raise EngineUnreachable then."""
         self.released = False
         self.process = AttachedServer() if launch is None else ServerProcess(launch, log_file)
         self._launch = launch
@@ -174,7 +174,7 @@ class RemoteEngine:
         self.core.check(request)
         self.core.waiting.add(request)
         try:
-            while not self._gate.is_set():  # a loop, as it may have been closed again before this task runs
+            while not self._gate.is_set():  # a loop: the gate may be closed again before this task runs
                 await self._gate.wait()
         finally:
             self.core.waiting.discard(request)
@@ -191,7 +191,7 @@ class RemoteEngine:
         try:
             await self._refuse_another()
             completion = await drawn(self._backend, asked, self.core.vision)
-        except EngineUnreachable as error:  # the connections to a server that is given up are closed
+        except EngineUnreachable as error:  # perhaps only because the server was given up: then show why
             self._was_away = True
             if self.failure is None:
                 raise
@@ -204,7 +204,7 @@ class RemoteEngine:
         return cut_at_end(request, completion, self.core)
 
     def _refuse_other_label(self, completion: Completion, label: str | None) -> None:
-        """Set `failure` if the server says that the tokens were made by other weights than it was given.
+        """Set `failure` if the server says that it made the tokens with other weights than it was given.
 
         Raises:
             EngineUnreachable: It says so.
@@ -223,7 +223,7 @@ class RemoteEngine:
         An answer through vLLM's /v1/completions does not name the weights, so nothing else would show a quick restart.
 
         Raises:
-            EngineUnreachable: Another answers, or nothing does.
+            EngineUnreachable: Another process answers, nothing does, or the answer does not say which process it is.
         """
         if not self._was_away:
             return
@@ -238,10 +238,10 @@ class RemoteEngine:
         self._was_away = False
 
     async def _is_same(self) -> bool:
-        """Return whether the process that Clew attached to still answers; True if the server cannot be identified.
+        """Return whether the process that Clew attached to still answers; True if it had no identity to begin with.
 
         Raises:
-            EngineUnreachable: Nothing answers.
+            EngineUnreachable: Nothing answers, or the answer does not say which process it is.
         """
         try:
             return not self._identity or await asyncio.wait_for(self._backend.identity(), HEALTH_S) == self._identity
@@ -279,7 +279,7 @@ class RemoteEngine:
     # Weights ---------------------------------------------------------------------------------------------------------
 
     async def load_weights(self, ref: WeightRef) -> Timings:
-        """Abort all requests, load the weights, check that the server holds them, and serve again.
+        """End all requests (see `_updating`), load the weights, check that the server holds them, and serve again.
 
         Raises:
             EngineError: The weights were refused before they were sent, and the server serves the old ones; or it now
@@ -288,7 +288,7 @@ class RemoteEngine:
         """
         try:
             return await self._load_weights(ref)
-        except FaultyAnswer as error:  # such as an answer that is no JSON
+        except FaultyAnswer as error:  # such as an answer that is not JSON; one more try
             log.warning("%s; loading version %d again", str(error).rstrip("."), ref.version)
             return await self._load_weights(ref)
 
@@ -316,7 +316,7 @@ class RemoteEngine:
         return clock.seconds
 
     async def receive_weights(self, sent: Broadcast) -> Timings:
-        """Abort all requests, and load weights that the trainer broadcasts. Nothing is served until `load_weights`."""
+        """End all requests, and load weights that the trainer broadcasts. Nothing is served until `load_weights`."""
         async with self._updating(sent.version) as clock:
             self.unchecked_version = None
             with clock("receive"):
@@ -330,7 +330,7 @@ class RemoteEngine:
 
     @asynccontextmanager
     async def _updating(self, version: int) -> AsyncIterator[UpdateTimer]:
-        """Abort all requests, and hold new ones back for as long as the block runs, and after it until `_open`.
+        """End all requests (inference.on_update), and hold new ones back during the block, and after it until `_open`.
 
         If the block fails, nothing is served until a load succeeds.
         """
@@ -341,9 +341,9 @@ class RemoteEngine:
                     f"weights of version {version}", unblocks=f"{self._backend.kind} at {self._backend.address}"
                 ):
                     if self._waits and not self.paused:
-                        await self._ended()
+                        await self._wait_for_requests()
                     with clock("abort"):
-                        await self._closed()
+                        await self._abort_all()
                         async with self._limited("pause for version %d", version):
                             self._has_paused = True
                             await self._backend.pause()
@@ -363,7 +363,7 @@ class RemoteEngine:
 
         Args:
             doing: Words for the block, with %d in place of the version.
-            alone: False if the server waits for others in it, so that it may take `UPDATE_S` each time.
+            alone: False if the server also waits for others there; the limit is then always `UPDATE_S`.
 
         Raises:
             EngineUnreachable: It was given up.
@@ -375,7 +375,7 @@ class RemoteEngine:
             async with asyncio.timeout(limit_s) as limit:
                 yield
         except TimeoutError:
-            if not limit.expired():  # a shorter limit within the block
+            if not limit.expired():  # a limit within the block has expired
                 raise
             before = "" if longest is None else f"; earlier updates took at most {longest:.3g} s for that"
             await self._give_up(f"it did not {doing % version} within {limit_s:.3g} s{before}")
@@ -395,7 +395,7 @@ class RemoteEngine:
                 f"model), or a different model (for example without biases). It serves nothing now."
             )
 
-    async def _ended(self) -> None:
+    async def _wait_for_requests(self) -> None:
         """Hold back new requests, and wait until those in flight have ended."""
         self._gate.clear()
         with waiting(
@@ -407,14 +407,14 @@ class RemoteEngine:
                 self._refuse_when_broken()
                 await asyncio.sleep(0.02)
 
-    async def _closed(self) -> None:
-        """Hold back new requests, and abort until none is in flight, not even on its way to the server."""
+    async def _abort_all(self) -> None:
+        """Hold back new requests, and abort those in flight until all have ended, or give the server up."""
         # If the server were paused first, it would keep a late request, and complete it with the new weights under the
         # label of the old ones.
         self._gate.clear()
         try:
             async with asyncio.timeout(ABORT_S):  # also if the call that aborts them hangs
-                while self.core.active:
+                while self.core.active:  # again and again: a request may still have been on its way to the server
                     await self._backend.abort()
                     for _ in range(10):
                         if self.core.active:
@@ -435,7 +435,7 @@ class RemoteEngine:
         """Abort all requests and start none for lease_s seconds, or until `resume` or a load."""
         lease, self._lease = self._lease, asyncio.get_running_loop().call_later(lease_s, self._end_pause)
         if lease is None:
-            await self._closed()
+            await self._abort_all()
         else:
             lease.cancel()
 
@@ -472,7 +472,7 @@ class RemoteEngine:
         """Wait until the server is up, and find out what it can do.
 
         Raises:
-            EngineError: It ended, or cannot be trained with.
+            EngineError: It ended, did not answer in time, or cannot be trained with.
         """
         backend, kind = self._backend, self._backend.kind
         reporter.set(engine=kind, engine_command=[] if self._launch is None else self._launch.command)
@@ -481,11 +481,11 @@ class RemoteEngine:
         await self._until_ready(reporter)
         with waiting(f"{kind} at {backend.address} to generate its first tokens", unblocks=kind):
             if self.attached:
-                await self._resumed()
+                await self._resume_server()
             try:
                 async with self._answered_within(UPDATE_S, "show what it can do, which includes a generation"):
                     lacks = await backend.prepare()
-            except EngineError as error:  # its engine may have died of the first request, before its HTTP server ends
+            except EngineError as error:  # the first request may have killed the engine; its HTTP server ends later
                 for _ in range(0 if self.attached else round(DYING_S / POLL_S)):
                     if ended := self.process.ended():
                         raise EngineError(f"{kind} did not start: it {ended}") from error
@@ -519,13 +519,13 @@ class RemoteEngine:
             unblocks=kind,
             numbers=lambda: f"{silence}; its log: {self.process.log}",
         ):
-            # Where it ran before, a proxy may answer in its place for a while.
+            # After a restart, a proxy may answer in the server's place for a while, so a strange answer is not final.
             while silence := await self._silence(
                 refuse=self.attached and (self._watch is None or loop.time() - began > UPDATE_S)
             ):
                 if ended := self.process.ended():
                     raise EngineError(f"{kind} did not start: it {ended}")
-                if loop.time() - looked > self._frozen_s / 4:  # it looks at all processes of the machine
+                if loop.time() - looked > self._frozen_s / 4:  # seldom: `stopped` reads all of /proc
                     looked, stopped = loop.time(), self.process.stopped()
                     ran = ran if stopped else looked
                     if looked - ran > self._frozen_s:
@@ -535,11 +535,11 @@ class RemoteEngine:
                 if silence != NO_ANSWER:  # a closed port is no silence: the server may still open it
                     spoke = loop.time()
                 elif loop.time() - spoke > UPDATE_S and await self._takes_connections():
-                    raise self._silent("say that it is ready", UPDATE_S)
+                    raise self._no_answer_error("say that it is ready", UPDATE_S)
                 if self.attached and not resumed and await self._answers():
                     resumed = True
                     log.warning("%s at %s answers but generates nothing: resuming it", kind, address)
-                    await self._resumed()
+                    await self._resume_server()
                 elif self.attached and not warned:
                     warned = True
                     log.warning(
@@ -578,7 +578,7 @@ class RemoteEngine:
         """Return why the server is not up; "" if it is.
 
         Args:
-            refuse: True raises EngineError if what answers is not an inference server.
+            refuse: If another kind of server answers, raise EngineError instead of returning that as the reason.
         """
         try:
             async with asyncio.timeout(2.0):  # before Python 3.12, wait_for may swallow a cancellation
@@ -596,10 +596,10 @@ class RemoteEngine:
             ) from None
         return ""
 
-    async def _resumed(self) -> None:
+    async def _resume_server(self) -> None:
         """Resume a server that ran already, in case an unfinished update has left it paused."""
         async with self._answered_within(self._frozen_s, "resume"):
-            with suppress(EngineError):  # `prepare` says what it lacks
+            with suppress(EngineError):  # if it cannot resume, `prepare` says what it lacks
                 await self._backend.resume()
                 self._has_paused = False
 
@@ -612,7 +612,7 @@ class RemoteEngine:
         except TimeoutError:
             if not limit.expired():
                 raise
-            raise self._silent(doing, limit_s) from None
+            raise self._no_answer_error(doing, limit_s) from None
 
     async def _takes_connections(self) -> bool:
         """Return whether the server's port is open, even if nothing answers there."""
@@ -625,7 +625,7 @@ class RemoteEngine:
         writer.close()
         return True
 
-    def _silent(self, doing: str, limit_s: float) -> EngineError:
+    def _no_answer_error(self, doing: str, limit_s: float) -> EngineError:
         return EngineError(
             f"Cannot use {self._backend.kind} at {self._backend.address}: it takes connections, but within "
             f"{limit_s:g} s it did not {doing}. Look into its log ({self.process.log}), and restart it if you started "
@@ -633,7 +633,7 @@ class RemoteEngine:
         )
 
     async def _answers(self, within_s: float = HEALTH_S) -> bool:
-        """Return whether the engine answers, also while it is paused. SGLang's /health would not."""
+        """Return whether the engine answers, even if it is paused: SGLang's /health does not answer then."""
         try:
             async with asyncio.timeout(within_s):
                 await self._backend.alive()
@@ -642,10 +642,10 @@ class RemoteEngine:
         return True
 
     async def _lives(self) -> bool | None:
-        """Return whether the engine answers (in an update, at least its HTTP server); None while it has not answered.
+        """Return whether the engine answers (during an update, its HTTP server); None while the question is open.
 
-        An engine answers between two steps, so the question stays for the next call. If it were soon asked anew, an
-        engine with long steps would seldom answer, and SGLang would answer the old questions first.
+        An engine answers between two steps, so an open question is kept for the next call. If each call asked anew, an
+        engine with long steps would seldom answer in time, and SGLang would answer the old questions first.
         """
         updating = self._changing.locked()
         if self._question is None or self._question[1] != updating:
@@ -665,10 +665,10 @@ class RemoteEngine:
             self._question = None
 
     async def _keep_watch(self) -> None:
-        """Set `failure` when the server has ended, stands still, or has not answered for `frozen_s`."""
+        """Set `failure` when the server has ended, or was stopped (SIGSTOP) or silent for `frozen_s`. Then return."""
         loop, kind, address = asyncio.get_running_loop(), self._backend.kind, self._backend.address
         period = min(HEALTH_S, self._frozen_s / 4)
-        heard = ran = looked = loop.time()  # when it last answered, last had no stopped process, and was last asked
+        heard = ran = looked = loop.time()  # its last answer, the last look without a stopped process, the last look
         while self.failure is None:
             await asyncio.sleep(min(POLL_S, period))
             if ended := self.process.ended():
@@ -686,12 +686,12 @@ class RemoteEngine:
                     more = f"; its {stopped} is stopped" if stopped else ""
                     await self._give_up(f"it has not answered for {self._frozen_s:.0f} s{more}")
         self._forget_question()
-        await self._backend.close()  # fails the requests at an attached server, which is not ended and may never answer
+        await self._backend.close()  # fails open requests: an attached server is still running, and may never answer
 
     async def _ask(self) -> bool:
         """Ask whether the server lives, and return whether it has answered.
 
-        Notes that it was away, and sets `failure` if another process answers after that.
+        If it was away and another process answers now, set `failure`. If it is paused for no update, resume it.
         """
         lives = await self._lives()
         if lives:
@@ -705,7 +705,7 @@ class RemoteEngine:
         return bool(lives)
 
     async def _end_stray_pause(self) -> None:
-        """Resume a server that is paused although no update needs it. Its requests would wait without end."""
+        """Resume a server that is paused although no update needs that: its requests would wait without end."""
         if self._has_paused or not await self._backend.paused() or self._has_paused:  # an update may begin meanwhile
             return
         log.warning(
@@ -717,19 +717,21 @@ class RemoteEngine:
         await self._backend.resume()
 
     async def _give_up(self, reason: str) -> None:
-        """Set `failure`, and end the server."""
+        """Set `failure`, and end the server if Clew started it."""
         address, where = self._backend.address, self.process.log
         self.failure = f"{self._backend.kind} at {address} is given up: {reason} (its log: {where})"
         await asyncio.to_thread(self.process.end)
 
     async def restart(self, reporter: Reporter) -> None:
-        """Start the server anew, with the weights in model.path. It serves nothing until the caller clears `broken`.
+        """Start the server anew with the weights in model.path, or wait until somebody has, if Clew attached to it.
+
+        It serves nothing until weights are loaded, or until the caller clears `broken`.
 
         Raises:
             EngineError: It did not start.
         """
         if self._watch is not None:
-            await self._watch  # it closes the connections to the old one
+            await self._watch  # closes the connections to the old process
         await asyncio.to_thread(self.process.end)
         if isinstance(self.process, ServerProcess):
             assert self._launch is not None
@@ -744,10 +746,10 @@ class RemoteEngine:
         if self._watch is not None:
             self._watch.cancel()
         self._forget_question()
-        if self.attached and self._has_paused:  # in an update that failed; somebody may have started another since
+        if self.attached and self._has_paused:  # an update failed, and left the server paused
             with suppress(TimeoutError, EngineUnreachable):
-                if await self._is_same():
-                    await asyncio.wait_for(self._resumed(), HEALTH_S)
+                if await self._is_same():  # a new process is not ours to resume
+                    await asyncio.wait_for(self._resume_server(), HEALTH_S)
         await self._backend.close()
         await asyncio.to_thread(self.process.end)
 
@@ -756,7 +758,7 @@ def start_remote(config: Config, run: RunDirectory, name: str = "server", attach
     """Start the server that inference.backend names, or attach to one; `RemoteEngine.start` waits for it.
 
     Args:
-        name: Name of this `clew serve`, such as server-1; its server then writes logs/vllm-1.log.
+        name: Name of this `clew serve`. The log of "server-1" is logs/vllm-1.log (or logs/sglang-1.log).
         attach: host:port of a server that runs already; "": start one.
     """
     core = RemoteCore(config)
