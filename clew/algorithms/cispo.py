@@ -1,6 +1,6 @@
 """CISPO, clipped importance sampling policy optimization: MiniMax-M1, arXiv 2506.13585.
 
-Equations 4 and 5: the clipped ratio is a constant (sg: stop gradient), so that no token loses its gradient:
+Equations 4 and 5: the clipped ratio is a constant (sg: stop gradient), so clipping takes no token's gradient away:
 
     J = 1/sum_i |o_i| sum_i sum_t sg(clip(r_t, 1 - eps_low, 1 + eps_high)) A_i log pi(o_i,t)
 """

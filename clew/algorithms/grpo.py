@@ -51,6 +51,6 @@ def normalised(rewards_ES: Rewards) -> np.ndarray:
     """Return (r_i - mean(r)) / (std(r) + EPSILON) over the episodes of a group.
 
     The standard deviation has the divisor G - 1, as in TRL and verl; the paper does not say which it uses. Equal
-    rewards give zero up to rounding, about 1e-10.
+    rewards give exactly 0: see `centred`.
     """
     return centred(rewards_ES) / (deviation(rewards_ES) + EPSILON)

@@ -1,9 +1,9 @@
 """REINFORCE++: arXiv 2501.03262, the variant without a baseline.
 
-PPO's clipped objective without a critic. The divergence from the first model is subtracted from the reward of a
-response, and the result is normalised over the whole batch instead of the group. The paper subtracts the divergence at
-each token. Clew subtracts it once for the whole response, because all its tokens share one advantage. The variant with
-a baseline is examples/my_algorithm.
+PPO's clipped objective without a critic. The divergence from the model that the run began with is subtracted from the
+reward of a response, and the result is normalised over the whole batch instead of the group. The paper subtracts the
+divergence at each token. Clew subtracts it once for the whole response, because all its tokens share one advantage. The
+variant with a baseline is examples/my_algorithm.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ EPSILON = 1e-6
 """Constant added to a standard deviation, so that equal rewards do not cause a division by zero."""
 
 SAME = 1e-8
-"""Largest difference of rewards or advantages that is only rounding: equal rewards such as 0.1 deviate by about 1e-17,
-and their advantages are about 1e-10."""
+"""Largest difference of rewards or advantages that is only rounding. NumPy's deviation of equal rewards such as 0.1 is
+about 1e-17, and advantages that a user's function divides by a small constant may be about 1e-10."""
 
 CONTRADICTS = 0.1
 """Mean correlation of advantages and rewards within groups, at or below which they contradict each other."""

@@ -2,8 +2,8 @@
 
     1/k sum_i ( R(y_i, x) - 1/(k - 1) sum_{j != i} R(y_j, x) ) grad log pi(y_i | x)
 
-A whole response is one action, and R is its reward - beta log(pi / pi_ref). Clew clips the ratio of each token,
-which changes nothing when a step has one update.
+A whole response is one action. R is its reward minus beta log(pi / pi_ref). Clew also clips the ratio of each token,
+which changes nothing if a step has one update.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def advantages(sequences: SequenceABC[Sequence]) -> np.ndarray:
 def advantages_std(sequences: SequenceABC[Sequence]) -> np.ndarray:
     """Return the result of `advantages` divided by s + EPSILON, for each sequence of a step: [sequences] float32.
 
-    s is the standard deviation of the rewards of all G episodes of the group; it divides by G - 1. So an episode counts
+    s is the standard deviation of the rewards of all G episodes of the group, with the divisor G - 1. An episode counts
     in its own s, but not in its own baseline.
     """
     return within_groups(sequences, lambda rewards_ES: leave_one_out(rewards_ES) / (deviation(rewards_ES) + EPSILON))
