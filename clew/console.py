@@ -24,22 +24,22 @@ AGAIN_S = 10.0
 
 
 class EscapingConsole(Console):
-    """A Console that reads no text as markup and spells out characters that would act on the terminal.
+    """A Console that reads no text as markup, and spells out characters that would act on the terminal.
 
-    Text that arrives as `str` is made visible before it is measured, so that tables stay straight. Everything else is
-    made visible when it is rendered.
+    They are spelled out in a `str` before its width is measured, so that tables stay straight, and in everything else
+    when it is rendered.
     """
 
     def __init__(self, *, wide: int | None = None, **options: Any) -> None:
         """Create a Console with Rich's own options; `markup`, `emoji` and `highlight` are off by default.
 
-        `wide` is the width of what is printed to a file or a pipe; None for Rich's 80 columns.
+        `wide` is the number of columns if stdout is a file or a pipe; None for Rich's own choice, usually 80.
         """
         width = None if sys.stdout.isatty() else wide
         super().__init__(**{"markup": False, "emoji": False, "highlight": False, "width": width, **options})
 
     def _render_buffer(self, buffer: Iterable[Segment]) -> str:
-        """Return the text of the segments. For a file or a pipe, remove the blanks with which Rich pads lines."""
+        """Return the text of the segments. For a file or a pipe, remove trailing blanks, Rich's padding."""
         shown.set()  # from now on, the notice of a long silence is not needed
         text = super()._render_buffer(buffer)
         return text if self.is_terminal else re.sub(r" +$", "", text, flags=re.MULTILINE)

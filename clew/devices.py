@@ -1,4 +1,4 @@
-"""launch.devices: which devices generate and which train, in AReaL's notation. Imports no torch.
+"""The setting launch.devices: how many devices generate and how many train, in AReaL's notation. Imports no torch.
 
 ::
 
@@ -107,10 +107,10 @@ def gpus(environment: Mapping[str, str] = os.environ, nodes: Path = Path("/dev")
 def assigned_gpus(devices: Devices, available: list[str]) -> dict[str, str]:
     """Return the value of CUDA_VISIBLE_DEVICES for each server ("server", "server-1", ...) and for "trainer".
 
-    The result is empty on a machine without GPUs: each device is then a process on the CPU.
+    Return {} if no GPU is available: each device is then a process on the CPU.
 
     Raises:
-        ValueError: The devices need more GPUs than there are. The message has both numbers.
+        ValueError: The devices need more GPUs than there are.
     """
     parts = [part for part in (devices.inference, devices.training) if part is not None]
     wanted = sum(part.size for part in parts)

@@ -8,12 +8,12 @@
     ├── ModelError         the model folder: no weights, no tokenizer, another architecture
     ├── RecordError        the run directory: truncated, of a newer format, held by another trainer
     │   └── FileMissing    a file that does not exist; also a FileNotFoundError (see clew.reading)
-    ├── EngineError        the inference side: unreachable, refused a request, loaded the wrong weights
+    ├── EngineError        the inference side: unreachable, refused a request, wrong weights, a port in use
     │   └── ImageError     an image that cannot be read, or whose tokens are not where they belong
     ├── EpisodeError       one episode failed: workflow, agent or reward; it becomes part of the record
     ├── RolloutError       too many episodes failed, or no batch can ever be formed
-    ├── TrainingError      the trainer met a number that it cannot continue with
-    ├── LaunchError        a process died, a port is in use
+    ├── TrainingError      a step cannot be trained: NaN, too little memory, rows that do not fit the model
+    ├── LaunchError        a process died, hangs, or cannot be looked at
     ├── MissingPart        an optional part of Clew that is not installed, such as clew[train]
     └── Interrupted        somebody asked the process to end before its work was done
 
@@ -83,11 +83,11 @@ class RolloutError(ClewError):
 
 
 class TrainingError(ClewError):
-    """Raised when training cannot continue: NaN, infinity, or a replay that differs from the record."""
+    """Raised when a step cannot be trained: NaN, too little memory, or rows that do not fit the model."""
 
 
 class LaunchError(ClewError):
-    """Raised when a process cannot be started, or died."""
+    """Raised when a process cannot be started or looked at, died, or hangs."""
 
 
 class Interrupted(ClewError):
@@ -115,7 +115,7 @@ def explain_missing() -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, ending with a full stop."""
+    """Return the first line of an error's message, or its type if it has none, ending with a full stop."""
     return sentence((str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:"))
 
 
