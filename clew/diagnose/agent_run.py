@@ -61,15 +61,17 @@ async def run_agent(
         arguments: Arguments of the class's constructor.
         rows: Rows of data, each passed to the agent's `run`.
         base_url: URL of a served model or of an API provider.
+        api_key: Key that the server or the provider expects.
         seed: Seed for sampling tokens.
 
     Raises:
         ConfigError: The agent cannot be loaded; see `load_agent`.
         EngineError: Nothing answers at base_url, or a gateway does.
+        ModelError: The tokenizer of the served model cannot be loaded.
     """
     agent = load_agent(path, arguments)
-    found = await find_engine(base_url, api_key)
-    if found is None:
+    served = await find_engine(base_url, api_key)
+    if served is None:
         client = SharedClient()
         try:
             for row in rows:
@@ -77,18 +79,18 @@ async def run_agent(
         finally:
             await client.really_close()
         return
-    tokenizer = load_tokenizer(found.model)
+    tokenizer = load_tokenizer(served.model)
     shared = Resources(
-        engine=found.engine,
+        engine=served.engine,
         tokenizer=tokenizer,
         sampling=SamplingParams(max_new_tokens=MAX_NEW_TOKENS),
         seed=seed,
         prompt_column="prompt",
         reward=None,
-        context=context_of(found.model),
-        vision=load_vision(found.model) if found.engine.takes_images else None,
+        context=context_of(served.model),
+        vision=load_vision(served.model) if served.engine.takes_images else None,
     )
-    gateway = GatewayThread(Limits(), found.engine.close)
+    gateway = GatewayThread(Limits(), served.engine.close)
     workflow = AgentWorkflow(agent, gateway)
     try:
         for number, row in enumerate(rows):
@@ -149,10 +151,10 @@ def base_url_of(named: str | None) -> str:
     Raises:
         ConfigError: Neither of them is set.
     """
-    found = named or provider()[0]
-    if not found:
+    base_url = named or provider()[0]
+    if not base_url:
         raise ConfigError(
             "Cannot run the agent: no server is named. Start `clew serve CONFIG`, and set OPENAI_BASE_URL to the "
             "URL that it prints, or add --base-url URL."
         )
-    return found
+    return base_url

@@ -30,15 +30,15 @@ from clew.training import checkpoint
 from clew.training.optimizer import GradientError
 
 COMPARED = ("loss", "grad_norm", "reward", "entropy", "behaviour_k3", "clip_share", "rejected_share", "kl", "lr")
-"""Metrics that a counterfactual shows."""
+"""Metrics that are compared. The table shows those that differ."""
 
 
 def counterfactual(run: RunDirectory, steps: range, overrides: list[str], *, from_bundle: bool) -> None:
     """Train on the recorded data of some steps with other settings, and print a table of both runs.
 
     The result goes into a new run directory. If the new run is interrupted, the same command with the same trial
-    continues it. If it fails before it commits a step of its own, its directory is removed, unless `clew blame` can say
-    more about the batch.
+    continues it. If it fails or is interrupted before it commits a step of its own, its directory is removed, unless
+    `clew blame` can say more about the batch.
 
     Args:
         from_bundle: True if `run` is an unpacked bundle. A stranger may have written its configuration, so the new run
@@ -112,7 +112,7 @@ def _agree(recorded: float | None, found: float | None, near: Tolerance) -> bool
 
 
 def _configured(run: RunDirectory, first: int, overrides: list[str], root: Path | None) -> Config:
-    """Return the configuration of the new run, which begins with step `first`; without a `root`, beside `run`."""
+    """Return the new run's configuration. It begins with step `first`, and is placed below `root` or beside `run`."""
     recorded = with_sections_at(run, configuration_at(run, first), first, "rollout", "sampling", "reward")
     if root is None:
         folder = Path(os.path.normpath(run.path / ".."))  # Path(".").parent is "." again
@@ -136,8 +136,8 @@ def _configured(run: RunDirectory, first: int, overrides: list[str], root: Path 
     config = configuration.parse(configuration.dump(recorded), run.config_path, [*ours, *overrides, *forced])
     if config.model.path != recorded.model.path:
         raise ConfigError(
-            f"model.path={config.model.path}: the model cannot be changed, because step {first} continues from the "
-            f"steps before it. To train another model, use `clew train` with debug.replay_rollout_data."
+            f"model.path={config.model.path}: the model cannot be changed, because step {first} begins with weights of "
+            f"{run.path}. To train another model, use `clew train` with debug.replay_rollout_data."
         )
     if first == 0 and 0 in run.checkpointed():  # model.path may hold another model by now, or be gone
         begun = run.checkpoint(0)
@@ -151,7 +151,7 @@ def _configured(run: RunDirectory, first: int, overrides: list[str], root: Path 
 
 
 def _quoted(value: object) -> str:
-    """Return a text in quotes, so that YAML reads it as text, such as "007" or a path with " #" in it."""
+    """Return a value in quotes, so that YAML reads it as text even if it is 007 or a path with " #" in it."""
     return json.dumps(str(value), ensure_ascii=False)
 
 
@@ -160,13 +160,12 @@ def _left_unfinished(config: Config, run: RunDirectory, last: int) -> bool:
     if not (config.run_path / "config.yaml").exists():
         return False
     new = RunDirectory(config.run_path)
-    if "trainer" in new.facts():
+    if "trainer" in new.facts():  # another trainer recorded it
         return False
     then, first = configuration.load(new.config_path), config.debug.first_step
     model, algorithm = then.model, then.algorithm
     if first:
-        # The new run's config.yaml names the new run's first checkpoint as the model and, if there is a critic, the
-        # critic in that checkpoint.
+        # The new run's config.yaml names its own first checkpoint as the model, and a critic in that checkpoint.
         model = model.model_copy(update={"path": config.model.path})
         algorithm = algorithm.model_copy(update={"critic": config.algorithm.critic})
     debug = then.debug.model_copy(update={"path": config.debug.path})  # a bundle is unpacked elsewhere each time

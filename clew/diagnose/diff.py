@@ -204,9 +204,10 @@ def _differ_by_chance(runs: Pair, difference: Difference, changed: Collection[st
 def _print_effect_of_configuration(
     runs: Pair, difference: Difference, steps: range, names: tuple[str, str], changed: Collection[str], named: Path
 ) -> None:
-    """Print the first metric that differs because of the configuration, then that the runs took different groups.
+    """Print the first metric that differs because of the configuration, and that the runs took different groups.
 
-    When the batches differ, only a metric named like a changed field, such as `lr`, is certain to follow from it.
+    Then print the command that shows the effect of the changed settings alone. If the batches differ, only a metric
+    named like a changed field, such as `lr`, is certain to follow from it.
     """
     fields = {field.rpartition(".")[2]: field for field in changed}
     for step in steps:
@@ -234,9 +235,8 @@ def _print_effect_of_configuration(
 def _still_different(runs: Pair, steps: range) -> list[str]:
     """Return a line for each thing that differs although all stages agree.
 
-    These are plans of micro-batches, entries of checkpoint.json, and evaluations.
-
-    A checkpoint's own files are not read here, only the digests that checkpoint.json names.
+    These are plans of micro-batches, entries of checkpoint.json, and evaluations. A checkpoint's other files are not
+    read: checkpoint.json has their digests.
     """
     lines = []
     for step in steps:

@@ -112,7 +112,8 @@ async def recompute_rewards(
     `only` is the ID of a group, an episode or a sequence to check alone.
 
     Raises:
-        ConfigError: The workflow or the reward function cannot be imported.
+        ConfigError: An agent made the episodes, or the workflow or the reward function cannot be imported.
+        RecordError: A step cannot be read, or has nothing with the ID `only`.
     """
     if config.rollout.agent is not None:
         raise ConfigError(
@@ -162,7 +163,7 @@ async def _rewards_now(workflow: Workflow, model: RecordedModel, data: Any) -> t
 def _rows_beyond_json(path: str) -> dict[str, dict[str, Any]]:
     """Return the rows of a data file that JSON cannot represent, such as rows with dates, by their recorded text.
 
-    Return no rows if the file can no longer be read: the reward then gets the values as recorded.
+    Return no rows if the data is not a file that can still be read: the reward then gets the values as recorded.
     """
     if Path(path).suffix.lower() not in LOCAL:
         return {}

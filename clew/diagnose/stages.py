@@ -33,7 +33,7 @@ WITHOUT_MODEL = ("data", "rewards", "advantages", "loss")
 def check_stages(
     run: RunDirectory, step: int, stages: SequenceABC[str], only: str | None, algorithm: Algorithm | None
 ) -> list[Difference]:
-    """Return the first difference in each of these stages of a step.
+    """Return the first difference in each of these stages of a step; if the data was altered, only that one.
 
     Args:
         stages: Names of the stages, out of `WITHOUT_MODEL`.
@@ -59,7 +59,7 @@ def check_stages(
         then = {name: digest for name, digest in recorded.digests.items() if only is None or name in kept}
         whole = summary["digests"].get("data") if only is None else None
         altered = differences.in_batch(step, then, rows, whole, rewards_add_up=run.steps.by_clew)
-        if altered is not None:  # all other stages would differ or fail because of it
+        if altered is not None:  # the other stages would differ, or fail, because of it
             return [altered]
     if run.steps.by_clew:
         algorithm = configured(run.steps.json_path(step), summary)[1]
@@ -71,8 +71,7 @@ def check_stages(
     for stage in ("advantages", "loss"):
         if stage in stages and algorithm is not None:
             _check_recorded(run, step, batch, recorded, stage, algorithm, summary["plan"])
-            # A float64 critic computes values more exactly than they are recorded, so advantages that are computed
-            # again from recorded values may differ slightly.
+            # A float64 critic's values are rounded in the record, so advantages computed from those may differ a bit.
             of_clew = TOLERANCES["recomputed"] if stage == "loss" or needs_critic(algorithm) else EXACT
             tolerance = of_clew if run.steps.by_clew else TOLERANCES["another trainer"]
             again = COMPUTED[stage](batch, recorded, summary["plan"], algorithm)
@@ -93,10 +92,10 @@ def read_batch_with_warning(run: RunDirectory, step: int) -> list[Sequence]:
 
 
 def chain_holds(run: RunDirectory, steps: range, whose: str = "") -> bool:
-    """Print the breaks in the chain of commits, and what has no digest in it. Return True if there is no break.
+    """Print the breaks in the chain of commits, and what cannot be checked. Return True if there is no break.
 
     Args:
-        steps: The steps whose data and stages are compared with their digests.
+        steps: The steps whose data and stages are also compared with their digests.
         whose: Prefix of each printed line that names the run, if two runs are checked.
     """
     found = chain.breaks(run, steps)
@@ -121,7 +120,7 @@ def suggestions(found: Difference, runs: Mapping[str, RunDirectory]) -> Iterator
 
 
 def _stands_out(run: RunDirectory, step: int) -> str:
-    """Return a clause about the first setting that only this step has, between two that agree; "" if there is none."""
+    """Return a clause about the first setting that only this step has, while its neighbours agree; "" without one."""
     around = [each for each in (step - 1, step, step + 1) if run.steps.json_path(each).exists()]
     if len(around) < 3:
         return ""
@@ -151,7 +150,7 @@ def select_rows(run: RunDirectory, step: int, batch: list[Sequence], only: str |
 
 
 def _check_other_trainer(step: int, stages: SequenceABC[str], algorithm: Algorithm | None) -> None:
-    """Raise RecordError for a stage that another trainer recorded and that cannot be computed again."""
+    """Raise RecordError for the first stage that cannot be computed again because another trainer recorded it."""
     for stage in stages:
         if stage == "rewards":
             raise RecordError(
