@@ -6,6 +6,7 @@
                                                                                            for each micro-batch:
                                                                                              score, loss, backward
                                                                                            clip, AdamW, round
+                                                                                 ──► critic, if there is one
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class TrainEngine:
 
         Raises:
             ModelError: A model cannot be loaded or trained.
-            ConfigError: The loss or the advantages cannot be loaded.
+            ConfigError: The loss or the advantages cannot be loaded, or the critic's fields do not fit them.
         """
         check_critic_fields(config, with_critic=needs_critic(config.algorithm))
         self.config = config
@@ -135,7 +136,7 @@ class TrainEngine:
         self.between_steps = True
         """True while the weights are those of a whole number of steps; False from a step's first update to its end."""
         self.drifted = False
-        """True if recorded steps were trained again within a tolerance: the record has other digests of the weights."""
+        """True if recorded steps were trained again within a tolerance, so the digests of the weights may differ."""
         self.supervised = supervised
         self.optimizer = Optimizer(self.policy.model, config.training, total_updates=self._total_updates)
         self.policy.load_reference(self._has_reference)
@@ -262,7 +263,7 @@ class TrainEngine:
         return replace(result, metrics=metrics | result.metrics)
 
     def prepare(self, sequences: SequenceABC[Sequence]) -> Prepared:
-        """Compute everything of a step that comes before its first update. Changes nothing."""
+        """Compute everything that a step needs before its first update. The engine is not changed."""
         algorithm = self.config.algorithm
         tokens = Tokens.of(sequences)
         check_tokens(tokens, self.policy.model, "the model")
@@ -333,8 +334,8 @@ class TrainEngine:
     def _supervised_step(self, sequences: SequenceABC[Sequence]) -> StepResult:
         """Make one step of one update on demonstrations or pairs, as training.objective says.
 
-        The loss is the mean cross-entropy of the tokens in the loss mask, or the mean loss of the pairs. Rows 2k and 2k
-        + 1 are a pair: the chosen and the rejected.
+        The loss is the mean cross-entropy of the tokens in the loss mask, or the mean loss of the pairs. A pair is two
+        neighbouring rows: the chosen one (2k), then the rejected one (2k + 1).
         """
         self._timings = dict.fromkeys(("reference", "forward_backward", "optimizer", "digest"), 0.0)
         tokens = Tokens.of(sequences)
@@ -398,11 +399,11 @@ class TrainEngine:
         """Accumulate this rank's part of the gradient of the mean loss over all trained tokens of a mini-batch.
 
         Yields:
-            Each of this rank's micro-batches, with its scores and loss.
+            Each of this rank's micro-batches that has rows to train on, with its scores and loss.
         """
         trained = sum(tokens.trained_in(rows) for rows in minibatch)
         for micro in self.policy.own_micro_batches(tokens, minibatch):
-            if micro.idle:
+            if micro.idle:  # gathers the parameters with the other ranks, and adds 0 to the gradient
                 (self.policy.score_micro(micro).logprobs_N.sum() * 0).backward()
                 self.optimizer.gather()
                 continue

@@ -71,7 +71,7 @@ class Tokens:
         return np.repeat(np.arange(len(self.ids)), self.lengths)
 
     def masks(self, where_N: np.ndarray, device: torch.device) -> Masks | None:
-        """Return the sampling masks of the tokens at these positions of the batch; None if no token has one."""
+        """Return the sampling masks of the tokens at these positions; None if no token of the whole batch has one."""
         if self.mask_counts_S is None or self.mask_ids is None:
             return None
         counts_N = self.mask_counts_S[where_N].astype(np.int64)
@@ -97,7 +97,7 @@ class MicroBatch:
     input_ids_BT: Tensor
     """Token IDs, int64; padding is 0."""
     packed: Packed | None
-    """Positions of the rows in input_ids_BT, which is then [1, P]; None: input_ids_BT has one padded row for each."""
+    """Positions of the rows in input_ids_BT, if they are packed in one row of P tokens; None: they are padded."""
     rows_N: Tensor
     """Row of each trained token within the micro-batch, int64."""
     columns_N: Tensor
@@ -107,7 +107,7 @@ class MicroBatch:
     where_N: np.ndarray
     """Position of each trained token in the batch's [S] arrays, int64."""
     masks: Masks | None = None
-    """Sampling masks of the trained tokens; None: there are none."""
+    """Sampling masks of the trained tokens; None: no token of the batch has one."""
     image_inputs: Mapping[str, Tensor] = field(default_factory=dict)
     """Further inputs of the model for rows that show images: see `clew.models.vision.Vision.inputs`."""
     idle: bool = False
