@@ -25,6 +25,7 @@ from clew.view.find_episode import settings_of
 from clew.view.text import one_line, pairs
 
 ROLES = ("trainer", "rollout", "server")
+"""Processes that are listed first, in this order."""
 ENDED = ("ended", "failed")
 """Words with which `doing` begins after the end of a process."""
 
@@ -42,7 +43,7 @@ class Waiting(TypedDict):
 
 @with_config(STRICT)
 class Status(TypedDict):
-    """Content of status/PROCESS.json."""
+    """Fields of status/PROCESS.json that are checked when it is read. It has more."""
 
     process: str
     pid: Count
@@ -65,14 +66,14 @@ def read_statuses(run: RunDirectory) -> list[dict[str, Any]]:
     statuses: list[dict[str, Any]] = []
     for path in paths:
         statuses.append(status := read_json(path, Status))
-        here = status.get("host") == socket.gethostname()  # locks do not reach all other machines
+        here = status.get("host") == socket.gethostname()  # a lock may not be visible on another machine
         if here and not status["doing"].startswith(ENDED) and is_lock_free(path.with_suffix(".lock")):
             status["doing"] = f"ended (pid {status['pid']} is gone)"
     return statuses
 
 
 def ended_early(run: RunDirectory, *, with_error: bool) -> str:
-    """Return a line that says at which step a run has ended before its last one, and why; "" if it has not."""
+    """Return a line that says that a run ended before its last step and, `with_error`, why; "" if it did not."""
     with suppress(RecordError):  # what cannot be read is reported where it is shown
         statuses = read_statuses(run)
         ended = {each["process"]: each["doing"].startswith(ENDED) for each in statuses}
@@ -93,7 +94,7 @@ def _in_a_line(error: str) -> str:
 
 
 def status_table(run: RunDirectory) -> Group:
-    """Return a table of the processes: version, activity, up to four waits each; then their warnings and errors."""
+    """Return a table of the processes: version, activity, up to four waits each; then warnings, errors and branches."""
     table = Table(expand=True, box=None, pad_edge=False)
     for column in ("process", "version", "doing", "waiting for", "since", "numbers", "unblocked by"):
         table.add_column(column, overflow="fold", no_wrap=column in ("process", "version", "since"))
