@@ -2,5 +2,5 @@
 
 
 def exact_match(completion: str, data: dict) -> float:
-    """1 when the whole answer is right."""
+    """Return 1.0 if the completion is exactly the right answer, and 0.0 otherwise."""
     return float(completion == data["answer"])

@@ -11,7 +11,7 @@ from examples.agents.calculator import MAX_TURNS, TOOLS, calculate
 
 
 class Calculator:
-    """Knows nothing of Clew. LiteLLM keeps a client for each API key and never closes it, so it is handed one."""
+    """Knows nothing of Clew. It gives LiteLLM a client: those that LiteLLM makes, one per API key, are never closed."""
 
     def __init__(self, *, stream: bool = False) -> None:
         self.stream = stream
