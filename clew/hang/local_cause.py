@@ -438,19 +438,25 @@ def _told_to_some(sink: Sink) -> Verdict | None:
     return sink.blame("missing rank", away, why, pids=pids, structural=True)
 
 
-def _blocked(sink: Sink) -> Verdict | None:
-    """Name the call in which the culprit is blocked."""
-    circle, sites = "", list[str]()
-    pattern, asleep = LOCAL[sink.act.kind][0], sink.act.kind == "sleep"
-    if asleep and (sink.one.rank is None or not sink.blocked_ranks):
+def _asks_on(sink: Sink) -> Verdict | None:
+    """Judge a process that sleeps and asks again for what never comes."""
+    if sink.act.kind != "sleep":
+        return None
+    pattern, circle, sites = LOCAL["sleep"][0], "", list[str]()
+    if sink.one.rank is None or not sink.blocked_ranks:
         pattern = "external wait"
         if not sink.one.process.peers and (other := _waits_beside(sink)):
             pattern, circle = "rollout blocked", f" Meanwhile {other.thread} {words_of(other)} at {other.place}."
             sites = [other.site] if sink.act.thread == "MainThread" else []
-    alone = _pool_waits_for_itself(sink)
+    why = f"{sink.one.says}.{_others_in_circle(sink)}{sink.who_waits}{_condition(sink)}{circle}"
+    confidence = "high" if sink.blocked_ranks else "medium"
+    return sink.blame(pattern, _without_workers(sink), why, confidence=confidence, cause="sleep").at(*sites)
+
+
+def _blocked(sink: Sink) -> Verdict | None:
+    """Name the call in which the culprit is blocked."""
+    pattern, alone = LOCAL[sink.act.kind][0], _pool_waits_for_itself(sink)
     why = f"{sink.one.says}.{'' if alone else _others_in_circle(sink)}{sink.who_waits}"
-    if asleep:
-        why += _condition(sink) + circle
     unasked = sink.act.kind == "select" or sink.act.op == "main_loop"
     if unasked and sink.one.rank is not None and sink.blocked_ranks:
         pattern = "missing rank"
@@ -461,14 +467,20 @@ def _blocked(sink: Sink) -> Verdict | None:
         why += " No other process has an end of this queue's pipe: the one that should fill it may have ended."
     why += _parties(sink) + (_asked(sink) or _beside(sink))
     why += "".join(f" {held}." for held in [*holders][:2]) or left_locked(sink)
-    others = sink.culprits[1:]
-    # Workers that wait for jobs, or for room in a queue, are no fault: whoever should give them that waits for itself.
-    only_workers = bool(others) and all(_waits_for_its_next_job(a, sink.sources) for a in others)
-    only_workers |= alone and all(a.activity.kind == "queue_full" for a in others)
     confidence = "high" if sink.blocked_ranks else "medium"
-    blamed = [sink.one] if only_workers else sink.culprits
-    sites += [*holders.values(), *(each.site for each in _signallers(sink))]
-    return sink.blame(pattern, blamed, why, confidence=confidence, cause=sink.act.kind).at(*sites)
+    sites = [*holders.values(), *(each.site for each in _signallers(sink))]
+    return sink.blame(pattern, _without_workers(sink), why, confidence=confidence, cause=sink.act.kind).at(*sites)
+
+
+def _without_workers(sink: Sink) -> list[Actor]:
+    """Return the culprits, without workers that wait for jobs, or for room in a queue, if all others are such.
+
+    Whoever should give them that waits for itself.
+    """
+    others = sink.culprits[1:]
+    only_workers = bool(others) and all(_waits_for_its_next_job(a, sink.sources) for a in others)
+    only_workers |= _pool_waits_for_itself(sink) and all(a.activity.kind == "queue_full" for a in others)
+    return [sink.one] if only_workers else sink.culprits
 
 
 def _waits_beside(sink: Sink) -> Activity | None:
@@ -625,7 +637,8 @@ RULES: tuple[Callable[[Sink], Verdict | None], ...] = (
     locked_outside, locked_by_fork, kept_locked, pipe_kept_open, joined_too_early, _joins_its_producer, dead,
     _own_waits, never_holds, _slow, locked_crosswise, locked_by, _cleaned_up, missing_key, _joins_alone, _one_at_a_time,
     _unexplained, _loader, _silent_server, _outside, retrying, device, _unscheduled, _computing, both_poll,
-    threads_poll, asks_as_told, polling, _through_server, lost_task, _unflushed, _told_to_some, _blocked,
+    threads_poll, asks_as_told, polling, _through_server, lost_task, _unflushed, _told_to_some, _asks_on,
+    _blocked,
 )  # fmt: skip
 """Rules in the order in which they are tried: the first that answers decides, so facts come before guesses.
 
