@@ -493,7 +493,7 @@ def _gets_lock(process: Process, newest: Sequence[Activity], sources: Mapping[st
 def goes_round(process: Process, every: list[Activity], sources: Mapping[str, str]) -> bool:
     """Return whether a loop sleeps, asks again, and no variable of the user's frames changes.
 
-    It sleeps at one line in each look, or in most looks and asks in the others. Or it is mostly in `except`: then each
+    It sleeps at one line in each look, or in some looks and asks in the others. Or it is mostly in `except`: then each
     attempt has failed, however many were counted and logged.
     """
     threads = mains_of(process)
@@ -501,7 +501,7 @@ def goes_round(process: Process, every: list[Activity], sources: Mapping[str, st
     if len({each.line for each in sleeping}) != 1:
         return False
     loop = sleeping[0].loop_in(sources)
-    if 2 * len(sleeping) > len(every) and all(each.kind == "sleep" or _asks_in(loop, each) for each in every):
+    if len(sleeping) >= max(3, len(every) / 3) and all(each.kind == "sleep" or _asks_in(loop, each) for each in every):
         threads = [thread for thread, each in zip(threads, every, strict=True) if each.kind == "sleep"]
         every = sleeping
     failed = [fails_in_loop(thread, sources) for thread in threads]
