@@ -29,7 +29,7 @@ class Stage:
         if self.rank + 1 < self.world:
             dist.recv(gradient, src=self.rank + 1)
         y.backward(gradient)
-        if self.rank > 0:
+        if self.rank > 0 and x.grad is not None:
             dist.send(x.grad, dst=self.rank - 1)
 
     def step(self, step: int) -> None:
