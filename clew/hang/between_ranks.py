@@ -249,7 +249,7 @@ def _skipped_a_round(sink: Sink) -> Verdict | None:
             continue
         limits = source.names_in(loop.iter)
         lists = [name for name in source.filled(loop) if frame.locals.get(f"len({name})") == turn]  # one in each round
-        lists = [name for name in lists if not _is_shorter(name, loop, text)]
+        lists = [name for name in lists if not _may_be_shorter(name, loop, text)]
         for one in (a for a in sink.culprits if a is not still):
             same = [f for f in one.process.user_frames if (f.file, f.function) == (frame.file, frame.function)]
             left = [f for f in same if f.line > (loop.end_lineno or loop.lineno)]
@@ -265,7 +265,7 @@ def _skipped_a_round(sink: Sink) -> Verdict | None:
     return None
 
 
-def _is_shorter(name: str, loop: ast.For, text: str) -> bool:
+def _may_be_shorter(name: str, loop: ast.For, text: str) -> bool:
     """Return whether a list loses items again, or a loop fills it only in some rounds, as `if step < 2` does."""
     taken = rf"\b{name}\.(pop|popleft|clear)\(|del {name}\b|\b{name} = {name}\[|\*{name}\b.*=|\b{name}\b.*maxlen"
     tests = [each.test for each in source.nodes_in(ast.If, loop) if name in source.filled(each)]
@@ -276,7 +276,10 @@ def _is_shorter(name: str, loop: ast.For, text: str) -> bool:
 
 
 def _in_one_turn(ranks: Sequence[Actor], gone: Actor, sources: Mapping[str, str]) -> bool:
-    """Return whether ranks that receive, each from the one before it, are in the same turn of loops without `gone`."""
+    """Return whether ranks of a chain, each of which receives from the one before it, are in the same round.
+
+    The rounds are those of the loops in which they receive. The rank `gone` must be in none of these loops.
+    """
     for frame in (a.process.user_frames[0] for a in ranks if a.process.user_frames):
         loop = source.loop_at(sources.get(frame.file, ""), frame.line)
         lines = {f.line for f in gone.process.user_frames if (f.file, f.function) == (frame.file, frame.function)}

@@ -115,7 +115,7 @@ def _part_of_waiter_ended(sink: Sink) -> Verdict | None:
 def _untaken(sink: Sink) -> Verdict | None:
     """Find a process with items in a queue whose only reader, a thread that it had started, has ended."""
     for one in (a for a in (*sink.culprits, *sink.waiters) if not a.moving):
-        running = {frame.name for thread in one.process.threads if not thread.ended for frame in thread.frames}
+        running = {frame.name for thread in one.process.running for frame in thread.frames}
         places = [(sink.sources.get(frame.file, ""), frame.line) for frame in one.process.user_frames]
         started = set().union(*(started_before(text, line) for text, line in places))
         for frame in one.process.user_frames:
@@ -243,7 +243,7 @@ def explains(name: str, waiting: Actor, job: Sequence[Actor], sources: Mapping[s
         found = [(function_named(text, name), text) for text in sources.values()]
         return [ends_wait(function, text, wait) for function, text in found if function is not None]
 
-    stacks = [t for a in job for t in a.process.threads if not t.ended and (a is not waiting or t.name != act.thread)]
+    stacks = [t for a in job for t in a.process.running if a is not waiting or t.name != act.thread]
     every = [thread.user_frames for thread in stacks if thread.user_frames]
     # A thread that waits at this same place cannot end the wait.
     frames = [f for stack in every if (stack[0].file, stack[0].line) != (act.file, act.line) for f in stack]

@@ -112,7 +112,7 @@ def releasers(waiting: Actor, job: Sequence[Actor], sources: Mapping[str, str]) 
         return set()
     found = set[int]()
     for actor in (a for a in job if a is not waiting and not a.dead):
-        for frame in (f for thread in actor.process.threads if not thread.ended for f in thread.user_frames):
+        for frame in (f for thread in actor.process.running for f in thread.user_frames):
             text = sources.get(frame.file, "")
             around, loop = source.enclosing_function(text, frame.line), source.outermost_loop(text, frame.line)
             if around and _only_released(around, waiting.activity.target) >= (loop.lineno if loop else frame.line):
@@ -130,7 +130,7 @@ def _counts(lock: str, sources: Mapping[str, str]) -> bool:
 def nobody_releases(sink: Sink) -> bool:
     """Return whether no living process is in a function that releases the semaphore which the culprit waits for."""
     living = [a for a in sink.job if not a.dead]
-    frames = [f for a in living for thread in a.process.threads if not thread.ended for f in thread.user_frames]
+    frames = [frame for a in living for thread in a.process.running for frame in thread.user_frames]
     wait = {("lock", sink.act.target)}
     inside = any(source.ends_one_of(sink.sources.get(frame.file, ""), frame.line, wait) for frame in frames)
     return _counts(sink.act.target, sink.sources) and not inside
@@ -151,8 +151,8 @@ def lock_holders(actor: Actor, waiting: Activity, sources: Mapping[str, str]) ->
         The call site of each thread, by a sentence about it; "" if the waiting thread itself has locked it.
     """
     found: dict[str, str] = {}
-    for thread in actor.process.threads:
-        for frame in () if thread.ended else thread.user_frames:  # a failed task has left each `with`
+    for thread in actor.process.running:
+        for frame in thread.user_frames:
             for lock, line in _locked_at(sources.get(frame.file, ""), frame.line):
                 does = next((a for a in actor.threads if a.thread == thread.name and a.site), actor.activity)
                 waits = does.kind in ("condition", "signal") and does.op != "acquire"

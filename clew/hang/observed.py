@@ -133,7 +133,7 @@ class Inside:
     children: tuple[tuple[int, str, int], ...] = ()
     """Pid, name and exit code of children that have been reaped."""
     failed_jobs: tuple[tuple[str, str, str], ...] = ()
-    """Function, exception and place of the jobs of pools that have failed."""
+    """Function, exception and place of the failed jobs of thread pools that nobody has asked for their results."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,6 +246,11 @@ class Process:
     def threads(self) -> tuple[Thread, ...]:
         """Return the threads of the newest look that has any."""
         return next((look.threads for look in reversed(self.looks) if look.threads), ())
+
+    @property
+    def running(self) -> tuple[Thread, ...]:
+        """Return the threads, without tasks that have ended: these keep frames, but do nothing any more."""
+        return tuple(thread for thread in self.threads if not thread.ended)
 
     @property
     def main(self) -> Thread | None:

@@ -151,18 +151,19 @@ def asks_as_told(sink: Sink) -> Verdict | None:
 
 def polling(sink: Sink) -> Verdict | None:
     """Judge a loop that sleeps until a file appears."""
-    if not _asks_for_files(sink.act, sink.sources) or (loop := sink.act.loop_in(sink.sources)) is None:
+    if (loop := _loop_over_files(sink.act, sink.sources)) is None:
         return None
+    said = "{} polls for a file that does not appear, at {}."
     if sink.blocked_ranks and _writes_itself(sink, loop):
-        why = f"{sink.one.process.label} polls for a file that does not appear, at {sink.act.place}."
+        why = said.format(sink.one.process.label, sink.act.place)
         why += " The program writes such files itself: the ranks that should do it may be those that wait."
         return sink.blame("missing rank", sink.culprits, why + sink.who_waits, cause="file", structural=True)
     apart = [a for a in sink.job if a.activity.site not in {b.activity.site for b in sink.culprits}]
-    others = [a for a in apart if not (a.moving or a.dead) and _asks_for_files(a.activity, sink.sources)]
+    others = [a for a in apart if not (a.moving or a.dead) and _loop_over_files(a.activity, sink.sources)]
     # One that looks for files for ever, or until it is stopped, waits for more work.
     asking = [a for a in (*sink.culprits, *others) if not _serves(a.activity, sink.sources)] or sink.culprits
     one, more = asking[0], [a for a in asking[1:] if a in others]
-    why = f"{one.process.label} polls for a file that does not appear, at {one.activity.place}."
+    why = said.format(one.process.label, one.activity.place)
     if more:
         why += "".join(f" So does {a.process.label}, at {a.activity.site}." for a in more[:3])
         why += " They may wait for one another."
@@ -177,10 +178,10 @@ def _serves(one: Activity, sources: Mapping[str, str]) -> bool:
     return until_end or source.goes_on_for_ever(loop)
 
 
-def _asks_for_files(one: Activity, sources: Mapping[str, str]) -> bool:
-    """Return whether a thread sleeps in a loop that looks for files."""
+def _loop_over_files(one: Activity, sources: Mapping[str, str]) -> source.Loop | None:
+    """Return the loop in which a thread sleeps and looks for files; None without one."""
     loop = one.loop_in(sources) if one.kind == "sleep" else None
-    return loop is not None and any(map(FILE_CALLS.search, source.calls_of(loop)))
+    return loop if loop is not None and any(map(FILE_CALLS.search, source.calls_of(loop))) else None
 
 
 def _writes_itself(sink: Sink, loop: source.Loop) -> bool:

@@ -67,7 +67,8 @@ def without_torn(process: Process) -> Process:
 def with_missed_tasks(process: Process) -> Process:
     """Return the process with the tasks that its last look missed, as they were in the look before.
 
-    A task that runs while tasks are read is in none of their frames. Its thread has them, if its stack was read then.
+    A task that runs while tasks are read is not among them: its frames are its thread's, whose stack may have been read
+    a moment earlier or later.
     """
     if len(process.looks) < STEADY_LOOKS:
         return process
@@ -270,10 +271,7 @@ def moves(process: Process, sources: Mapping[str, str]) -> bool:
 
 
 def _waits_for_gil(process: Process) -> bool:
-    """Return whether another thread has been in one call in each look, and the main thread only asks for the GIL.
-
-    A thread that waits for the GIL asks for it every 5 ms.
-    """
+    """Return whether another thread has been in one call in each look, and the main thread only asks for the GIL."""
     seconds = process.last.at - process.first.at
     main = {each.os_id for each in mains_of(process)}
     stacks = (

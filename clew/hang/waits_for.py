@@ -236,7 +236,7 @@ def at_other_end(actor: Actor, job: Sequence[Actor]) -> set[int]:
 
 
 def fills_alone(actor: Actor, job: Sequence[Actor]) -> bool:
-    """Return whether a process has both ends of the pipe of the queue that it reads, and no other process has one."""
+    """Return whether only a process itself could fill the queue that it reads: no other has an end of its pipe."""
     ends = {other for _, other in _awaited(actor)}
     alone = bool(ends) and ends <= {*actor.process.ends} and not _users(ends, actor, job)
     return actor.activity.kind == "queue" and alone

@@ -52,6 +52,7 @@ def update_in_flight(
                 await asyncio.sleep(0)  # at each turn of the loop: after a pause, a whole answer may be read in one
                 assert not first.done(), "it ended before the update began"
             await asyncio.sleep(0.1)
+            assert not first.done(), "it ended before the update began"
             update = asyncio.ensure_future(engine.load_weights(refs[1]))
             await asyncio.sleep(0.05)
             second = ask(2)
