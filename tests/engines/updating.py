@@ -37,7 +37,8 @@ def update_in_flight(
 
     async def scenario() -> list[Completion]:
         core = RemoteCore(config)
-        engine = RemoteEngine(config, core, BACKENDS[backend].client(config, address))
+        client = BACKENDS[backend].client(config, address)
+        engine = RemoteEngine(config, core, client)
 
         def ask(seed: int) -> Any:
             params = SamplingParams(max_new_tokens=tokens, stop_token_ids=(), seed=seed)
@@ -47,17 +48,22 @@ def update_in_flight(
         try:
             await engine.start(Reporter(folder / "status", f"server-{mode}"))
             await engine.load_weights(refs[0])
-            first = ask(1)
-            while not core.active:
-                await asyncio.sleep(0)  # at each turn of the loop: after a pause, a whole answer may be read in one
-                assert not first.done(), "it ended before the update began"
-            await asyncio.sleep(0.1)
-            assert not first.done(), "it ended before the update began"
+            check, first, sent = client.check, [], asyncio.Event()
+
+            async def check_and_ask(ref: WeightRef) -> None:
+                await check(ref)  # it reads the files, in which time a whole generation may end
+                first.append(ask(1))
+                await asyncio.sleep(0.1)
+                assert core.active, "it ended before the update began"
+                sent.set()
+
+            client.check = check_and_ask
             update = asyncio.ensure_future(engine.load_weights(refs[1]))
+            await sent.wait()
             await asyncio.sleep(0.05)
             second = ask(2)
             await update
-            return [await first, await second]
+            return [await first[0], await second]
         finally:
             await engine.close()
 
