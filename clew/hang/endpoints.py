@@ -33,8 +33,9 @@ UNKNOWN = ""
 """Other end of a socket whose peer could not be found."""
 SOCK_DIAG, BY_FAMILY, DUMP_REQUEST = 4, 20, 0x301
 DONE, ERROR = 3, 2
-PEER = 2
-"""Attribute UNIX_DIAG_PEER of the kernel's answer, and the bit 1 << PEER that asks for it (UDIAG_SHOW_PEER)."""
+PEER, QUEUED = 2, 4
+"""Attributes UNIX_DIAG_PEER and UNIX_DIAG_RQLEN of the kernel's answer. The bits 1 << PEER and 1 << QUEUED ask for them
+(UDIAG_SHOW_PEER and UDIAG_SHOW_RQLEN)."""
 ANSWER_S = 1.0
 
 Awaited = tuple[int, str, str]
@@ -48,12 +49,18 @@ def with_ends(processes: Sequence[Process], machine: Mapping[str, tuple[str, int
         processes: The processes, all on this machine.
         machine: TCP sockets, from `proc.sockets_of_machine`.
     """
-    peers = peers_of_sockets(machine)
+    peers, unread = peers_of_sockets(machine)
     threads = ([thread.os_id for thread in each.threads if not thread.task] for each in processes)
     awaits = [awaited(each.pid, every, peers) for each, every in zip(processes, threads, strict=True)]
     wanted = {end for every in awaits for _, _, end in every if end}
     return [
-        replace(process, awaits=every, ends=ends_of(process.pid, wanted), awaited_child=awaited_child(process.pid))
+        replace(
+            process,
+            awaits=every,
+            ends=ends_of(process.pid, wanted),
+            unread=tuple(sorted({own for _, own, other in every if other in unread})),
+            awaited_child=awaited_child(process.pid),
+        )
         for process, every in zip(processes, awaits, strict=True)
     ]
 
@@ -122,14 +129,15 @@ def ends_of(pid: int, wanted: set[str]) -> tuple[str, ...]:
     return tuple(sorted(found & wanted))
 
 
-def peers_of_sockets(machine: Mapping[str, tuple[str, int, int]]) -> dict[str, str]:
-    """Return the other end of each connected socket, if it is on this machine and the kernel reports it.
+def peers_of_sockets(machine: Mapping[str, tuple[str, int, int]]) -> tuple[dict[str, str], set[str]]:
+    """Return the other end of each connected socket, and the Unix sockets that hold what nobody has read.
 
-    As long as nobody has accepted a connection, its other end is the socket that listens: `l socket:[1]`.
+    The other end is known if it is on this machine and the kernel reports it. As long as nobody has accepted a
+    connection, it is the socket that listens: `l socket:[1]`.
     """
     ports = {(local, remote): inode for inode, (state, local, remote) in machine.items() if state == ESTABLISHED}
     listening = {local: inode for inode, (state, local, _) in machine.items() if state == LISTENING}
-    found: dict[str, str] = {}
+    found, unread = dict[str, str](), set[str]()
     for (local, remote), inode in ports.items():
         other = ports.get((remote, local), "")
         if other.isdigit():
@@ -137,20 +145,24 @@ def peers_of_sockets(machine: Mapping[str, tuple[str, int, int]]) -> dict[str, s
         elif other and remote in listening:
             found[f"socket:[{inode}]"] = f"l socket:[{listening[remote]}]"
     with suppress(OSError, struct.error, AttributeError):  # no netlink, or a kernel without UNIX_DIAG
-        found |= {f"socket:[{one}]": f"socket:[{other}]" for one, other in _unix_peers().items()}
-    return found
+        for one, (other, queued) in _unix_sockets().items():
+            found[f"socket:[{one}]"] = f"socket:[{other}]"
+            unread |= {f"socket:[{one}]"} if queued else set()
+    return found, unread
 
 
-def _unix_peers() -> dict[int, int]:
-    """Return the inode of each Unix socket's peer, by the socket's own inode: /proc/net/unix does not list peers.
+def _unix_sockets() -> dict[int, tuple[int, int]]:
+    """Return the peer of each connected Unix socket, and how many bytes it could read now, by inode.
+
+    /proc/net/unix lists neither.
 
     Raises:
         OSError: The kernel does not answer.
     """
-    found: dict[int, int] = {}
+    found: dict[int, tuple[int, int]] = {}
     every = 0xFFFFFFFF
     # struct unix_diag_req: family, protocol, padding, states, inode, what to show, cookie
-    request = struct.pack("=BBHIIIII", socket.AF_UNIX, 0, 0, every, 0, 1 << PEER, every, every)
+    request = struct.pack("=BBHIIIII", socket.AF_UNIX, 0, 0, every, 0, 1 << PEER | 1 << QUEUED, every, every)
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, SOCK_DIAG) as kernel:
         kernel.settimeout(ANSWER_S)
         kernel.send(struct.pack("=IHHII", 16 + len(request), BY_FAMILY, DUMP_REQUEST, 1, 0) + request)
@@ -162,9 +174,12 @@ def _unix_peers() -> dict[int, int]:
                     return found
                 inode = struct.unpack_from("=I", data, at + 20)[0]
                 place = at + 32  # after the header, and struct unix_diag_msg
+                shown = dict[int, int]()
                 while place + 8 <= at + size:
                     length, name = struct.unpack_from("=HH", data, place)
-                    if name == PEER:
-                        found[inode] = struct.unpack_from("=I", data, place + 4)[0]
+                    if name in (PEER, QUEUED):
+                        shown[name] = struct.unpack_from("=I", data, place + 4)[0]
                     place += max(4, (length + 3) & ~3)
+                if PEER in shown:
+                    found[inode] = shown[PEER], shown.get(QUEUED, 0)
                 at += (size + 3) & ~3

@@ -430,11 +430,13 @@ def _told_to_some(sink: Sink) -> Verdict | None:
     if source.goes_on_for_ever(drivers[0].activity.loop_in(sink.sources)):
         return None  # it serves whoever asks, and drives nobody
     ranks = f"rank{'s' * (len(away) > 1)} {names(away)}"
-    why = (
-        f"{sentences(inside)} {sentences(away)} So {drivers[0].process.label} has not told {ranks} to take "
-        f"part, or has not read an error of {ranks}, and waits for the others: {drivers[0].says}."
-    )
-    pids = tuple(a.pid for a in (*away, *drivers))
+    driver, blamed = drivers[0].process.label, [*away, *drivers]
+    if all(a.process.unread for a in away):
+        missed, blamed = f"But {driver} has not read the last answer of {ranks} yet, which may be an error", away
+    else:
+        missed = f"So {driver} has not told {ranks} to take part, or has not read an error of {ranks}"
+    why = f"{sentences(inside)} {sentences(away)} {missed}. It waits for the others: {drivers[0].says}."
+    pids = tuple(a.pid for a in blamed)
     return sink.blame("missing rank", away, why, pids=pids, structural=True)
 
 

@@ -192,6 +192,8 @@ class Process:
     somebody accepts the connection, and "" if it is not known."""
     ends: tuple[str, ...] = ()
     """Ends that it has open and for which a thread of some process waits."""
+    unread: tuple[str, ...] = ()
+    """Ends in `awaits` that are Unix sockets whose other end has not read all that was written."""
     awaited_child: int = 0
     """Pid of the child whose exit the main thread waits for; 0 for no child, for any, or if /proc hides it."""
     gpus: tuple[str, ...] = ()

@@ -75,6 +75,20 @@ def test_a_reader_of_a_socket_waits_for_its_peer(tcp: bool) -> None:
     assert reader.awaits[0][2] == f"socket:[{inode}]" and writer.ends == (f"socket:[{inode}]",)
 
 
+def test_what_nobody_has_read_of_a_socket_is_known() -> None:
+    ours, theirs = socket.socketpair()
+    with reading(theirs.fileno()) as one:
+        here = Process(pid=os.getpid())
+        before, _ = endpoints.with_ends([one, here], proc.sockets_of_machine())
+        theirs.send(b"an answer")
+        after, _ = endpoints.with_ends([one, here], proc.sockets_of_machine())
+    ours.close()
+    theirs.close()
+    if after.awaits[0][2] == endpoints.UNKNOWN:
+        pytest.skip("the kernel does not show the peers of Unix sockets")
+    assert before.unread == () and after.unread == (after.awaits[0][1],)
+
+
 def test_a_client_that_nobody_has_accepted_waits_for_whoever_listens() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         theirs = socket.create_connection(server.getsockname())
