@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ from clew.hang.expressions import constants
 from clew.hang.local_cause import device, local_cause
 from clew.hang.locks import is_shared_lock, locked_by
 from clew.hang.observed import Snapshot
-from clew.hang.progress import cpu_share, pace, recent, woken_once
+from clew.hang.progress import cpu_share, pace, recent, seen, woken_once
 from clew.hang.rejecting_loops import refuses
 from clew.hang.roles import WAITS_INSIDE, actors_of, world_of
 from clew.hang.same_call import initialisation, missing_ranks, same_everywhere, two_threads
@@ -34,6 +34,10 @@ UNTIL_END = re.compile(rf"\(\)$|{source.SAYS_END.pattern}", re.I)
 """Matches an event that has no name, so that nobody can set it, and the names of those that are set at the end."""
 SOON_S = 60.0
 """Longest sleep, in seconds, whose end is worth waiting for: the process is slow then, not hung."""
+RARELY = 0.2
+"""Highest share of looks in which the slowest rank is in a collective. The others are in one in all but this share."""
+ENOUGH_LOOKS = 4
+"""Minimum number of looks to name the slowest rank."""
 REAPED_S = 1.0
 """Seconds that a parent may take to notice that its child has ended."""
 
@@ -352,7 +356,22 @@ def _progress(job: list[Actor], ranks: list[Actor], snapshot: Snapshot) -> Verdi
     if not ranks and not all(a.moving or _between_rounds(a, edges, job, snapshot.sources) for a in mains):
         return None
     how = _how(moving[0], snapshot, moving[0].process.label)
-    return verdict_about("healthy", [], f"The job moves{how}.", mains)
+    return verdict_about("healthy", [], f"The job moves{how}.{_straggler(ranks, snapshot.sources)}", mains)
+
+
+def _straggler(ranks: list[Actor], sources: Mapping[str, str]) -> str:
+    """Return a sentence about the one rank for which the others wait most of the time; "" if there is none."""
+    looks = {a.rank: seen(a.process, sources) for a in ranks}
+    shares = {rank: sum(one.kind in DISTRIBUTED for one in each) / max(1, len(each)) for rank, each in looks.items()}
+    late, *others = sorted(shares, key=lambda rank: shares[rank]) if shares else [None]
+    enough = len(looks.get(late, ())) >= ENOUGH_LOOKS and others
+    if not enough or shares[late] > RARELY or min(shares[rank] for rank in others) < 1 - RARELY:
+        return ""
+    [(site, often)] = Counter(one.site for one in looks[late] if one.kind not in DISTRIBUTED).most_common(1)
+    return (
+        f" All others waited for rank {late} in a collective most of the time. It was at {site} in {often} of "
+        f"{len(looks[late])} looks."
+    )
 
 
 def _between_rounds(actor: Actor, edges: Edges, job: list[Actor], sources: Mapping[str, str]) -> bool:

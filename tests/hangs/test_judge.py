@@ -74,6 +74,23 @@ def test_a_rank_that_sleeps_is_at_fault() -> None:
     assert verdict.exit_code == 1
 
 
+def test_a_healthy_job_names_the_rank_that_all_others_wait_for() -> None:
+    def training(number: int, line: int, op: str = "") -> Process:
+        process = rank(number, line, op)
+        looks = []
+        for n, look in enumerate(process.looks):
+            *inner, user = look.threads[0].frames
+            frames = (*inner, replace(user, locals={"step": str(n)}))
+            looks.append(replace(look, threads=(replace(look.threads[0], frames=frames),), switches=n))
+        return replace(process, looks=tuple(looks))
+
+    late = judged(training(0, 5, "all_reduce"), training(1, 18))
+    assert late.pattern == "healthy" and "waited for rank 1 in a collective" in late.explanation
+    assert "at train.py:18 in 6 of 6 looks" in late.explanation
+    for even in ((5, "all_reduce"), (18, "")):
+        assert "waited for" not in judged(training(0, *even), training(1, *even)).explanation
+
+
 @pytest.mark.parametrize(
     "code, seconds, pattern",
     [
