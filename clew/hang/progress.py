@@ -16,8 +16,8 @@ from clew.hang.activity import DATABASE, DISTRIBUTED, Activity, activity_of, imp
 from clew.hang.observed import PROGRAM, Frame, Look, Process, Thread
 
 WAITING_NAMES = re.compile(
-    r"(^|[._(])(n|num_)?(wait\w*|try|tries|attempt\w*|retr(y|ies|ied|ying)|poll(s|ed|ing)?|spin\w*|elapsed|deadline|timeout|"
-    r"\w*time(r|stamp)?|now|(heart)?beats?|ticks?|pid|port|seed|fd|pause\w*|backoff|delay)s?($|[^a-z])",
+    r"(^|[._(])(n|num_)?(wait\w*|try|tries|attempt\w*|error|failure|retr(y|ies|ied|ying)|poll(s|ed|ing)?|spin\w*|elapsed|"
+    r"deadline|timeout|\w*time(r|stamp)?|now|(heart)?beats?|ticks?|pid|port|seed|fd|pause\w*|backoff|delay)s?($|[^a-z])",
     re.I,
 )
 """Names of counters that a loop advances while it waits. Whole words only: `timestep` and `entries` count work."""
