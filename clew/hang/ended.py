@@ -26,7 +26,8 @@ def dead(sink: Sink) -> Verdict | None:
     found = _other_ended(sink, abandoned)
     if found or abandoned:
         return found
-    return _part_ended(sink) or _starves_waiter(sink) or _part_of_waiter_ended(sink) or _untaken(sink)
+    checks = (_part_ended, _starves_waiter, _part_of_waiter_ended, _untaken, _runs_no_more)
+    return next((found for check in checks if (found := check(sink))), None)
 
 
 def _ended_itself(sink: Sink) -> Verdict:
@@ -112,12 +113,33 @@ def _part_of_waiter_ended(sink: Sink) -> Verdict | None:
     return sink.blame("dead", [by], why, cause="dead", confidence="medium")
 
 
+def _targets_of(one: Actor, sources: Mapping[str, str]) -> tuple[set[str], set[str]]:
+    """Return the functions that run in a process, and those in threads that its running functions have started."""
+    running = {frame.name for thread in one.process.running for frame in thread.frames}
+    places = [(sources.get(frame.file, ""), frame.line) for frame in one.process.user_frames]
+    return running, set().union(*(started_before(text, line) for text, line in places))
+
+
+def _runs_no_more(sink: Sink) -> Verdict | None:
+    """Find a process whose thread has ended, while another process waits at a pipe for what that thread did."""
+    still = [a for a in (*sink.culprits, *sink.waiters) if not (a.moving or a.dead)]
+    for by in (a for a in still if a.activity.kind in THROUGH_PIPES):
+        for one in (a for a in still if a is not by):
+            running, started = _targets_of(one, sink.sources)
+            for name in sorted(started - running):
+                if explains(name, by, sink.job, sink.sources):
+                    why = (
+                        f"The thread of {one.process.label} that ran {name} has ended. So nothing can end this wait: "
+                        f"{by.says}."
+                    )
+                    return sink.blame("dead", [one], why, cause="dead", confidence="medium").at(by.activity.site)
+    return None
+
+
 def _untaken(sink: Sink) -> Verdict | None:
     """Find a process with items in a queue whose only reader, a thread that it had started, has ended."""
     for one in (a for a in (*sink.culprits, *sink.waiters) if not a.moving):
-        running = {frame.name for thread in one.process.running for frame in thread.frames}
-        places = [(sink.sources.get(frame.file, ""), frame.line) for frame in one.process.user_frames]
-        started = set().union(*(started_before(text, line) for text, line in places))
+        running, started = _targets_of(one, sink.sources)
         for frame in one.process.user_frames:
             text = sink.sources.get(frame.file, "")
             filled = [name for name, value in frame.locals.items() if name.endswith(".queue)") and value != "0"]

@@ -445,11 +445,15 @@ def taking(text: str, line: int, queue: str) -> set[str]:
 
 
 def started_before(text: str, line: int) -> set[str]:
-    """Return the targets of the threads that the function around a line, or its class's `__init__`, has started."""
-    function = enclosing_function(text, line)
+    """Return the targets of the threads that the function around a line, or its class's `__init__`, has started.
+
+    Outside of functions, they are those that the module's own lines before it have started.
+    """
+    around = enclosing_function(text, line) or parse(text)
+    before = (node for node in _without_nested(around) if isinstance(node, ast.Call)) if around is not None else ()
     classes = [node for node in enclosing(text, line) if isinstance(node, ast.ClassDef)]
     made = [node for each in classes for node in each.body if isinstance(node, Function) and node.name == "__init__"]
-    calls = [*(call for call in calls_in(function) if call.lineno < line), *calls_in(*made)]
+    calls = [*(call for call in before if call.lineno < line), *calls_in(*made)]
     targets = (keyword(call, "target") for call in calls if dotted(call.func).endswith("Thread"))
     return {dotted(target).rpartition(".")[2] for target in targets if target is not None}
 
