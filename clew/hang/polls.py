@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import PurePath
 
@@ -90,13 +91,37 @@ def both_poll(sink: Sink) -> Verdict | None:
         f"{by.says}. Its worker {sink.one.process.label} waits for work at {sink.act.place}. So what "
         f"is awaited was never given to a worker, or was lost; or each of the two waits for the other."
     )
-    return sink.blame("rollout blocked", [by], why, cause="sleep", confidence="medium").at(sink.act.site)
+    odd, words = _odd_one([a for a in children if a.activity.site == sink.act.site])
+    return sink.blame("rollout blocked", [by, *odd], why + words, cause="sleep", confidence="medium").at(sink.act.site)
+
+
+def _odd_one(workers: list[Actor]) -> tuple[list[Actor], str]:
+    """Return the one worker with another number than all others, who agree, and a sentence about it; ([], "") else."""
+    numbers = [{n: v for n, v in a.process.user_frames[0].locals.items() if v.isdigit()} for a in workers]
+    found: dict[int, str] = {}
+    for name in sorted(set.intersection(*map(set, numbers))) if len(workers) > 2 else ():
+        ranked = Counter(each[name] for each in numbers).most_common()
+        if len(ranked) == 2 and ranked[1][1] == 1:
+            [(usual, _), (other, _)] = ranked
+            [place] = [n for n, each in enumerate(numbers) if each[name] == other]
+            found.setdefault(place, f" In {workers[place].process.label}, {name} is {other}; in the others, {usual}.")
+    return ([workers[n] for n in found], "".join(found.values())) if len(found) == 1 else ([], "")
 
 
 def _wait_for_each_other(one: Actor, other: Actor, sources: Mapping[str, str]) -> bool:
     """Return whether each of two processes sleeps until a condition holds that the function of the other one sets."""
-    both = ((one.activity, other.activity), (other.activity, one.activity))
-    return all(_asked_at(asks, sources) & _set_around(sets, sources) for asks, sets in both)
+    both = ((one, other), (other, one))
+    return all(
+        _with_indices(_asked_at(asks.activity, sources), asks)
+        & _with_indices(_set_around(sets.activity, sources), sets)
+        for asks, sets in both
+    )
+
+
+def _with_indices(items: set[str], one: Actor) -> set[str]:
+    """Return items such as `flags[i]` with the number of the variable, so that each process's own is another one."""
+    values = {name: value for frame in one.process.user_frames[:1] for name, value in frame.locals.items()}
+    return {re.sub(r"\[(\w+)\]", lambda index: f"[{values.get(index[1], index[1])}]", each) for each in items}
 
 
 def _asked_at(one: Activity, sources: Mapping[str, str]) -> set[str]:

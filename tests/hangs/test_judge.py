@@ -1409,7 +1409,7 @@ def test_a_thread_that_has_ended_and_filled_the_queue_of_another_process_is_why_
 ) -> None:
     text = (
         "batch = q.get()\ndef rollout(out, stop):\n    def pump():\n        for row in rows: out.put(row)\n\n"
-        "    def beat():\n        report()\n    Thread(target=pump).start()\n    stop.wait()\n"
+        f"    def beat():\n        report()\n    Thread(target={ended}).start()\n    stop.wait()\n"
     )
     asks = (within("BaseProxy._callmethod", "multiprocessing/managers.py"),)
     waits = (*asks, within("EventProxy.wait", "multiprocessing/managers.py"))
