@@ -66,8 +66,11 @@ def _spawned_rank(process: Process) -> int | None:
 
 
 def joins_as(process: Process) -> tuple[int, int, str] | None:
-    """Return rank, world size and address if the main thread is in init_process_group; None if it is not."""
-    for frame in process.main_frames:
+    """Return rank, world size and address if a thread is in init_process_group; None if none is.
+
+    An inference server joins the trainer's group in the thread that handles the request to do so.
+    """
+    for frame in (frame for thread in process.threads for frame in thread.frames):
         rank, world = (frame.locals.get(name, "") for name in ("rank", "world_size"))
         if frame.name == "init_process_group" and frame.file.endswith(C10D) and rank.isdigit() and world.isdigit():
             return int(rank), int(world), frame.locals.get("init_method", "").strip("'\"")

@@ -52,15 +52,16 @@ def missing_ranks(ranks: list[Actor], missing: list[int], gone: str, job: list[A
     blocked = [a for a in ranks if not a.dead and a.activity.kind in DISTRIBUTED]
     if not missing or not blocked:
         return None
-    numbers = ", ".join(map(str, missing))
-    first = blocked[0].activity
+    first, several = blocked[0].activity, len(missing) > 1
     starting = all(a.activity.kind == "init" for a in blocked) and not dead and not gone
-    what = f"{'never joined' if starting else 'has ended'}: there is no such process"
+    ended = "have ended" if several else "has ended"
+    what = f"{'never joined' if starting else ended}: there is no such process"
     if unnamed := ", ".join(a.process.label for a in job if a.rank is None and a.activity.kind == "init"):
-        what = f"was not seen. It may be {unnamed}, which is in init_process_group, too, and whose rank is unknown"
+        seen = "were not seen. They" if several else "was not seen. It"
+        what = f"{seen} may be {unnamed}: in init_process_group, too, with an unknown rank"
     why = (
-        f"Rank {numbers} {what}. {gone}The other ranks wait for it in {first.op} at {first.site}, and will "
-        f"wait until their timeout."
+        f"Rank{'s' * several} {ranges(missing)} {what}. {gone}The other ranks wait for "
+        f"{'them' if several else 'it'} in {first.op} at {first.site}, and will wait until their timeout."
     )
     pattern, cause = ("initialisation", "absent") if starting else ("dead", "dead")
     return verdict_about(pattern, dead, why, blocked, cause=cause, structural=True, ranks=tuple(missing))
