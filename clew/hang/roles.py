@@ -38,7 +38,8 @@ HELPERS = (
 LAUNCHER = re.compile(r"torch\.distributed\.(run|launch)|torchrun|accelerate.*launch|deepspeed\.launcher|/deepspeed ")
 WORKER_PRIORITY = (
     "stdin", "lock", "ray", "http", "network", "file", "process", "connections", "sleep", "pipe",
-    "compute", "collective", "condition", "queue_full", "signal", "future", "select", "queue", "barrier", "tasks",
+    "compute", "collective", "recv", "send", "init", "store", "condition", "queue_full", "signal", "future", "select",
+    "queue", "barrier", "tasks",
 )  # fmt: skip
 """Kinds of waits of threads and tasks, in the order in which they explain why the main thread waits for them."""
 WAITS_INSIDE = ("queue", "condition", "barrier", "thread", "future", "pool", "queue_full", "select", "tasks", "rpc")

@@ -21,7 +21,10 @@ def missing_key(sink: Sink) -> Verdict | None:
         wanted = next((f.locals["world_size"] for f in frames if f.locals.get("world_size", "").isdigit()), "")
         members = f"until its {wanted} members have come" if wanted else "until all of its members have come"
         why = f"{sink.one.says}. It waits for the server of this store, and {members}: fewer have.{sink.who_waits}"
-        return sink.blame("initialisation", [sink.one], why, cause="store", confidence="medium")
+        asking = [a for a in sink.waiters if a.activity.kind == "http"]
+        if asking:
+            why += f" {sentences(asking)} Whoever has to join, too, must not first wait for that answer."
+        return sink.blame("initialisation", [sink.one, *asking], why, cause="store", confidence="medium")
     others = [a for a in sink.job if a.rank is not None and a not in sink.culprits]
     alike = ("store", sink.act.site)  # ranks that wait for the same key
     others = [a for a in others if (a.activity.kind, a.activity.site) != alike]
