@@ -75,8 +75,8 @@ def _runner_up(verdict: Verdict, actors: Sequence[Actor]) -> str:
         if verdict.cause == "refusing":
             return f"slow: what {one.process.label} counts are tries, and nothing comes of them"
         return (
-            f"slow: {one.process.label} was{where} in the last of {len(one.process.looks)} looks, none of its "
-            f"counters advanced, and its main thread was woken up {one.process.wakeups} times"
+            f"slow: {one.process.label} was{where} in the last of {len(one.process.looks)} looks, nothing "
+            f"that shows progress advanced, and its main thread was woken up {one.process.wakeups} times"
         )
     if verdict.pattern in IN_DIFFERENT_CALLS:
         operations = defaultdict[str, list[int]](list)

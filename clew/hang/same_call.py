@@ -87,17 +87,21 @@ def deviating(ranks: list[Actor], values: Mapping[int, object]) -> tuple[list[Ac
 def _other_groups(ranks: list[Actor]) -> Verdict | None:
     """Judge ranks in new_group whose groups have different names or ranks: torch counts the calls of each rank."""
     named: dict[int, object] = {a.pid: _new_name(a) for a in ranks}
-    if len(set(named.values())) < 2:  # one name for all, so compare the ranks of the groups
+    for_members = all(map(_for_members, ranks))
+    if for_members or len(set(named.values())) < 2:  # the names are hashes of the ranks, or one for all groups
         named = {a.pid: _new_ranks(a) for a in ranks}
     if not all(named.values()) or len(set(named.values())) < 2:
         return None
     odd, said = deviating(ranks, named)
     odd = odd if len(odd) < len(ranks) else []
-    why = (
-        f"All ranks are in new_group, but they make different groups: {said}. torch counts the groups that each rank "
-        f"has made, so some ranks have called new_group more often than others. Every rank has to call it for every "
-        f"group, also for groups that it does not belong to."
-    )
+    why = f"All ranks are in new_group, but they make different groups: {said}. "
+    if for_members:
+        why += "The members of each group have to make it together, so all must make their groups in one order."
+    else:
+        why += (
+            "torch counts the groups that each rank has made, so some ranks have called new_group more often than "
+            "others. Every rank has to call it for every group, also for groups that it does not belong to."
+        )
     sites = tuple(sorted({a.activity.site for a in ranks}))
     runner_up = "different addresses or ports: the ranks have made groups before"
     return verdict_about("initialisation", odd, why, ranks, sites=sites, runner_up=runner_up)
@@ -129,9 +133,19 @@ def _other_value(ranks: list[Actor]) -> Verdict | None:
     return verdict_about("initialisation", [found[0][0]], why, ranks, confidence="medium")
 
 
+def _values_in_new_group(actor: Actor, name: str) -> list[str]:
+    """Return the values of a parameter of the call of new_group that a rank is in."""
+    return [frame.locals.get(name, "") for frame in _newest_frames(actor) if frame.name == "new_group"]
+
+
+def _for_members(actor: Actor) -> bool:
+    """Return whether a rank makes a group that only its members have to make."""
+    return "True" in _values_in_new_group(actor, "use_local_synchronization")
+
+
 def _new_ranks(actor: Actor) -> tuple[int, ...]:
     """Return the ranks of the group that a rank is making; () if its frames do not say."""
-    texts = (frame.locals.get("ranks", "") for frame in _newest_frames(actor) if frame.name == "new_group")
+    texts = _values_in_new_group(actor, "ranks")
     said = next((text for text in texts if re.fullmatch(r"[\[(]\d+(, \d+)*,?[\])]", text)), "")
     return tuple(int(each) for each in re.findall(r"\d+", said))
 
@@ -169,8 +183,9 @@ def initialisation(ranks: list[Actor]) -> Verdict | None:
             made = [_new_ranks(a) for a in inside]
             if kind == "new_group" and all(made):  # blame only members of the new group
                 outside = [a for a in outside if a.rank in {rank for ranks in made for rank in ranks}] or outside
+            who = "every member of the group" if any(map(_for_members, inside)) else "every rank"
             why = (
-                f"{subject(inside, 'is', 'are')} in {words}, which every rank has to call. "
+                f"{subject(inside, 'is', 'are')} in {words}, which {who} has to call. "
                 f"{subject(outside, 'is', 'are')} elsewhere: {outside[0].says}."
             )
             sure = outside[0].activity.kind in DISTRIBUTED
