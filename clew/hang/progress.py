@@ -659,9 +659,10 @@ def cpu_share(process: Process) -> float:
 def pace(process: Process, sources: Mapping[str, str]) -> str:
     """Return words about a counter that advances, or what else a process did meanwhile; "" if nothing is seen."""
     seconds = process.last.at - process.first.at
-    for name, (first, last) in sorted(moved_counters(process, sources).items()):
+    moved = moved_counters(process, sources)
+    for name in sorted(moved, key=lambda each: (not ACCEPTED.search(_bare(each)), each)):  # finished work first
+        (first, last), counter = moved[name], _bare(name)
         if seconds > 0 and last > first:
-            counter = name.rpartition(":")[2].partition(".")[2]
             return f": {'a loop' if counter == '_' else counter} went from {first} to {last} in {seconds:.1f} s"
     if _imports_on(process):
         return ": it imports modules"
@@ -676,9 +677,14 @@ ACCEPTED = re.compile(r"accept|kept|keep|good|ready|done|put|sent|emitted|passed
 """Names of counters that grow if not everything is rejected."""
 
 
+def _bare(name: str) -> str:
+    """Return the name of a counter as the source has it, without its thread, frame and function."""
+    return name.rpartition(":")[2].partition(".")[2]
+
+
 def accepts(process: Process, sources: Mapping[str, str]) -> bool:
     """Return whether a counter of finished work grows."""
-    names = [name.rpartition(":")[2].partition(".")[2] for name in moved_counters(process, sources)]
+    names = [_bare(name) for name in moved_counters(process, sources)]
     # An attribute such as `batcher.rejected` is judged by its last name. The length of any list counts.
     names = [name if name.startswith("len(") else name.rpartition(".")[2] for name in names]
     return any(ACCEPTED.search(name) for name in names if not name.startswith(DEADLINE))
