@@ -61,7 +61,7 @@ def threads_poll(sink: Sink) -> Verdict | None:
     if sink.act not in polling or len({each.site for each in polling}) < 2 or sink.one.rank is not None:
         return None
     told = ", ".join(f"{each.thread} at {each.site}" for each in polling[:4])
-    why = f"Threads of {sink.one.process.label} ask again and again, each for what another thread should bring: {told}."
+    why = f"Threads of {sink.one.process.label} sleep and go round, and one should bring what another wants: {told}."
     sites = tuple(sorted({each.site for each in polling}))
     return sink.blame("rollout blocked", [sink.one], why, cause="sleep", confidence="medium", sites=sites)
 

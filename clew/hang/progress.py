@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -86,8 +86,13 @@ def mains_of(process: Process) -> list[Thread]:
     return [thread for look in process.looks if (thread := look.main(process.pid)) and thread.frames]
 
 
-def moved_counters(process: Process, sources: Mapping[str, str]) -> dict[str, tuple[int, int]]:
-    """Return the first and the last value of each counter that advanced, by name, without those of polling loops."""
+def moved_counters(
+    process: Process, sources: Mapping[str, str], *, must_grow: bool = False
+) -> dict[str, tuple[int, int]]:
+    """Return the first and the last value of each counter that advanced, by name, without those of polling loops.
+
+    With `must_grow`, numbers that go back and forth are left out everywhere, not only in a `while`.
+    """
     looks = [look for look in recent(process).looks if any(frame.locals for t in look.threads for frame in t.frames)]
     if len(looks) < 2:
         return {}
@@ -101,7 +106,7 @@ def moved_counters(process: Process, sources: Mapping[str, str]) -> dict[str, tu
         in_while = name.partition(":")[0].endswith("~")
         # In a `while`, two looks can differ by chance: its numbers must only grow, and take three values if it is busy.
         enough = 3 if in_while and busy(process) else 2
-        if len(set(values)) >= enough and (_grow(values) or not in_while):
+        if len(set(values)) >= enough and (_grow(values) or not (in_while or must_grow)):
             found[name] = (values[0], values[-1])
     others = any(re.split("[@~:]", name)[0] != "main" for name in found)
     monitors = _monitors(looks[-1], process, sources) if others else set[str]()
@@ -249,8 +254,9 @@ def moves(process: Process, sources: Mapping[str, str]) -> bool:
         return False
     if any(wait.get("for_s", 0.0) > LONG_WAIT_S for wait in newest.waits):
         return False  # a process of Clew reports that it has been in one wait for long, while it polls
-    moved = moved_counters(process, sources)
     every = seen(newest, sources)
+    finds_nothing = _finds_nothing(newest, every, sources)
+    moved = moved_counters(process, sources, must_grow=finds_nothing)
     asleep = sleeps_on(process, every, sources)
     # Then other threads changed its variables. Tasks of asyncio still count: one of those threads may run their loop.
     own = r"main\d" if asleep else "main"
@@ -262,7 +268,9 @@ def moves(process: Process, sources: Mapping[str, str]) -> bool:
         return True
     if (messages := _by_wakeups(process, newest, every)) is not None:
         return messages
-    if goes_round(newest, every, sources):
+    if every and every[-1].kind == "sleep" and _threads_get_through(newest, sources):
+        return True
+    if finds_nothing or goes_round(newest, every, sources):
         return False
     in_vain = asleep or process.wakeups < 2 or _waits_for_gil(newest)
     if newest.wakeups and not in_vain and _waits_in_loop(newest, every, sources):
@@ -419,6 +427,17 @@ def _threads_advance(process: Process, newest: Sequence[Activity], sources: Mapp
     return kind == "thread" or (by_result and accepts(process, sources))
 
 
+def _threads_get_through(process: Process, sources: Mapping[str, str]) -> bool:
+    """Return whether another thread gets through rounds of a loop that will end, such as the turns of an episode."""
+    found = defaultdict[tuple[int, int, str], set[str]](set)
+    for thread in (t for look in process.looks for t in look.threads if t.os_id != process.pid and not t.task):
+        for depth, frame in enumerate(reversed(thread.user_frames)):
+            for name in source.rounds(sources.get(frame.file, ""), frame.line):
+                if (value := frame.locals.get(name, "")).isdigit() and not WAITING_NAMES.search(name):
+                    found[thread.os_id, depth, f"{frame.name}.{name}"].add(value)
+    return any(len(values) > 2 for values in found.values())
+
+
 def _goes_through_collectives(process: Process, every: Sequence[Activity], woken: int) -> bool:
     """Return whether a rank that every look found in a collective went through several of them."""
     if len({(each.op, each.group, each.line) for each in every}) > 1:
@@ -520,6 +539,20 @@ def goes_round(process: Process, every: list[Activity], sources: Mapping[str, st
     ]
     shared = set.intersection(*map(set, values))
     return all(_stays([each[key] for each in values]) for key in shared)
+
+
+def _finds_nothing(process: Process, every: list[Activity], sources: Mapping[str, str]) -> bool:
+    """Return whether each round of a loop slept and ended early, and no round has reached what the loop counts.
+
+    Then numbers that other threads change show no progress, unless they only grow.
+    """
+    if len({(each.kind, each.file, each.line) for each in every}) != 1 or every[0].kind != "sleep":
+        return False
+    counts = source.skipped_counts(sources.get(every[0].file, ""), every[0].line)
+    inner = [thread.user_frames[0].locals for thread in mains_of(process) if thread.user_frames]
+    seen_all = len(inner) >= STEADY_LOOKS and counts and all(counts <= each.keys() for each in inner)
+    quiet = process.last.written == process.first.written
+    return bool(seen_all) and quiet and all(len({each[name] for each in inner}) == 1 for name in counts)
 
 
 def _stays(values: Sequence[str]) -> bool:

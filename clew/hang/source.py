@@ -341,6 +341,20 @@ def counted(*roots: ast.AST) -> set[str]:
     return {last_name(each) for each in targets if isinstance(each, (ast.Name, ast.Attribute))}
 
 
+def skipped_counts(text: str, line: int) -> set[str]:
+    """Return the variables that every full round of a loop counts, if a line is in a branch that skips this.
+
+    In `if batch is None: sleep(1); continue`, with `step += 1` further down, `step` tells whether a batch has come.
+    """
+    body = loop.body if (loop := loop_at(text, line)) is not None else []
+    full: list[ast.stmt] = []
+    for at, branch in ((n, each) for n, each in enumerate(body) if isinstance(each, ast.If)):
+        for here, other in ((branch.body, branch.orelse), (branch.orelse, branch.body)):
+            if any(_covers(each, line) for each in here):
+                full = [*other, *(body[at + 1 :] if isinstance(here[-1], ast.Continue) else ())]
+    return {each.target.id for each in full if isinstance(each, ast.AugAssign) and isinstance(each.target, ast.Name)}
+
+
 def _handlers(loop: ast.AST, errors: re.Pattern[str]) -> list[ast.ExceptHandler]:
     """Return each `except` in a loop that names such an exception."""
     return [each for each in nodes_in(ast.ExceptHandler, loop) if each.type and errors.search(ast.unparse(each.type))]
@@ -384,6 +398,19 @@ def goes_on_for_ever(loop: ast.AST | None) -> bool:
     if not isinstance(loop, ast.While) or not isinstance(loop.test, ast.Constant) or not loop.test.value:
         return False
     return set(nodes_in(LEAVES, loop)) <= set(nodes_in(LEAVES, *_handlers(loop, PROGRAM_ENDS)))
+
+
+@lru_cache(maxsize=4096)
+def rounds(text: str, line: int) -> frozenset[str]:
+    """Return the names that number the rounds of the loops around a line, of those that work and are meant to end."""
+    found = set[str]()
+    for loop in loops_at(text, line):
+        if isinstance(loop, ast.While):
+            for_ever = goes_on_for_ever(loop) or EVENT.search(ast.unparse(loop.test))
+            found |= set() if for_ever or polls(loop, text) or retries(loop) else counted(loop)
+        elif not re.search(r"\b(count|cycle)\(", ast.unparse(loop.iter)):
+            found |= names_in(loop.target)
+    return frozenset(found)
 
 
 @lru_cache(maxsize=4096)

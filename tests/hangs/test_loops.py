@@ -26,6 +26,38 @@ def test_what_a_loop_counts_when_a_wait_has_reached_its_limit_is_no_progress() -
     assert polling_counters(text, 3) == {"idle"}
 
 
+@pytest.mark.parametrize("line, counts", [(4, {"step"}), (6, set()), (2, set()), (9, {"made"})])
+def test_a_branch_in_which_a_round_ends_early_skips_what_full_rounds_count(line: int, counts: set[str]) -> None:
+    text = """while step < 100:
+    batch = buffer.sample()
+    if batch is None:
+        time.sleep(0.1)
+        continue
+    train(batch)
+    step += 1
+    if not batch.whole:
+        time.sleep(1)
+    else:
+        made += 1
+"""
+    assert source.skipped_counts(text, line) == counts
+
+
+@pytest.mark.parametrize(
+    "loop, names",
+    [
+        ("for turn in range(40):\n    play(turn)", {"turn"}),
+        ("while not done:\n    done = env.step()\n    turns += 1", {"turns"}),
+        ("for beat in itertools.count():\n    report(beat)", set()),
+        ("while True:\n    report()\n    n += 1", set()),
+        ("while not stop.is_set():\n    report()\n    n += 1", set()),
+        ("while not os.path.exists(path):\n    time.sleep(1)\n    n += 1", set()),
+    ],
+)
+def test_rounds_of_a_loop_that_works_and_will_end_are_progress(loop: str, names: set[str]) -> None:
+    assert source.rounds(loop, 2) == names
+
+
 @pytest.mark.parametrize(
     "text, hidden",
     [
