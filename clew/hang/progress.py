@@ -433,7 +433,8 @@ def _threads_get_through(process: Process, sources: Mapping[str, str]) -> bool:
     for thread in (t for look in process.looks for t in look.threads if t.os_id != process.pid and not t.task):
         for depth, frame in enumerate(reversed(thread.user_frames)):
             for name in source.rounds(sources.get(frame.file, ""), frame.line):
-                if (value := frame.locals.get(name, "")).isdigit() and not WAITING_NAMES.search(name):
+                value = frame.locals.get(name, "")
+                if re.fullmatch(r"-?[\d.]+", value) and not WAITING_NAMES.search(name):
                     found[thread.os_id, depth, f"{frame.name}.{name}"].add(value)
     return any(len(values) > 2 for values in found.values())
 

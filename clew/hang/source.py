@@ -402,12 +402,16 @@ def goes_on_for_ever(loop: ast.AST | None) -> bool:
 
 @lru_cache(maxsize=4096)
 def rounds(text: str, line: int) -> frozenset[str]:
-    """Return the names that number the rounds of the loops around a line, of those that work and are meant to end."""
+    """Return what numbers the rounds of the loops around a line, of those that work and are meant to end.
+
+    These are variables, or lengths of lists such as len(log).
+    """
     found = set[str]()
     for loop in loops_at(text, line):
         if isinstance(loop, ast.While):
             for_ever = goes_on_for_ever(loop) or EVENT.search(ast.unparse(loop.test))
-            found |= set() if for_ever or polls(loop, text) or retries(loop) else counted(loop)
+            lists = {f"len({name})" for name in filled(loop)}
+            found |= set() if for_ever or polls(loop, text) or retries(loop) else counted(loop) | lists
         elif not re.search(r"\b(count|cycle)\(", ast.unparse(loop.iter)):
             found |= names_in(loop.target)
     return frozenset(found)

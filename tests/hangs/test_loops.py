@@ -47,7 +47,7 @@ def test_a_branch_in_which_a_round_ends_early_skips_what_full_rounds_count(line:
     "loop, names",
     [
         ("for turn in range(40):\n    play(turn)", {"turn"}),
-        ("while not done:\n    done = env.step()\n    turns += 1", {"turns"}),
+        ("while not done:\n    done = env.step()\n    turns += 1\n    log.append(1)", {"turns", "len(log)"}),
         ("for beat in itertools.count():\n    report(beat)", set()),
         ("while True:\n    report()\n    n += 1", set()),
         ("while not stop.is_set():\n    report()\n    n += 1", set()),
