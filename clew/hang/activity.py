@@ -326,6 +326,8 @@ def _coroutine(base: Activity, thread: Thread, user: Frame, text: str) -> Activi
     if thread.waiter in ("Task", "_GatheringFuture") and not starts_program:  # communicate() gathers tasks of its own
         return replace(base, kind="tasks")
     found = _first_match(COROUTINES, base, inside, text) or replace(base, kind="future")
+    if found.op == "wait_for" and re.search(r"wait_for\(\s*[\w.]+\.get\(\)", base.text):
+        return replace(found, kind="queue", op="get", target=receiver(text, base.line, "get"))
     # asyncio reads sockets and programs through the same streams. A program's is an attribute such as proc.stdout: in
     # this line, or in a call that passes it to this function.
     if found.kind == "http" and (re.search(STREAM, base.text) or re.search(rf"\b{user.name}\(.*{STREAM}", text)):

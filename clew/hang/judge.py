@@ -21,15 +21,13 @@ from clew.hang.locks import is_shared_lock, locked_by
 from clew.hang.observed import Snapshot
 from clew.hang.progress import cpu_share, pace, recent, seen, woken_once
 from clew.hang.rejecting_loops import refuses
-from clew.hang.roles import WAITS_INSIDE, actors_of, world_of
+from clew.hang.roles import MAIN_TASK, WAITS_INSIDE, actors_of, world_of
 from clew.hang.same_call import initialisation, missing_ranks, same_everywhere, two_threads
 from clew.hang.verdict import SOUND, Actor, Sink, Verdict, names, sentences, verdict_about
 from clew.hang.waits_for import TO_OTHERS, Edges, all_edges, collective_edges, key_of, reachable, reads_requests, sinks
 
 SUPERVISING = ("process", "thread", "pool", "future", "tasks", "ray")
 """Kinds of waits of a main process that only waits for its children to end."""
-MAIN_TASK = "task Task-1"
-"""Name of the thread that stands for the first task of an event loop: asyncio.run makes it of the main coroutine."""
 UNTIL_END = re.compile(rf"\(\)$|{source.SAYS_END.pattern}", re.I)
 """Matches an event that has no name, so that nobody can set it, and the names of those that are set at the end."""
 SOON_S = 60.0

@@ -37,7 +37,7 @@ from clew.hang.progress import (
     places,
 )
 from clew.hang.rejecting_loops import never_filled, never_holds, rejecting, rounds_without_put, starved, takes_in_vain
-from clew.hang.roles import WAITS_INSIDE
+from clew.hang.roles import MAIN_TASK, WAITS_INSIDE
 from clew.hang.store_keys import missing_key
 from clew.hang.verdict import LOCAL, MESSAGES, Actor, Sink, Verdict, names, sentences, subject, words_of
 from clew.hang.waits_for import THROUGH_PIPES, TO_OTHERS, fills_alone, ports_named, surely_awaits
@@ -494,7 +494,8 @@ def _waits_beside(sink: Sink) -> Activity | None:
         own = (t for t in sink.one.threads if t.of_user and not (t.task or t.heartbeat))
         own = (t for t in own if t.kind in ("condition", "queue_full"))
     else:
-        own = (t for t in sink.one.threads if t.thread == "MainThread" and t.kind in WAITS_INSIDE)
+        own = (t for t in sink.one.threads if t.thread in ("MainThread", MAIN_TASK) and t.kind in WAITS_INSIDE)
+        own = sorted(own, key=lambda t: t.idle_loop)  # the main coroutine says more than its event loop
     return next((t for t in own if t is not sink.act and t.site), None)
 
 

@@ -44,6 +44,8 @@ WORKER_PRIORITY = (
 """Kinds of waits of threads and tasks, in the order in which they explain why the main thread waits for them."""
 WAITS_INSIDE = ("queue", "condition", "barrier", "thread", "future", "pool", "queue_full", "select", "tasks", "rpc")
 """Kinds of waits that another thread or task of the same process may end."""
+MAIN_TASK = "task Task-1"
+"""Name of the thread that stands for the first task of an event loop: asyncio.run makes it of the main coroutine."""
 
 
 def local_integer(process: Process, wanted: Sequence[str], sources: Mapping[str, str]) -> int | None:
