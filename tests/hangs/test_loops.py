@@ -7,7 +7,7 @@ import ast
 import pytest
 
 from clew.hang import source
-from clew.hang.progress import polling_counters
+from clew.hang.progress import _grow, polling_counters
 from clew.hang.rejecting_loops import _once_a_round
 
 
@@ -41,6 +41,22 @@ def test_a_branch_in_which_a_round_ends_early_skips_what_full_rounds_count(line:
         made += 1
 """
     assert source.skipped_counts(text, line) == counts
+
+
+@pytest.mark.parametrize(
+    "values, grow",
+    [
+        ([1, 2, 2, 5], True),
+        ([1, 3, 2, 4], False),
+        ([10, 20, 900, 30, 40, 50, 60, 70], True),
+        ([10, 20, 900, 30, 800, 50, 60, 70], False),
+        ([143743, 2314, 84573, 2572, 2673, 2747, 88242, 2950, 3019, 3148, 3252], True),
+        ([0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0], False),
+        ([0, 0, 900, 0, 0, 0, 0, 0], False),
+    ],
+)
+def test_a_counter_grows_although_some_looks_have_read_it_wrongly(values: list[int], grow: bool) -> None:
+    assert _grow(values) == grow
 
 
 @pytest.mark.parametrize(
