@@ -651,7 +651,7 @@ def _calls_that_made(name: str, waiting: ast.Call, text: str) -> list[ast.Call]:
             made += [each for each in source.calls_in(value) if _begins_work(source.dotted(each.func))]
             if isinstance(value, (ast.Name, ast.Attribute, ast.Subscript)):
                 chain.append(source.dotted(value).removesuffix("[]"))
-            chain += [source.dotted(each) for each in ast.walk(value) if isinstance(each, ast.Name)][:6]
+            chain += [source.dotted(each) for each in source.nodes_in(ast.Name, value)][:6]
     return made
 
 

@@ -481,8 +481,7 @@ def _received_less(odd: Sequence[Actor], sink: Sink) -> tuple[list[Actor], str] 
     if not _is_root(odd):
         return None
     op, rest = odd[0].activity.op, [a for a in sink.culprits if a not in odd]
-    nodes = (node for text in sink.sources.values() for node in ast.walk(source.parse(text) or ast.Module([], [])))
-    loops = (node for node in nodes if isinstance(node, source.Loop))
+    loops = source.nodes_in((ast.While, ast.For, ast.AsyncFor), *map(source.parse, sink.sources.values()))
     receiving = [loop for loop in loops if any(name.rpartition(".")[2] == op for name in source.calls_of(loop))]
     # What is kept only if it belongs to a rank differs between ranks that are in step.
     always = (node for loop in receiving for node in takewhile(_goes_on, loop.body) if not isinstance(node, ast.If))
@@ -498,7 +497,7 @@ def _received_less(odd: Sequence[Actor], sink: Sink) -> tuple[list[Actor], str] 
 
 def _goes_on(node: ast.AST) -> bool:
     """Return whether no part of a statement begins the next round."""
-    return not any(isinstance(each, ast.Continue) for each in ast.walk(node))
+    return not source.nodes_in(ast.Continue, node)
 
 
 CYCLES: tuple[Callable[[Sink], Verdict | None], ...] = (

@@ -268,7 +268,7 @@ def _keeps_house(one: Activity, sources: Mapping[str, str]) -> bool:
     """Return whether a thread wakes up again and again and works then, for example to forget what is old."""
     text = sources.get(one.file, "")
     loop = source.loop_at(text, one.line)
-    leaves = loop is not None and any(isinstance(node, (ast.Break, ast.Return)) for node in ast.walk(loop))
+    leaves = source.nodes_in((ast.Break, ast.Return), loop)
     return one.periodic and loop is not None and not leaves and not source.polls(loop, text)
 
 
@@ -323,7 +323,7 @@ def _free_at_unix_socket(server: Actor, reading: list[Activity], sources: Mappin
     """
     act = server.activity
     loop = source.loop_at(sources.get(act.file, ""), act.line)
-    names = {getattr(n, "attr", getattr(n, "id", "")) for n in (ast.walk(loop) if loop else ())}
+    names = {getattr(n, "attr", getattr(n, "id", "")) for n in source.nodes_in(ast.AST, loop)}
     asked = {t.name for t in server.process.threads if any(f.name in names for f in t.user_frames)}
     others = [one for one in server.threads if _may_work(one) and one is not act and one not in reading]
     return act.op.endswith("accept") and all(one.kind == "queue" and one.thread not in asked for one in others)

@@ -122,8 +122,7 @@ def releasers(waiting: Actor, job: Sequence[Actor], sources: Mapping[str, str]) 
 
 def _counts(lock: str, sources: Mapping[str, str]) -> bool:
     """Return whether some function only releases a lock and never acquires it, as with a semaphore that counts."""
-    trees = [tree for text in sources.values() if (tree := source.parse(text))]
-    functions = [n for tree in trees for n in ast.walk(tree) if isinstance(n, source.Function)]
+    functions = source.nodes_in((ast.FunctionDef, ast.AsyncFunctionDef), *map(source.parse, sources.values()))
     return any(_only_released(each, lock) for each in functions)
 
 

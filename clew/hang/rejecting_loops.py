@@ -35,6 +35,7 @@ from clew.hang.source import (
     loop_at,
     loops_at,
     names_in,
+    nodes_in,
     outermost_loop,
     parse,
     same_name,
@@ -228,7 +229,7 @@ def _line_of_filter(process: Process, refused: str, sources: Mapping[str, str]) 
     places = set[str]()
     for frame in (f for t in process.threads for f in t.user_frames if f.name == function):
         loop = outermost_loop(sources.get(frame.file, ""), frame.line)
-        for node in (n for n in ast.walk(loop) if isinstance(n, ast.If)) if loop is not None else ():
+        for node in nodes_in(ast.If, loop):
             raised = [each for each in (*node.body, *node.orelse) if isinstance(each, ast.AugAssign)]
             if any(name.rpartition(".")[2] in counted(each) for each in raised):
                 places.add(f"{PurePath(frame.file).name}:{node.lineno}")
@@ -321,7 +322,7 @@ def _adds_nothing(process: Process, sources: Mapping[str, str]) -> str:
 
 def _filters(loop: ast.While, collection: str) -> bool:
     """Return whether a test of something made in each round decides if a loop gives it to a collection or its owner."""
-    assigned = (target for node in ast.walk(loop) if isinstance(node, ast.Assign) for target in node.targets)
+    assigned = (target for node in nodes_in(ast.Assign, loop) for target in node.targets)
     made, receivers = names_in(*assigned), {collection, collection.rpartition(".")[0]}
     guarded = ((test, call, built) for test, call, built in _guarded_calls(loop))
     given = (names_in(test) & made - built for test, call, built in guarded if _receiver(call) in receivers)
@@ -344,7 +345,7 @@ def _too_short(process: Process, sources: Mapping[str, str]) -> Iterator[tuple[T
         text = sources.get(wait.file, "")
         loop, here = loop_at(text, wait.line), thread.user_frames[0].locals
         tests = [*calls_at(text, wait.line), *([loop.test] if isinstance(loop, ast.While) else [])]
-        for compared in (node for test in tests for node in ast.walk(test) if isinstance(node, ast.Compare)):
+        for compared in nodes_in(ast.Compare, *tests):
             sides = [ast.unparse(each) for each in (compared.left, *compared.comparators)]
             length = next((side for side in sides if side.startswith("len(")), "")
             shown = [here.get(side, side) for side in sides]
@@ -520,7 +521,7 @@ def _guarded_calls(loop: ast.While) -> Iterator[tuple[ast.expr, ast.Call, set[st
 
     These are counters, collections that the loop fills, and names that are computed from their own last value.
     """
-    assigned = [(each, node.value) for node in ast.walk(loop) if isinstance(node, ast.Assign) for each in node.targets]
+    assigned = [(each, node.value) for node in nodes_in(ast.Assign, loop) for each in node.targets]
     built = {n for each, value in assigned for n in names_in(each) & names_in(value)} | counted(loop) | filled(loop)
     for place, node in ((n, each) for n, each in enumerate(loop.body) if isinstance(each, ast.If)):
         # A test of a size, or one whose branch pauses, waits for a full batch or for new input.
@@ -573,7 +574,7 @@ def _collected(loop: Loop) -> set[str]:
     grown = {name for name in grown if not GIVES_UP.search(name)}
     goals = list[set[str]]()
     for test in tests:
-        sides = (s for c in ast.walk(test) if isinstance(c, ast.Compare) for s in (c.left, *c.comparators))
+        sides = (s for c in nodes_in(ast.Compare, test) for s in (c.left, *c.comparators))
         texts = map(ast.unparse, sides)
         goals.append({t for t in texts if t.removeprefix("len(").rstrip(")").rpartition(".")[2] in grown})
     return set[str]().union(*goals) if all(goals) else set()  # otherwise something else can end it
@@ -593,8 +594,8 @@ def _rounds(loop: Loop, outer: Loop) -> set[str]:
     if isinstance(loop, ast.While):
         names = counted(loop)
         before = [node for node in outer.body if isinstance(node, ast.Assign) and node.lineno < loop.lineno]
-        used = (each for node in before for each in ast.walk(node) if isinstance(each, ast.Name))
-        return names if loop is outer else names & {name.id for name in used if isinstance(name.ctx, ast.Store)}
+        stored = {name.id for name in nodes_in(ast.Name, *before) if isinstance(name.ctx, ast.Store)}
+        return names if loop is outer else names & stored
     counts = isinstance(loop.iter, ast.Call) and re.search(r"(range|enumerate|count)$", dotted(loop.iter.func))
     target = loop.target.elts[0] if isinstance(loop.target, ast.Tuple) else loop.target
     return {target.id} if counts and isinstance(target, ast.Name) else set()
