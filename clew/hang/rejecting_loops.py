@@ -324,13 +324,11 @@ def _filters(loop: ast.While, collection: str) -> bool:
     """Return whether a test of something made in each round decides if a loop gives it to a collection or its owner."""
     assigned = (target for node in nodes_in(ast.Assign, loop) for target in node.targets)
     made, receivers = names_in(*assigned), {collection, collection.rpartition(".")[0]}
-    guarded = ((test, call, built) for test, call, built in _guarded_calls(loop))
-    given = (names_in(test) & made - built for test, call, built in guarded if _receiver(call) in receivers)
-    return any(given)
-
-
-def _receiver(call: ast.Call) -> str:
-    return dotted(call.func).rpartition(".")[0]
+    return any(
+        names_in(test) & made - built
+        for test, call, built in _guarded_calls(loop)
+        if dotted(call.func).rpartition(".")[0] in receivers
+    )
 
 
 def _too_short(process: Process, sources: Mapping[str, str]) -> Iterator[tuple[Thread, str, str]]:
