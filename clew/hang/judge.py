@@ -138,8 +138,7 @@ def _sleeps_s(actor: Actor, sources: Mapping[str, str]) -> float:
     again = any(source.may_ask_again(sources.get(f.file, ""), f.line) for f in frames[1:])
     if len(locked) > 1 or not frames or again:
         return math.inf
-    text = sources.get(one.file, "")
-    loop = source.loop_at(text, one.line)
+    text, loop = sources.get(one.file, ""), one.loop_in(sources)
     event = _event_within(text, one.line) if one.kind == "tasks" else None
     if one.kind == "condition":
         event = one.target
@@ -257,7 +256,7 @@ def _only_serves(actor: Actor, sources: Mapping[str, str]) -> bool:
     waiting = {each.kind for each in others if not _keeps_house(each, sources)}
     if serving and waits and waiting <= {"queue"}:
         return True
-    loop = source.loop_at(sources.get(main.file, ""), main.line)
+    loop = main.loop_in(sources)
     serves = main.op.endswith("accept") or (
         bool(serving) and main.kind == "sleep" and waiting <= {"queue", "condition"}
     )
@@ -266,8 +265,7 @@ def _only_serves(actor: Actor, sources: Mapping[str, str]) -> bool:
 
 def _keeps_house(one: Activity, sources: Mapping[str, str]) -> bool:
     """Return whether a thread wakes up again and again and works then, for example to forget what is old."""
-    text = sources.get(one.file, "")
-    loop = source.loop_at(text, one.line)
+    text, loop = sources.get(one.file, ""), one.loop_in(sources)
     leaves = source.nodes_in((ast.Break, ast.Return), loop)
     return one.periodic and loop is not None and not leaves and not source.polls(loop, text)
 
@@ -322,7 +320,7 @@ def _free_at_unix_socket(server: Actor, reading: list[Activity], sources: Mappin
     Clients of a Unix socket are not seen, but a thread that runs what the loop around accept() names has one.
     """
     act = server.activity
-    loop = source.loop_at(sources.get(act.file, ""), act.line)
+    loop = act.loop_in(sources)
     names = {getattr(n, "attr", getattr(n, "id", "")) for n in source.nodes_in(ast.AST, loop)}
     asked = {t.name for t in server.process.threads if any(f.name in names for f in t.user_frames)}
     others = [one for one in server.threads if _may_work(one) and one is not act and one not in reading]
@@ -378,7 +376,7 @@ def _between_rounds(actor: Actor, edges: Edges, job: list[Actor], sources: Mappi
     A loop that ends when a file or a number is there may wait for ever, whoever else moves.
     """
     one = actor.activity
-    loop = source.loop_at(sources.get(one.file, ""), one.line)
+    loop = one.loop_in(sources)
     if one.kind != "sleep" or one is not actor.threads[0] or not source.goes_on_for_ever(loop):
         return False
     waiters = [a for a in job if actor.pid in edges[a.pid]]

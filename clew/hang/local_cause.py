@@ -114,8 +114,7 @@ def _held_already(sink: Sink) -> Verdict | None:
     """Find a thread that waits for a condition which holds: `notify()` has woken another thread."""
     for one in (a for a in sink.culprits if not a.moving and len(a.process.looks) >= STEADY_LOOKS):
         for thread in one.threads:
-            text = sink.sources.get(thread.file, "")
-            loop = source.loop_at(text, thread.line)
+            loop = thread.loop_in(sink.sources)
             if thread.kind != "condition" or not isinstance(loop, ast.While) or not _only_waits(loop):
                 continue
             waits = (f for each in one.process.threads if each.name == thread.thread for f in each.frames)
@@ -326,7 +325,7 @@ def _computing(sink: Sink) -> Verdict | None:
     text = sink.sources.get(sink.act.file, "")
     # A library may call the user's function, as a data loader calls a sampler. What matters is the loop in there.
     inner = {(t.frames[0].file, t.frames[0].name) for t in mains_of(sink.one.process)}
-    loops = inner == {(sink.act.file, sink.act.function)} and isinstance(source.loop_at(text, sink.act.line), ast.While)
+    loops = inner == {(sink.act.file, sink.act.function)} and isinstance(sink.act.loop_in(sink.sources), ast.While)
     endless = busy(sink.one.process) and (loops or own_code_only(sink.one.process, sink.act.thread))
     numeric = [call for call in source.calls_at(text, sink.act.line) if source.origin(text, call) in NUMERIC]
     # The same line at every look, and not in a `while`: this is one long call, not a loop of many calls.
@@ -511,7 +510,7 @@ def _others_in_circle(sink: Sink) -> str:
 
 def _waits_for_its_next_job(actor: Actor, sources: Mapping[str, str]) -> bool:
     """Return whether a process waits for an item in a queue as the first thing that an endless loop does."""
-    loop = source.loop_at(sources.get(actor.activity.file, ""), actor.activity.line)
+    loop = actor.activity.loop_in(sources)
     if not isinstance(loop, ast.While) or not isinstance(loop.test, ast.Constant):
         return False
     first = loop.body[0].lineno <= actor.activity.line <= (loop.body[0].end_lineno or 0)
@@ -520,7 +519,7 @@ def _waits_for_its_next_job(actor: Actor, sources: Mapping[str, str]) -> bool:
 
 def _condition(sink: Sink) -> str:
     """Return words about the loop that sleeps and asks again: its condition, and who waits meanwhile."""
-    loop = source.loop_at(sink.sources.get(sink.act.file, ""), sink.act.line)
+    loop = sink.act.loop_in(sink.sources)
     if not isinstance(loop, ast.While):
         return ""
     asks = "" if isinstance(loop.test, ast.Constant) else f" It sleeps and asks again while {ast.unparse(loop.test)}."
@@ -576,7 +575,7 @@ def _waits_as_asked(one: Activity, sources: Mapping[str, str]) -> bool:
     for call, name in ((each, source.dotted(each.func)) for each in calls):
         if name.endswith((".wait", ".wait_for")) and (call.keywords or len(call.args) > name.endswith("wait_for")):
             return False
-    handler, loop = source.enclosing_function(text, one.line), source.loop_at(text, one.line)
+    handler, loop = source.enclosing_function(text, one.line), one.loop_in(sources)
     given = {each.arg for each in handler.args.args} - {"self"} if handler is not None else set[str]()
     tests = [loop.test] if isinstance(loop, ast.While) else []
     tests += [each for call in calls for each in call.args if isinstance(each, ast.Lambda)]

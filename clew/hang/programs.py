@@ -13,7 +13,7 @@ from pathlib import PurePath
 from clew.hang.activity import Activity
 from clew.hang.observed import NO_PYTHON, Process
 from clew.hang.progress import in_polling_loop, recent
-from clew.hang.source import calls_of, loop_at
+from clew.hang.source import calls_of
 
 COMPUTES = 0.05
 """Share of a core from which a program counts as computing. One that only wakes up and polls uses 0.01."""
@@ -85,7 +85,7 @@ def name_of(process: Process) -> str:
 
 def _waits_for_program(activity: Activity, sources: Mapping[str, str]) -> bool:
     """Return whether a process waits for a child to end or to write, or asks again and again whether it has ended."""
-    loop = loop_at(sources.get(activity.file, ""), activity.line) if activity.kind == "sleep" else None
+    loop = activity.loop_in(sources) if activity.kind == "sleep" else None
     polls = isinstance(loop, ast.While) and any(name.rstrip("()").endswith(".poll") for name in calls_of(loop))
     return activity.kind in ("process", "pipe") or (activity.task and activity.kind in STREAMS) or polls
 
