@@ -285,7 +285,7 @@ def _in_one_turn(ranks: Sequence[Actor], gone: Actor, sources: Mapping[str, str]
         lines = {f.line for f in gone.process.user_frames if (f.file, f.function) == (frame.file, frame.function)}
         receives = [call for call in source.calls_in(loop) if source.last_name(call.func) in ("recv", "irecv")]
         # With a second receive in the loop, the first of the chain may have taken too many messages.
-        if loop is None or len(receives) > 1 or any(loop.lineno <= line <= (loop.end_lineno or line) for line in lines):
+        if loop is None or len(receives) > 1 or any(source.covers(loop, line) for line in lines):
             return False
     numbers = {a.rank for a in ranks}
     in_a_chain = sum(numbers.isdisjoint(a.activity.peers) for a in ranks) == 1

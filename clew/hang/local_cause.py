@@ -513,7 +513,7 @@ def _waits_for_its_next_job(actor: Actor, sources: Mapping[str, str]) -> bool:
     loop = actor.activity.loop_in(sources)
     if not isinstance(loop, ast.While) or not isinstance(loop.test, ast.Constant):
         return False
-    first = loop.body[0].lineno <= actor.activity.line <= (loop.body[0].end_lineno or 0)
+    first = source.covers(loop.body[0], actor.activity.line)
     return first and actor.activity.kind == "queue" and "put(" not in actor.activity.text
 
 

@@ -573,7 +573,7 @@ def _stays(values: Sequence[str]) -> bool:
 
 def _asks_in(loop: source.Loop | None, one: Activity) -> bool:
     """Return whether a thread asks a server, from a line of this `while` itself."""
-    return isinstance(loop, ast.While) and one.kind == "http" and loop.lineno <= one.line <= (loop.end_lineno or 0)
+    return isinstance(loop, ast.While) and one.kind == "http" and source.covers(loop, one.line)
 
 
 def _goes_steadily(process: Process) -> bool:

@@ -92,7 +92,8 @@ def parse(text: str) -> ast.Module | None:
     return None
 
 
-def _covers(node: ast.AST, line: int) -> bool:
+def covers(node: ast.AST, line: int) -> bool:
+    """Return whether a line is one of those of a node."""
     first = getattr(node, "lineno", None)
     return first is not None and first <= line <= (getattr(node, "end_lineno", None) or first)
 
@@ -115,8 +116,8 @@ def enclosing_function(text: str, line: int) -> Function | None:
 
 def _spans(node: ast.AST, line: int) -> bool:
     if isinstance(node, ast.match_case):
-        return any(_covers(each, line) for each in node.body)
-    return isinstance(node, (ast.ExceptHandler, ast.stmt)) and _covers(node, line)
+        return any(covers(each, line) for each in node.body)
+    return isinstance(node, (ast.ExceptHandler, ast.stmt)) and covers(node, line)
 
 
 def dotted(node: ast.AST) -> str:
@@ -164,14 +165,14 @@ def calls_at(text: str, line: int) -> list[ast.Call]:
     if not path:
         return []
     siblings = getattr(path[-2] if path[1:] else parse(text), "body", [])
-    nodes = [node for node in siblings if _covers(node, line)] if path[-1] in siblings else [path[-1]]
+    nodes = [node for node in siblings if covers(node, line)] if path[-1] in siblings else [path[-1]]
     calls: list[ast.Call] = []
     for node in nodes:
         # The body of a loop or function is not part of its first line.
         roots = [node]
         if hasattr(node, "body"):
             roots = [each for each in ast.iter_child_nodes(node) if not isinstance(each, (ast.stmt, ast.ExceptHandler))]
-        calls += [each for each in calls_in(*roots) if _covers(each, line)]
+        calls += [each for each in calls_in(*roots) if covers(each, line)]
     return sorted(calls, key=lambda call: (call.lineno != line, (call.end_lineno or 0) - call.lineno))
 
 
@@ -350,7 +351,7 @@ def skipped_counts(text: str, line: int) -> set[str]:
     full: list[ast.stmt] = []
     for at, branch in ((n, each) for n, each in enumerate(body) if isinstance(each, ast.If)):
         for here, other in ((branch.body, branch.orelse), (branch.orelse, branch.body)):
-            if any(_covers(each, line) for each in here):
+            if any(covers(each, line) for each in here):
                 full = [*other, *(body[at + 1 :] if isinstance(here[-1], ast.Continue) else ())]
     return {each.target.id for each in full if isinstance(each, ast.AugAssign) and isinstance(each.target, ast.Name)}
 
