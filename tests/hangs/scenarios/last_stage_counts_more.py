@@ -40,7 +40,7 @@ class Stage:
 
 
 stage = Stage()
-print("ready", flush=True)
 for step in range(10):
     stage.step(16 if step < 3 else 18)
-    print("step", step, flush=True)
+    if step == 2:
+        print("ready", flush=True)
