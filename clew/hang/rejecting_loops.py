@@ -22,6 +22,7 @@ from clew.hang.progress import (
     seen,
     woken_in_vain,
 )
+from clew.hang.roles import MAIN_TASK
 from clew.hang.source import (
     Loop,
     calls_at,
@@ -34,6 +35,7 @@ from clew.hang.source import (
     filled,
     loop_at,
     loops_at,
+    missed,
     names_in,
     nodes_in,
     outermost_loop,
@@ -88,6 +90,10 @@ def rejecting(sink: Sink) -> Verdict | None:
     if found is None:
         return None
     by, name = found
+    files = {frame.file for thread in by.process.threads for frame in thread.user_frames}
+    trees = (tree for file in files if (tree := parse(sink.sources.get(file, ""))) is not None)
+    if any(name.rpartition(".")[2] in missed(tree) for tree in trees):
+        return _times_out(sink, by, name)
     why = f"{by.process.label} rejects everything: {name} grows and nothing is accepted, so no wait can end."
     verdict = sink.blame("rollout blocked", [by], why, cause="refusing", confidence="medium")
     if by.activity.function == (function := name.partition(".")[0]):
@@ -97,6 +103,15 @@ def rejecting(sink: Sink) -> Verdict | None:
     loops = (frame.site for frame in frames)
     test = _line_of_filter(by.process, name, sink.sources) or next(loops, "")
     return replace(verdict, sites=(test,)) if test else verdict
+
+
+def _times_out(sink: Sink, by: Actor, name: str) -> Verdict:
+    """Judge a process whose attempts all reach their time limit, as `name` counts: the main thread may keep them up."""
+    why = f"In {by.process.label}, attempts reach their time limit again and again ({name} grows), and none succeeds."
+    mains = [each for each in by.threads if each.thread in ("MainThread", MAIN_TASK) and not each.idle_loop]
+    why += "".join(f" Meanwhile {each.thread} {words_of(each)} at {each.place}." for each in mains[-1:])
+    verdict = sink.blame("rollout blocked", [by], why, cause="refusing", confidence="medium")
+    return verdict.at(*(each.site for each in mains[-1:]))
 
 
 def starved(sink: Sink) -> Verdict | None:
