@@ -69,7 +69,7 @@ LINES = {
     "cli": 1095,  # clew hang, on several nodes; clew sft and clew learn watch themselves; outputs without a reader
     "diagnose": 3105,  # the search of clew diff; broken GPUs; settings of episodes; docstrings with Args
     "gateway": 4925,  # stop strings twice in a token, forced calls after <think>, texts that go on after a completion
-    "hang": 9700,  # closed pools; failed jobs; RAS, Ray; engines; kept locks; forks; keys; stragglers; ended threads
+    "hang": 9850,  # failed jobs; RAS, Ray; engines; kept locks; forks; keys; stragglers; threads that end or play
     "inference": 6880,  # vLLM and SGLang in training; lost weights, of one version but other digests; stray pauses
     "launch": 720,  # no_progress.py, also without clew train; several servers, and their devices; weights digested last
     "loop": 2850,  # weight_sender.py: servers that froze or refused are taken out; begun branches
