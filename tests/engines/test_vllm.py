@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -273,6 +274,19 @@ def test_a_pause_holds_requests_until_its_lease_ends(serving: Serving) -> None:
         return time.monotonic() - began
 
     assert serving.ask(scenario) > 1.0
+
+
+def test_a_pause_by_somebody_else_does_not_hold_requests_back(serving: Serving) -> None:
+    words = serving.vllm().cmdline()
+    address = f"http://127.0.0.1:{words[words.index('--port') + 1]}"
+    urllib.request.urlopen(urllib.request.Request(f"{address}/pause?mode=abort", method="POST"), timeout=30)
+
+    async def scenario(engine: HTTPEngine) -> Completion:
+        request = GenerateRequest(PROMPT, SamplingParams(max_new_tokens=8, stop_token_ids=()))
+        return await asyncio.wait_for(engine.generate(request), 60)
+
+    assert len(serving.ask(scenario).output_ids) == 8
+    assert "is paused, and no update needs that: resuming it" in serving.log.read_text()
 
 
 @pytest.mark.parametrize("fault", ["the server is killed", "its engine process is stopped"])
