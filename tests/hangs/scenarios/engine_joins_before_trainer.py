@@ -6,9 +6,9 @@ import socket
 import time
 import urllib.request
 
-import torch.distributed as dist
 import uvicorn
 from fastapi import FastAPI
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 WAIT = datetime.timedelta(seconds=900)
 
@@ -27,7 +27,7 @@ def serve(port):
 
     @app.post("/init_group")
     def init_group(address: int):
-        return {"size": dist.TCPStore("127.0.0.1", address, 2, False, timeout=WAIT).num_keys()}
+        return {"size": TCPStore("127.0.0.1", address, 2, False, timeout=WAIT).num_keys()}
 
     uvicorn.run(app, port=port, log_level="error")
 
@@ -35,7 +35,7 @@ def serve(port):
 def connect(port, address):
     request = urllib.request.Request(f"http://127.0.0.1:{port}/init_group?address={address}", method="POST")
     urllib.request.urlopen(request, timeout=900).read()
-    return dist.TCPStore("127.0.0.1", address, 2, True, timeout=WAIT)
+    return TCPStore("127.0.0.1", address, 2, True, timeout=WAIT)
 
 
 if __name__ == "__main__":
