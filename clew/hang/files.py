@@ -28,6 +28,10 @@ FOLDERS = re.compile(r"check_?point|ckpt|rollout|heartbeat|weight|save|out|root|
 """Names of local variables that may hold a folder of the job."""
 EXCEPTION = re.compile(r"[\w.]*(Error|Exception)\b")
 """Beginning of the last line of a traceback."""
+RAY_SERVICE = re.compile(r"/ray/core/")
+"""Matches the programs of Ray itself, whose logs say nothing about the job."""
+RAY_MARK = re.compile(r":(actor_name|task_name|job_id):")
+"""Matches the lines with which Ray begins the log of a worker."""
 T = TypeVar("T")
 
 
@@ -117,12 +121,14 @@ def logs(processes: Sequence[Process], run: Path | None) -> Iterator[str]:
     for process in processes:
         if run is not None and process.name and (process.exit or process.last.state in "ZX"):
             found[run / "logs" / f"{process.name}.log"] = f"{process.label}, which has ended {process.exit}".rstrip()
-        for path in _outputs(process):
+        for path in _outputs(process) if not RAY_SERVICE.search("".join(process.command[:1])) else ():
             found.setdefault(path, process.label)
     for path, who in list(found.items())[:8]:
         with suppress(OSError):
             if path.is_file():
                 last, age = _last_line(path), _age(path)
+                if not last and path.name.startswith("worker-"):
+                    continue  # a worker of Ray that has printed nothing
                 yield f"log of {who}, written {age:.0f} s ago ({str(path)!r}): " + (repr(last) if last else "no lines")
                 if said := newest_traceback(_tail(path, TRACEBACK_BYTES)):
                     yield f"newest traceback there: {said}"
@@ -176,7 +182,7 @@ def _age(path: Path) -> float:
 
 def _last_line(path: Path) -> str:
     lines = map(str.strip, reversed(_tail(path, TAIL_BYTES).splitlines()))
-    return next((line[:SHOWN] for line in lines if line), "")
+    return next((line[:SHOWN] for line in lines if line and not RAY_MARK.match(line)), "")
 
 
 def _tail(path: Path, size: int) -> str:

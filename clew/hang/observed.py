@@ -280,7 +280,8 @@ class Process:
         pid = f"pid {self.pid % PIDS_PER_NODE}" + (f" on {self.host}" if self.pid > PIDS_PER_NODE and self.host else "")
         if self.rank is not None:
             return f"rank {self.rank} ({pid})"
-        return f"{self.name} ({pid})" if self.name else pid
+        name = self.name or (f"Ray's {self.command[0].strip().removeprefix('ray::')}" if self.of_ray else "")
+        return f"{name} ({pid})" if name else pid
 
 
 @dataclass(frozen=True, kw_only=True)
