@@ -458,11 +458,40 @@ def _different_collectives(sink: Sink) -> Verdict:
     if parted:
         odd = parted[0] if len(parted[0]) < len(culprits) else odd
         why = f"{why} {parted[1]}"
+    if len(odd) == len(culprits) and (skipped := _skipped_its_side(culprits, sink.sources)):
+        odd, said, site = skipped
+        return sink.blame("collective mismatch", odd, f"{why} {said}", structural=True, confidence="medium").at(site)
     # Of two ranks that part at a loop, the one that is still in it may have missed its end.
     unclear = 2 * len(odd) == len(culprits) if left else _is_root(odd)
     guessed = len(odd) == len(culprits) or (unclear and not parted)
     sure = "medium" if guessed else "high"
     return sink.blame("collective mismatch", odd, why, structural=True, confidence=sure)
+
+
+def _skipped_its_side(ranks: Sequence[Actor], sources: Mapping[str, str]) -> tuple[list[Actor], str, str] | None:
+    """Return the ranks that have come past a call that other ranks make in a branch of their own, and its place.
+
+    One function has both branches, as in `main_process_first`: `if rank > 0: barrier()`, the work of rank 0, and
+    `if rank == 0: barrier()`. An exception in the work skips the second call.
+    """
+    for still in ranks:
+        text, one = sources.get(still.activity.file, ""), still.activity
+        own = [node for node in source.enclosing(text, one.line) if isinstance(node, ast.If)]
+        function = source.enclosing_function(text, one.line)
+        if function is None or not any(source.tells_ranks(text, node.test) for node in own):
+            continue
+        others = [each for each in source.nodes_in(ast.If, function) if source.tells_ranks(text, each.test)]
+        calls = source.calls_in(*(node for each in others if each not in own for node in each.body))
+        gone = [a for a in ranks if a.activity.site != one.site]
+        met = next((call for call in calls if source.last_name(call.func) == one.op), None)
+        if met is not None and gone and all(is_past(a, still, sources, loops=False) for a in gone):
+            site = f"{PurePath(one.file).name}:{met.lineno}"
+            said = (
+                f"{subject(gone, 'has', 'have')} come past {function.name} without the {one.op} at {site}, which rank "
+                f"{still.rank} waits for: look for an exception that was caught."
+            )
+            return gone, said, site
+    return None
 
 
 def _is_root(odd: Sequence[Actor]) -> bool:
