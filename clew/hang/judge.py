@@ -361,7 +361,13 @@ def _straggler(ranks: list[Actor], sources: Mapping[str, str]) -> str:
     shares = {rank: sum(one.kind in DISTRIBUTED for one in each) / max(1, len(each)) for rank, each in looks.items()}
     late, *others = sorted(shares, key=lambda rank: shares[rank]) if shares else [None]
     enough = len(looks.get(late, ())) >= ENOUGH_LOOKS and others
-    if not enough or shares[late] > RARELY or min(shares[rank] for rank in others) < 1 - RARELY:
+
+    def waits(one: Activity) -> bool:
+        joined = one.members is None or late in one.members
+        return one.kind in DISTRIBUTED and joined and (not one.peers or late in one.peers)
+
+    often_waiting = all(sum(map(waits, looks[rank])) >= (1 - RARELY) * len(looks[rank]) for rank in others)
+    if not enough or shares[late] > RARELY or not often_waiting:
         return ""
     [(site, often)] = Counter(one.site for one in looks[late] if one.kind not in DISTRIBUTED).most_common(1)
     return (

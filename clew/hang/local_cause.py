@@ -431,7 +431,7 @@ def _told_to_some(sink: Sink) -> Verdict | None:
     ranks = f"rank{'s' * (len(away) > 1)} {names(away)}"
     driver, blamed = drivers[0].process.label, [*away, *drivers]
     if all(a.process.unread for a in away):
-        missed, blamed = f"But {driver} has not read the last answer of {ranks} yet, which may be an error", away
+        missed = f"But {driver} has not read what {ranks} sent last, which may be an error"
     else:
         missed = f"So {driver} has not told {ranks} to take part, or has not read an error of {ranks}"
     why = f"{sentences(inside)} {sentences(away)} {missed}. It waits for the others: {drivers[0].says}."

@@ -91,21 +91,25 @@ def both_poll(sink: Sink) -> Verdict | None:
         f"{by.says}. Its worker {sink.one.process.label} waits for work at {sink.act.place}. So what "
         f"is awaited was never given to a worker, or was lost; or each of the two waits for the other."
     )
-    odd, words = _odd_one([a for a in children if a.activity.site == sink.act.site])
-    return sink.blame("rollout blocked", [by, *odd], why + words, cause="sleep", confidence="medium").at(sink.act.site)
+    why += _odd_one([a for a in children if a.activity.site == sink.act.site], sink.sources)
+    return sink.blame("rollout blocked", [by], why, cause="sleep", confidence="medium").at(sink.act.site)
 
 
-def _odd_one(workers: list[Actor]) -> tuple[list[Actor], str]:
-    """Return the one worker with another number than all others, who agree, and a sentence about it; ([], "") else."""
-    numbers = [{n: v for n, v in a.process.user_frames[0].locals.items() if v.isdigit()} for a in workers]
+def _odd_one(workers: list[Actor], sources: Mapping[str, str]) -> str:
+    """Return a sentence about the one worker with another count than all others, who agree; "" if there is none."""
+    if len(workers) < 3:
+        return ""
+    one = workers[0].activity
+    counts = source.counted(*source.loops_at(sources.get(one.file, ""), one.line))  # not what each was given
+    numbers = [{n: v for n, v in a.process.user_frames[0].locals.items() if n in counts} for a in workers]
     found: dict[int, str] = {}
-    for name in sorted(set.intersection(*map(set, numbers))) if len(workers) > 2 else ():
+    for name in sorted(set.intersection(*map(set, numbers))):
         ranked = Counter(each[name] for each in numbers).most_common()
         if len(ranked) == 2 and ranked[1][1] == 1:
             [(usual, _), (other, _)] = ranked
             [place] = [n for n, each in enumerate(numbers) if each[name] == other]
             found.setdefault(place, f" In {workers[place].process.label}, {name} is {other}; in the others, {usual}.")
-    return ([workers[n] for n in found], "".join(found.values())) if len(found) == 1 else ([], "")
+    return "".join(found.values()) if len(found) == 1 else ""
 
 
 def _wait_for_each_other(one: Actor, other: Actor, sources: Mapping[str, str]) -> bool:
@@ -121,7 +125,7 @@ def _wait_for_each_other(one: Actor, other: Actor, sources: Mapping[str, str]) -
 def _with_indices(items: set[str], one: Actor) -> set[str]:
     """Return items such as `flags[i]` with the number of the variable, so that each process's own is another one."""
     values = {name: value for frame in one.process.user_frames[:1] for name, value in frame.locals.items()}
-    return {re.sub(r"\[(\w+)\]", lambda index: f"[{values.get(index[1], index[1])}]", each) for each in items}
+    return {re.sub(r"\[([\w.]+)\]", lambda index: f"[{values.get(index[1], index[1])}]", each) for each in items}
 
 
 def _asked_at(one: Activity, sources: Mapping[str, str]) -> set[str]:

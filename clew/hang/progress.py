@@ -17,7 +17,7 @@ from clew.hang.activity import DATABASE, DISTRIBUTED, Activity, activity_of, imp
 from clew.hang.observed import PROGRAM, Frame, Look, Process, Thread
 
 WAITING_NAMES = re.compile(
-    r"(^|[._(])(n|num_)?(wait\w*|try|tries|attempt\w*|error|failure|retr(y|ies|ied|ying)|poll(s|ed|ing)?|spin\w*|elapsed|"
+    r"(^|[._(])(n|num_)?(wait\w*|try|tries|attempt\w*|retr(y|ies|ied|ying)|poll(s|ed|ing)?|spin\w*|elapsed|"
     r"deadline|timeout|\w*time(r|stamp)?|now|(heart)?beats?|ticks?|pid|port|seed|fd|pause\w*|backoff|delay)s?($|[^a-z])",
     re.I,
 )
@@ -172,6 +172,7 @@ def counters_in(look: Look, process: Process, sources: Mapping[str, str]) -> dic
             text = sources.get(frame.file, "")
             loop = source.outermost_loop(text, frame.line)
             skipped = polling_counters(text, frame.line) | source.made_anew(text, frame.line) if text else set()
+            failures = source.failures(text)
             until = deadlines(text, frame.line) if text and works else set()
             # A counter that goes back and forth in a `while`, or in a `for` that calls nothing, shows no progress: it
             # is marked with ~. So is one in a function that such a loop calls, if there is nothing but Python to run.
@@ -179,7 +180,7 @@ def counters_in(look: Look, process: Process, sources: Mapping[str, str]) -> dic
             mark = around or ("~" if isinstance(loop, ast.While) or spins else "")
             around = mark if own else ""
             for name, value in frame.locals.items():
-                hidden = name in skipped or name.removeprefix("self.") in skipped
+                hidden = name in skipped or name.removeprefix("self.") in skipped or _last(name) in failures
                 if re.fullmatch(r"-?\d{1,15}", value) and not WAITING_NAMES.search(name) and not hidden:
                     # A new list in each round does not grow.
                     at = f"@{frame.addresses.get(name[4:-1], 0):x}" if name.startswith("len(") else ""
@@ -717,6 +718,11 @@ def pace(process: Process, sources: Mapping[str, str]) -> str:
 
 ACCEPTED = re.compile(r"accept|kept|keep|good|ready|done|put|sent|emitted|passed|step|version|update|iter|batch|len\(")
 """Names of counters that grow if not everything is rejected."""
+
+
+def _last(name: str) -> str:
+    """Return the last name of a variable such as client.errors or len(self.errors)."""
+    return name.removesuffix(")").rpartition("(")[2].rpartition(".")[2]
 
 
 def _bare(name: str) -> str:

@@ -13,7 +13,7 @@ from clew.hang.collective_calls import behind, different_counts, first_different
 from clew.hang.equal_stacks import ranges
 from clew.hang.observed import Frame
 from clew.hang.roles import joins_as
-from clew.hang.verdict import Actor, Verdict, names, subject, verdict_about
+from clew.hang.verdict import Actor, Verdict, names, sentences, subject, verdict_about
 from clew.hang.waits_for import key_of
 
 
@@ -54,6 +54,10 @@ def missing_ranks(ranks: list[Actor], missing: list[int], gone: str, job: list[A
         return None
     first, several = blocked[0].activity, len(missing) > 1
     starting = all(a.activity.kind == "init" for a in blocked) and not dead and not gone
+    late = [a for a in job if starting and a.rank is None and a.moving]
+    if late:  # one of them may join yet
+        why = f"{sentences(late)} It moves, and the others wait in init_process_group until all ranks have joined."
+        return verdict_about("slow", late, why, job, cause="slow")
     ended = "have ended" if several else "has ended"
     what = f"{'never joined' if starting else ended}: there is no such process"
     if unnamed := ", ".join(a.process.label for a in job if a.rank is None and a.activity.kind == "init"):
@@ -76,7 +80,8 @@ def _other_address(ranks: list[Actor]) -> Verdict | None:
         return None
     said = ", ".join(f"{_meeting_point(actor)} on rank {actor.rank}" for actor in looking[:6])
     why = f"All ranks are in init_process_group, but they look for one another at different addresses: {said}."
-    return verdict_about("initialisation", odd, why, ranks, structural=True)
+    sure = "high" if len(looking) > 2 else "medium"  # of two, either may be right, or both belong to other groups
+    return verdict_about("initialisation", odd, why, ranks, structural=True, confidence=sure)
 
 
 def deviating(ranks: list[Actor], values: Mapping[int, object]) -> tuple[list[Actor], str]:

@@ -367,6 +367,20 @@ def missed(loop: ast.AST) -> set[str]:
     return counted(*late) - counted(*(node for node in nodes_in(ast.AugAssign, loop) if node not in late))
 
 
+@lru_cache(maxsize=256)
+def failures(text: str) -> frozenset[str]:
+    """Return the names of errors that a file counts or collects only where it handles an exception."""
+    tree = parse(text)
+    handlers = nodes_in(ast.ExceptHandler, tree)
+    late = {*nodes_in(ast.AugAssign, *handlers), *nodes_in(ast.Call, *handlers)}
+    every = {*nodes_in(ast.AugAssign, tree), *nodes_in(ast.Call, tree)}
+
+    def names(nodes: set[ast.AugAssign | ast.Call]) -> set[str]:
+        return counted(*nodes) | filled(ast.Module([ast.Expr(n) for n in nodes if isinstance(n, ast.Call)], []))
+
+    return frozenset(name for name in names(late) - names(every - late) if re.search("err|fail|exc", name, re.I))
+
+
 def filled(loop: ast.AST) -> set[str]:
     """Return the names and attributes of the collections to which a loop adds items, such as `rows` in rows[n] = 1."""
     functions = (call.func for call in calls_in(loop))
@@ -485,7 +499,15 @@ def started_before(text: str, line: int) -> set[str]:
     before = (node for node in _without_nested(around) if isinstance(node, ast.Call)) if around is not None else ()
     classes = [node for node in enclosing(text, line) if isinstance(node, ast.ClassDef)]
     made = [node for each in classes for node in each.body if isinstance(node, Function) and node.name == "__init__"]
-    calls = [*(call for call in before if call.lineno < line), *calls_in(*made)]
+    calls = [call for call in before if call.lineno < line]
+    begun = {dotted(call.func).removesuffix(".start") for call in calls if dotted(call.func).endswith(".start")}
+    named = {
+        id(node.value): dotted(node.targets[0])
+        for node in nodes_in(ast.Assign, around)
+        if node.lineno < line and isinstance(node.targets[0], ast.Name)
+    }
+    # One that has a name is started by a call of its own, perhaps further down.
+    calls = [call for call in calls if named.get(id(call), "()") in (*begun, "()")] + calls_in(*made)
     targets = (keyword(call, "target") for call in calls if dotted(call.func).endswith("Thread"))
     return {dotted(target).rpartition(".")[2] for target in targets if target is not None}
 
