@@ -54,6 +54,13 @@ def missing_ranks(ranks: list[Actor], missing: list[int], gone: str, job: list[A
         return None
     first, several = blocked[0].activity, len(missing) > 1
     starting = all(a.activity.kind == "init" for a in blocked) and not dead and not gone
+    asking = [a for a in job if starting and a.rank is None and a.activity.kind == "http"]
+    if asking and not any(a.moving for a in asking):
+        why = (
+            f"{sentences(blocked)} Rank{'s' * several} {ranges(missing)} {'have' if several else 'has'} not joined. "
+            f"{sentences(asking)} Whoever has to join, too, must not first wait for that answer."
+        )
+        return verdict_about("initialisation", asking, why, job, cause="absent", confidence="medium").at(first.site)
     late = [a for a in job if starting and a.rank is None and a.moving]
     if late:  # one of them may join yet
         why = f"{sentences(late)} It moves, and the others wait in init_process_group until all ranks have joined."
