@@ -9,7 +9,16 @@ from dataclasses import replace
 
 from clew.hang.locks import is_shared_lock, left_locked, nobody_releases
 from clew.hang.roles import waits_for_work
-from clew.hang.source import ends_one_of, ends_wait, function_named, nodes_in, polls, started_before, taking
+from clew.hang.source import (
+    ends_one_of,
+    ends_wait,
+    function_named,
+    goes_on_for_ever,
+    nodes_in,
+    polls,
+    started_before,
+    taking,
+)
 from clew.hang.verdict import Actor, Sink, Verdict, sentences
 from clew.hang.waits_for import THROUGH_PIPES, TO_OTHERS
 
@@ -121,13 +130,15 @@ def _targets_of(one: Actor, sources: Mapping[str, str]) -> tuple[set[str], set[s
 
 
 def _runs_no_more(sink: Sink) -> Verdict | None:
-    """Find a process whose thread has ended, while another process waits at a pipe for what that thread did."""
+    """Find a process whose thread should go on for ever and has ended, while another one waits for what it did."""
     still = [a for a in (*sink.culprits, *sink.waiters) if not (a.moving or a.dead)]
     for by in (a for a in still if a.activity.kind in THROUGH_PIPES):
         for one in (a for a in still if a is not by):
             running, started = _targets_of(one, sink.sources)
             for name in sorted(started - running):
-                if explains(name, by, sink.job, sink.sources):
+                functions = (function_named(text, name) for text in sink.sources.values())
+                endless = any(map(goes_on_for_ever, nodes_in(ast.While, *functions)))
+                if endless and explains(name, by, sink.job, sink.sources):
                     why = (
                         f"The thread of {one.process.label} that ran {name} has ended. So nothing can end this wait: "
                         f"{by.says}."

@@ -493,13 +493,16 @@ def taking(text: str, line: int, queue: str) -> set[str]:
 def started_before(text: str, line: int) -> set[str]:
     """Return the targets of the threads that the function around a line, or its class's `__init__`, has started.
 
-    Outside of functions, they are those that the module's own lines before it have started.
+    Outside of functions, they are those that the module's own lines before it have started. Threads that only one
+    branch starts are left out: nothing says which branch was taken.
     """
     around = enclosing_function(text, line) or parse(text)
     before = (node for node in _without_nested(around) if isinstance(node, ast.Call)) if around is not None else ()
     classes = [node for node in enclosing(text, line) if isinstance(node, ast.ClassDef)]
     made = [node for each in classes for node in each.body if isinstance(node, Function) and node.name == "__init__"]
-    calls = [call for call in before if call.lineno < line]
+    branches = (node for node in nodes_in(ast.If, around) if not covers(node, line))
+    perhaps = {id(call) for node in branches for call in calls_in(*node.body, *node.orelse)}
+    calls = [call for call in before if call.lineno < line and id(call) not in perhaps]
     begun = {dotted(call.func).removesuffix(".start") for call in calls if dotted(call.func).endswith(".start")}
     named = {
         id(node.value): dotted(node.targets[0])

@@ -116,3 +116,17 @@ def test_a_wait_for_sockets_has_a_limit_if_one_is_given(call: str, limited: bool
 def test_only_what_grows_by_one_in_each_round_counts_rounds(loop: str, names: set[str]) -> None:
     [found] = ast.parse(loop).body
     assert isinstance(found, (ast.For, ast.While)) and _once_a_round(found) == names
+
+
+def test_a_thread_has_started_if_each_way_to_a_line_starts_it() -> None:
+    text = """def main():
+    later = Thread(target=feed)
+    named = Thread(target=drain)
+    named.start()
+    if logs:
+        Thread(target=log).start()
+    Thread(target=beat).start()
+    results.get()
+    later.start()
+"""
+    assert source.started_before(text, 8) == {"drain", "beat"}
