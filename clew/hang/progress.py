@@ -545,9 +545,11 @@ def goes_round(process: Process, every: list[Activity], sources: Mapping[str, st
         {
             (frame.function, name): value
             for frame in thread.user_frames
-            for skipped in [polling_counters(sources.get(frame.file, ""), frame.line)]
+            for text in [sources.get(frame.file, "")]
+            for skipped in [polling_counters(text, frame.line)]
             for name, value in frame.locals.items()
             if not WAITING_NAMES.search(name) and name not in skipped and " at 0x" not in value and value != "?"
+            if _last(name) not in source.failures(text)
         }
         for thread in threads
     ]
