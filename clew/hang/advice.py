@@ -101,6 +101,8 @@ def _next(verdict: Verdict, actors: Sequence[Actor]) -> str:
         return again
     match verdict.pattern:
         case "stopped" if verdict.cause == "stopped":
+            if all(a.process.last.state == "t" for a in actors if a.pid in verdict.pids):
+                return "Let the debugger continue or detach: TracerPid in /proc/PID/status names it."
             return f"kill -CONT {' '.join(map(str, verdict.pids))}"
         case "rollout blocked" if verdict.cause == "paused":
             return "Resume the engine. The log of its client says why the client has not resumed it."

@@ -207,8 +207,8 @@ def _gone_on(sink: Sink) -> Verdict | None:
 def _other_number(sink: Sink) -> tuple[Actor, str] | None:
     """Return the rank that alone has another number of rounds for the exchange of messages, and that number.
 
-    The number is in the function with the loop of the exchange, or is passed to it. None unless three or more ranks
-    are in the function that has the number, and exactly one of them has another one.
+    The number is in the function with the loop of the exchange, or is passed to it. None unless all ranks, at
+    least three, are in the function that has the number, and exactly one of them has another one.
     """
     ranks = [a for a in sink.job if a.rank is not None and a.process.user_frames]
     stacks = [a.process.user_frames for a in sink.culprits if a.activity.kind in MESSAGES]

@@ -123,7 +123,7 @@ def _part_of_waiter_ended(sink: Sink) -> Verdict | None:
 
 
 def _targets_of(one: Actor, sources: Mapping[str, str]) -> tuple[set[str], set[str]]:
-    """Return the functions that run in a process, and those in threads that its running functions have started."""
+    """Return the functions that run in a process, and those that its running functions have started in threads."""
     running = {frame.name for thread in one.process.running for frame in thread.frames}
     places = [(sources.get(frame.file, ""), frame.line) for frame in one.process.user_frames]
     return running, set().union(*(started_before(text, line) for text, line in places))

@@ -135,7 +135,7 @@ def logs(processes: Sequence[Process], run: Path | None) -> Iterator[str]:
 
 
 def newest_traceback(text: str) -> str:
-    """Return the exception of the last traceback in a log, the user's line that raised it, and what came after it."""
+    """Return the exception of a log's last traceback, the user's line that raised it, and how many lines follow it."""
     before, mark, after = text.rpartition("Traceback (most recent call last):")
     *_, above, prefix = ["", *before.split("\n")]  # torchrun, for example, begins each line with the rank
     prefix = re.sub(r"[+|] Exception Group $", "| ", prefix)

@@ -148,9 +148,9 @@ class Look:
     """Voluntary context switches of the main thread."""
     cpu_s: float = 0.0
     written: int = 0
-    """Bytes that the process has written so far, to any file or pipe."""
+    """Bytes that the process and its ended children have written so far, to any file or pipe."""
     read: int = 0
-    """Bytes that it has read so far, and those that its ended children have read."""
+    """Bytes that the process and its ended children have read so far."""
     children_cpu_s: float = 0.0
     """CPU seconds of the children that have ended and that it has waited for."""
     children_faults: int = 0
@@ -187,7 +187,7 @@ class Process:
     """TCP ports at the other end of its connections."""
     pipes: tuple[str, ...] = ()
     awaits: tuple[tuple[int, str, str], ...] = ()
-    """Pipes and sockets that threads read or write at the moment: the thread, its end, and the other end. An end is
+    """Pipes and sockets that threads read, write or poll now: the thread, its end, and the other end. An end is
     `r pipe:[1]`, `w pipe:[1]` or `socket:[2]`. The other end of a socket is `l socket:[3]`, the listening socket, until
     somebody accepts the connection, and "" if it is not known."""
     ends: tuple[str, ...] = ()

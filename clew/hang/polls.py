@@ -233,7 +233,7 @@ def _writes(call: ast.Call) -> bool:
 
 
 def _names_of_files(node: source.Loop | ast.expr, text: str) -> set[str]:
-    """Return the strings in a loop or expression, and in what its function assigns to its names, except file types."""
+    """Return the strings of a loop or expression, and of what its names stand for, except file types and short ones."""
     around = source.enclosing_function(text, node.lineno)
     names, assigns = source.names_in(node), source.nodes_in(ast.Assign, around)
     assigned = [each.value for each in assigns if names & source.names_in(*each.targets)]

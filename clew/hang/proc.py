@@ -69,7 +69,7 @@ def ended_children_of(pid: int) -> tuple[float, int]:
 
 
 def bytes_of(pid: int) -> tuple[int, int]:
-    """Return the bytes that a process has read and written; zeros if that cannot be read."""
+    """Return the bytes that a process and its ended children have read and written; zeros if /proc hides them."""
     with suppress(OSError):
         found = dict(re.findall(r"^([rw])char: (\d+)", said_of(pid, "io"), re.M))
         return int(found.get("r", 0)), int(found.get("w", 0))

@@ -618,7 +618,7 @@ def in_loop(process: Process, sources: Mapping[str, str]) -> bool:
 
 
 def _works_in_library(process: Process, sources: Mapping[str, str]) -> bool:
-    """Return whether one of the user's lines, outside a `while`, keeps a library busy at changing places."""
+    """Return whether a library is busy at changing places, called from outside any `while` of the user's."""
     threads = mains_of(process)
     stacks = {tuple(f.function for f in thread.frames if not f.of_user) for thread in threads}
     running = sum(look.state == "R" for look in process.looks) > len(process.looks) / 2

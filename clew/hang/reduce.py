@@ -1,7 +1,7 @@
 """Reduces a job to a few representatives of each state, so that nodes send little and a merge stays small.
 
-Ranks in the same state (equal stacks, equal counters, both moving or both not) are represented by the first of them,
-which lists the others as `alike`. Parts may be reduced first, then merged and reduced again: the result is the same as
+Ranks in the same state (equal stacks, equal counters, both moving or both not) are represented by two of them. The
+first lists the others as `alike`. Parts may be reduced first, then merged and reduced again: the result is the same as
 reducing all at once.
 """
 
@@ -19,7 +19,7 @@ from clew.hang.observed import Frame, Process, Snapshot, Thread
 KEPT = 2
 """Number of ranks of one state that are kept as they were seen."""
 JUDGED = 256
-"""Number of processes up to which all are judged. Above it, only a share of each state is judged."""
+"""Number of processes up to which all are judged. Above it, only some of each state are judged."""
 MAKING = ("init", "new_group")
 MEETING = ("hostname", "port", "group_name", "ranks")
 """Local variables of torch that say where ranks that are making a group meet, and which group it is."""

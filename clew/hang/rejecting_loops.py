@@ -254,7 +254,7 @@ def _line_of_filter(process: Process, refused: str, sources: Mapping[str, str]) 
 def _keeps_others(
     process: Process, sources: Mapping[str, str], refused: str, every: Sequence[Mapping[str, int]]
 ) -> bool:
-    """Return whether a counter of other rounds grew, or the loop had more rounds than raised `refused`.
+    """Return whether a counter of rounds that keep something grew, or some rounds did not raise `refused`.
 
     Args:
         refused: Name of a counter, as in `every`.
@@ -349,7 +349,7 @@ def _filters(loop: ast.While, collection: str) -> bool:
 def _too_short(process: Process, sources: Mapping[str, str]) -> Iterator[tuple[Thread, str, str]]:
     """Yield each thread or task that waits until a collection has enough items, the name of its length, and the length.
 
-    It has been in the same wait in all looks.
+    It has been in the same wait in nearly all looks.
     """
     for thread in (each for each in process.threads if each.user_frames):
         wait = activity_of(process, thread, sources)
@@ -499,7 +499,7 @@ def _only_rounds(loop: Loop, values: Sequence[Mapping[str, str]]) -> str:
 
 
 def rounds_without_put(process: Process, sources: Mapping[str, str]) -> tuple[str, str, int]:
-    """Return a queue to other processes, the line that decides what is put there, and the rounds of its loop so far.
+    """Return a queue to other processes, the line that decides what is put there, and how many rounds were seen.
 
     The rounds are counted by the addresses of what the line tests and the loop puts: a new object is a new round. None
     are counted once anything was put, since `multiprocessing.Queue` has its feeder thread from then on.

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 STDIN, STDOUT = re.compile(r"\.stdin\.write(lines)?$"), re.compile(r"(^|\.)stdout\.write(lines)?$|^print$")
 """Match calls that write to a child program, and calls by which a program writes its own output."""
 UNBUFFERED = re.compile(r"bufsize=[01]\b|line_buffering|write_through|UNBUFFERED")
-"""Matches source text that turns off the buffering of whole lines."""
+"""Matches source text by which a program writes each line at once, instead of keeping it in a buffer."""
 FLUSHES = re.compile(r"(^|\.)(flush|close|communicate|drain|input)$")
 """Matches calls that empty the buffer of a pipe: input() does, too."""
 RANK_WORDS = re.compile(

@@ -2117,6 +2117,7 @@ def test_a_group_in_memory_decides_who_belongs_to_it() -> None:
 def test_a_stopped_rank_is_at_fault_before_everything_else() -> None:
     verdict = judged(rank(0, 5, "all_reduce"), rank(1, 9, "barrier", state="T"))
     assert (verdict.pattern, verdict.ranks, verdict.next) == ("stopped", (1,), "kill -CONT 101")
+    assert "debugger" in judged(rank(0, 5, "all_reduce"), rank(1, 9, "barrier", state="t")).next  # no signal helps
 
 
 def test_a_job_that_came_to_a_complete_hang_a_moment_ago_is_watched_on() -> None:
