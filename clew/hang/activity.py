@@ -562,7 +562,7 @@ def _blocked_call(base: Activity, names: Sequence[str], kernel: str, text: str) 
         if method in DATABASE and (kernel == "sleep" or "sqlite" in text):
             return replace(base, kind="file", op=method)
         kind = BLOCKED_CALLS.get(method)
-        # Where nothing but a sleep is called, a wait for the network is that of another moment.
+        # If the line only sleeps, the kernel's wait for the network was read at another moment.
         only_sleeps = kind == "sleep" and kernel == "network" and len(names) == 1
         if kind and (kernel in ("", kind) or kind in ("network", "pipe", "file") or only_sleeps):
             return replace(base, kind=kind, op=name, target=owner)

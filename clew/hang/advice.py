@@ -29,7 +29,7 @@ RESTART = {
 """Sentence for each pattern that says whether the job would hang again after a restart; AGAIN for all others."""
 BY_CHANCE = ("lock", "threads")
 """Causes that depend on the order in which threads run."""
-STANDS = (
+STUCK = (
     "missing rank", "lock or I/O", "data loading", "cpu", "external wait", "rollout blocked", "event loop blocked",
 )  # fmt: skip
 """Patterns in which one process is stuck. The runner-up is then that it is only slow."""
@@ -69,7 +69,7 @@ def with_advice(verdict: Verdict, actors: Sequence[Actor], sources: Mapping[str,
 def _runner_up(verdict: Verdict, actors: Sequence[Actor]) -> str:
     """Return the next likely pattern, and the observation that speaks against it; "" if there is none."""
     culprits = [actor for actor in actors if actor.pid in verdict.pids]
-    if verdict.pattern in STANDS and culprits:
+    if verdict.pattern in STUCK and culprits:
         one = culprits[0]
         where = f" at {one.activity.site}" if one.activity.site else ""
         if verdict.cause == "refusing":

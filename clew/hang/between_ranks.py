@@ -67,7 +67,7 @@ def _blocks_its_loop(sink: Sink) -> Verdict | None:
 
 
 def _elsewhere(sink: Sink) -> Verdict | None:
-    """Judge ranks whose wait only the others could end, which are in a collective and wait for them."""
+    """Judge ranks outside of collectives that wait for ranks in a collective, which wait for them."""
     inside = [a for a in sink.culprits if a.activity.kind in DISTRIBUTED]
     outside = [a for a in sink.culprits if a not in inside]
     if not outside:
@@ -79,7 +79,7 @@ def _elsewhere(sink: Sink) -> Verdict | None:
 
 
 def _only_messages(sink: Sink) -> Verdict | None:
-    """Judge ranks that all send or receive: they expect different sizes, or receive before they send."""
+    """Judge ranks that all send or receive: in a cycle, or with other sizes or numbers of messages."""
     culprits, kinds = sink.culprits, {a.activity.kind for a in sink.culprits}
     if not kinds <= set(MESSAGES):
         return None
@@ -113,7 +113,7 @@ def _only_messages(sink: Sink) -> Verdict | None:
 
 
 def _with_other_partners(ranks: Sequence[Actor]) -> Actor | None:
-    """Return the only rank that takes part in every message of which just one side knows; None without one.
+    """Return the only rank that takes part in every message that just one side expects; None without one.
 
     The ranks are in batches that send and receive at once, as in a ring. That rank has another order of the ring.
     """
@@ -192,8 +192,8 @@ def _gone_on(sink: Sink) -> Verdict | None:
         one, number = found
         why += f" Rank {one.rank} alone has {number} there, so look at it first."
         return sink.blame("pipeline micro-batch mismatch", [one], why, confidence="medium", structural=True)
-    # At fault are the ranks that went on, and those whose peer is one of them or unknown. If the others are all at one
-    # place, to which every rank comes first, only those that went on are.
+    # At fault are the ranks that went on, and those whose peer is one of them or unknown. If all others
+    # are at one line, and those that went on have come past it, only these are.
     still = [a for a in sink.culprits if a not in gone]
     sides = [a for a in sink.culprits if a in gone or a in waiting or not a.activity.peers]
     if len(still) > 1 and len(gone) == len(waiting) == 1 and _in_one_turn(still, gone[0], sink.sources):
@@ -303,7 +303,7 @@ def _turn(frame: Frame, sources: Mapping[str, str]) -> str:
 def _own_limits(inner: Frame, exchanging: set[str], sources: Mapping[str, str]) -> list[str]:
     """Return the variables of a frame that limit its rounds of messages.
 
-    None unless all its loops with messages have one length. With more, such as warm-up and steady state, healthy
+    Empty unless all its loops with messages have one length. With several, such as warm-up and steady state, healthy
     stages have different numbers, too. `exchanging` has the functions that send or receive.
     """
     loops = (ast.For, ast.ListComp, ast.GeneratorExp)
@@ -369,7 +369,7 @@ def _wrong_group(sink: Sink) -> Verdict | None:
 def _goes_through_groups(one: Actor, sources: Mapping[str, str]) -> bool:
     """Return whether a rank calls its collective in a loop over groups, or over objects with a group each.
 
-    It leaves out no group, so it comes to all of them.
+    No `if` and no `return` may let it leave out a group.
     """
     frames, place = one.process.user_frames[:2], (sources.get(one.activity.file, ""), one.activity.line)
     given = [source.keyword(call, "group") for call in source.calls_at(*place)]
@@ -395,7 +395,7 @@ def _gone_past(sink: Sink) -> Verdict | None:
         call = key_of(still.activity), still.activity.op
         absent = [a for a in members if (key_of(a.activity), a.activity.op) != call]
         if still.activity.root and len(absent) > 1:
-            continue  # one that has gone past may have called it: some need not wait there for the others
+            continue  # with a root, a rank may have called it and gone on without waiting for the others
         elsewhere = [a for a in absent if a in inside and key_of(a.activity) != key_of(still.activity)]
         gone = [a for a in elsewhere if is_past(a, still, sink.sources, loops=True, job=inside)]
         if gone and len(gone) <= len(members) / 2:
@@ -505,7 +505,7 @@ def _is_root(odd: Sequence[Actor]) -> bool:
 def _received_less(odd: Sequence[Actor], sink: Sink) -> tuple[list[Actor], str] | None:
     """Return the ranks that have received less than others from the one that still sends, and words about it.
 
-    It is that one itself if no number shows who has. None if none of the ranks at fault is such a root.
+    It is the sender itself if no number shows who has. None unless the only rank at fault is such a root.
     """
     if not _is_root(odd):
         return None
@@ -525,7 +525,7 @@ def _received_less(odd: Sequence[Actor], sink: Sink) -> tuple[list[Actor], str] 
 
 
 def _goes_on(node: ast.AST) -> bool:
-    """Return whether no part of a statement begins the next round."""
+    """Return whether a statement contains no `continue`."""
     return not source.nodes_in(ast.Continue, node)
 
 

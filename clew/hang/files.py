@@ -18,7 +18,7 @@ from clew.hang.roles import with_ranks
 from clew.printing import counted
 
 LIMIT_S = 2.0
-"""Time limit in seconds for one search through files: a network file system that stands still gives no answer."""
+"""Time limit in seconds for one search through files: a network file system that hangs gives no answer."""
 MOST_FILES = 2_000
 TAIL_BYTES, TRACEBACK_BYTES = 4_096, 1 << 18
 """Bytes of the end of a log in which the last line and the newest traceback are looked for."""

@@ -50,7 +50,7 @@ def judge(snapshot: Snapshot) -> Verdict:
     if not (snapshot.unseen or snapshot.alike) and (ended := _all_ended(actors)):
         return _hedged(ended, snapshot, [])
     working = [a for a in actors if a.role not in ("launcher", "idle") or (a.stopped and _is_missed(a, actors))]
-    job = [actor for actor in working if not _waited_for(actor, actors)]
+    job = [actor for actor in working if not _ended_without_fault(actor, actors)]
     if not any(actor.threads or actor.dead or actor.stopped for actor in job):
         return _hedged(_unread(actors, job), snapshot, job)
     ranks = [actor for actor in job if actor.rank is not None]
@@ -171,7 +171,7 @@ def _all_ended(actors: list[Actor]) -> Verdict | None:
     return verdict_about("undetermined", [], why, actors, confidence="none")
 
 
-def _waited_for(actor: Actor, actors: list[Actor]) -> bool:
+def _ended_without_fault(actor: Actor, actors: list[Actor]) -> bool:
     """Return whether a process that has ended is no fault.
 
     Its parent is about to notice, or is a shell, or it was gone before anything of it could be read.
@@ -447,7 +447,7 @@ def _awaited(ended: Actor, job: list[Actor], sources: Mapping[str, str]) -> bool
 
 
 def _together(ranks: list[Actor], edges: Mapping[int, set[int]]) -> list[list[Actor]]:
-    """Return the ranks that wait for no other rank in a collective, those in the same call of one group together."""
+    """Return the groups of ranks that are in one call of a collective, and wait for no other rank there."""
     found = defaultdict[object, list[Actor]](list)
     for a in ranks:
         if a.activity.kind == "collective" and not edges[a.pid]:

@@ -219,7 +219,7 @@ def _slow(sink: Sink) -> Verdict | None:
 
 
 def _joins_alone(sink: Sink) -> Verdict | None:
-    """Judge a rank that waits in init_process_group, or in the rendezvous of a further group, for what is no rank."""
+    """Judge a rank that waits in init_process_group, or in the rendezvous of a further group, for somebody else."""
     if sink.act.kind != "init":
         return None
     why = f"{sink.one.says}. Whoever has to join that group, too, such as an inference engine, has not come."
@@ -419,8 +419,8 @@ def _unflushed(sink: Sink) -> Verdict | None:
     return sink.blame("external wait", [one], why, cause="pipe", confidence="medium").at(site)
 
 
-def _told_to_some(sink: Sink) -> Verdict | None:
-    """Judge ranks without orders from a main process. It waits for others, which wait for them in a collective."""
+def _without_orders(sink: Sink) -> Verdict | None:
+    """Judge ranks without orders from a main process, which waits for ranks that wait for them in a collective."""
     inside = [a for a in sink.culprits if a.rank is not None and a.activity.kind in DISTRIBUTED]
     away = [a for a in sink.culprits if a.rank is not None and a.activity.kind in THROUGH_PIPES]
     drivers = [a for a in sink.culprits if a.rank is None]
@@ -474,9 +474,9 @@ def _blocked(sink: Sink) -> Verdict | None:
 
 
 def _without_workers(sink: Sink) -> list[Actor]:
-    """Return the culprits, without workers that wait for jobs, or for room in a queue, if all others are such.
+    """Return the first culprit alone if all others are workers that wait for jobs or for room in a queue.
 
-    Whoever should give them that waits for itself.
+    Then whoever should give them these is at fault.
     """
     others = sink.culprits[1:]
     only_workers = bool(others) and all(_waits_for_its_next_job(a, sink.sources) for a in others)
@@ -504,7 +504,7 @@ def _others_in_circle(sink: Sink) -> str:
     if not others:
         return ""
     guessed = any(a.activity.kind in THROUGH_PIPES and not surely_awaits(a, sink.job) for a in sink.culprits)
-    more = ["", " So does one more.", f" So do {len(others) - 1} more."][min(len(others) - 1, 2)]
+    more = ["", " One more does, too.", f" {len(others) - 1} more do, too."][min(len(others) - 1, 2)]
     return f" Meanwhile {others[0].says}. They {'may ' if guessed else ''}wait for one another.{more}"
 
 
@@ -639,7 +639,7 @@ RULES: tuple[Callable[[Sink], Verdict | None], ...] = (
     locked_outside, locked_by_fork, kept_locked, pipe_kept_open, joined_too_early, _joins_its_producer, dead,
     _own_waits, never_holds, _slow, locked_crosswise, locked_by, _cleaned_up, missing_key, _joins_alone, _one_at_a_time,
     _unexplained, _loader, _silent_server, _outside, retrying, device, _unscheduled, _computing, both_poll,
-    threads_poll, asks_as_told, polling, _through_server, lost_task, _unflushed, _told_to_some, _asks_on,
+    threads_poll, asks_as_told, polling, _through_server, lost_task, _unflushed, _without_orders, _asks_on,
     _blocked,
 )  # fmt: skip
 """Rules in the order in which they are tried: the first that answers decides, so facts come before guesses.

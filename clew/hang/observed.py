@@ -133,7 +133,7 @@ class Inside:
     children: tuple[tuple[int, str, int], ...] = ()
     """Pid, name and exit code of children that have been reaped."""
     failed_jobs: tuple[tuple[str, str, str], ...] = ()
-    """Function, exception and place of the failed jobs of thread pools that nobody has asked for their results."""
+    """Function, exception and place of the failed jobs of thread pools whose results nobody has asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,7 +308,7 @@ class Snapshot:
         return {rank for process in self.processes for rank, _, _ in process.alike}
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the snapshot as values that JSON knows."""
+        """Return the snapshot as values that JSON can hold."""
         return asdict(self)
 
 

@@ -61,7 +61,7 @@ def threads_poll(sink: Sink) -> Verdict | None:
     if sink.act not in polling or len({each.site for each in polling}) < 2 or sink.one.rank is not None:
         return None
     told = ", ".join(f"{each.thread} at {each.site}" for each in polling[:4])
-    why = f"Threads of {sink.one.process.label} sleep and go round, and one should bring what another wants: {told}."
+    why = f"Threads of {sink.one.process.label} sleep in loops, and one should bring what another waits for: {told}."
     sites = tuple(sorted({each.site for each in polling}))
     return sink.blame("rollout blocked", [sink.one], why, cause="sleep", confidence="medium", sites=sites)
 
@@ -123,7 +123,7 @@ def _wait_for_each_other(one: Actor, other: Actor, sources: Mapping[str, str]) -
 
 
 def _with_indices(items: set[str], one: Actor) -> set[str]:
-    """Return items such as `flags[i]` with the number of the variable, so that each process's own is another one."""
+    """Return items such as `flags[i]` with the number of the variable, so that the items of two processes differ."""
     values = {name: value for frame in one.process.user_frames[:1] for name, value in frame.locals.items()}
     return {re.sub(r"\[([\w.]+)\]", lambda index: f"[{values.get(index[1], index[1])}]", each) for each in items}
 

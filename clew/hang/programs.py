@@ -1,4 +1,4 @@
-"""Says whether a process waits for a program without Python that works: it computes or moves data.
+"""Says whether a native program that a process waits for does any work: it computes or moves data.
 
 Such a program has no stack to read. Its CPU time and the bytes that it reads and writes show that it works.
 """

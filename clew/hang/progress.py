@@ -55,7 +55,7 @@ def recent(process: Process) -> Process:
 
 
 def without_torn(process: Process) -> Process:
-    """Return the process without torn stacks: read while it ran, they lack their outer frames."""
+    """Return the process without torn stacks, which lack outer frames because the process ran meanwhile."""
     bottoms = [(t.frames[-1].file, t.frames[-1].function) for t in mains_of(process)]
     if len(set(bottoms)) < 2:
         return process

@@ -49,15 +49,15 @@ REJECTED = re.compile(r"reject|drop|skip|filter|discard|stale|refus|invalid|bad"
 KEPT = re.compile(r"(^|[_\W])(accept(ed)?|kept|emitted|passed)([_\W]|$)")
 """Names of counters that stand still if everything is rejected."""
 MANY = 10
-"""Number of rounds without anything kept from which a filter is taken to reject everything."""
+"""A filter that has kept nothing in this number of rounds is taken to reject everything."""
 BARREN = 100
-"""Number of rounds without anything kept, or put into a queue, from which a loop seems endless."""
+"""A loop that has kept nothing, or put nothing into a queue, in this number of rounds is taken for endless."""
 FRUITLESS = 20
-"""Number of rounds without anything put into a queue from which a filter is taken to reject everything."""
+"""A filter that has put nothing into a queue in this number of rounds is taken to reject everything."""
 FEEDER = "QueueFeederThread"
 """Beginning of the name of the thread that `multiprocessing.Queue` has once something was put into it."""
 UNFORWARDED = 50
-"""Number of wake-ups by items from a queue, without one that was put on, from which a filter seems to reject all."""
+"""A filter that was woken up this often by items of a queue, and passed none on, is taken to reject everything."""
 NO_FILTER = re.compile(
     r"^(not )?\w+$|\blen\(|size|shape|numel|count|empty|full|\bstart|resume|offset|\bseen|consumed|already|processed"
 )
@@ -199,7 +199,7 @@ def _keeps_no_item(process: Process, sources: Mapping[str, str]) -> bool:
 
 
 def _forwards_no_item(process: Process, sources: Mapping[str, str]) -> str:
-    """Return the test that keeps a main thread from putting on what it takes from another process; "" without one.
+    """Return the test that keeps a main thread from passing on what it takes from another process; "" without one.
 
     It reads between all looks, and writes nothing in the whole watch: neither an item nor a line of its log.
     """
@@ -211,7 +211,7 @@ def _forwards_no_item(process: Process, sources: Mapping[str, str]) -> str:
     if not isinstance(loop, ast.While) or process.wakeups < UNFORWARDED or looks[0].written != looks[-1].written:
         return ""
     if not all(one.read < other.read for one, other in pairwise(looks)) or moved_counters(process, sources):
-        return ""  # what grows may be a batch that is put on as a whole
+        return ""  # what grows may be a batch that is passed on as a whole
     if any(each.kind not in ("queue", "compute") for each in seen(process, sources)):
         return ""
     return next((f"{PurePath(main[0].file).name}:{test.lineno}" for test, _, _ in _guarded_puts(loop)), "")

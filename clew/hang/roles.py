@@ -236,9 +236,9 @@ def _with_group_of_waits(actors: list[Actor]) -> list[Actor]:
 
 
 def _without_shared_thread(actor: Actor, actors: Sequence[Actor], sources: Mapping[str, str]) -> Actor:
-    """Return a rank that a sleeping thread decides about with its main thread's wait, if other ranks have that thread.
+    """Return a rank with its main thread's wait, not that of a sleeping thread that ranks in a collective have, too.
 
-    A rank that is in a collective has come further with the same thread at the same place.
+    These ranks have come further in spite of that thread, so it holds up nobody.
     """
     act = actor.activity
     if actor.rank is None or act.kind != "sleep" or act.task or not actor.threads or act is actor.threads[0]:

@@ -239,7 +239,7 @@ def same_everywhere(ranks: list[Actor]) -> Verdict:
         return found
     why = (
         f"{_together(ranks)}, and it does not end. The cause is below "
-        "Python (the network, a device that stands still, shapes that differ), or some ranks have called another "
+        "Python (the network, a device that hangs, shapes that differ), or some ranks have called another "
         "collective before, with async_op for example."
     )
     return verdict_about("same collective everywhere", [], why, ranks, confidence="medium")

@@ -392,12 +392,12 @@ def filled(loop: ast.AST) -> set[str]:
 
 @lru_cache(maxsize=4096)
 def made_anew(text: str, line: int) -> frozenset[str]:
-    """Return, as len(name), the collections that a loop around a line only makes as a whole, anew in each round."""
+    """Return, as len(name), the collections that a loop makes as a whole in each round, but not from themselves."""
     if (loop := outermost_loop(text, line)) is None:
         return frozenset()
     whole = (ast.ListComp, ast.SetComp, ast.DictComp)
     made = [node for node in nodes_in(ast.Assign, loop) if isinstance(node.value, whole)]
-    names = {name for each in made for name in names_in(*each.targets) - names_in(each.value)}  # not: jobs of jobs
+    names = {name for each in made for name in names_in(*each.targets) - names_in(each.value)}
     return frozenset(f"len({name})" for name in names - filled(loop))
 
 
@@ -479,7 +479,7 @@ def function_named(text: str, name: str) -> Function | None:
 
 
 def taking(text: str, line: int, queue: str) -> set[str]:
-    """Return the names of the functions, of the class around a line if one is, that take items from a queue."""
+    """Return the names of the functions, of the class around a line if there is one, that take items from a queue."""
     around = [node for node in enclosing(text, line) if isinstance(node, ast.ClassDef)]
     scope = around[-1] if around else parse(text)
     taken = re.compile(rf"{re.escape(queue)}(\.get(_nowait)?)?")

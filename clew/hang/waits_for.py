@@ -90,7 +90,7 @@ def application_edges(job: Sequence[Actor]) -> Edges:
 
 
 PROCESSES = {"clew serve": "server", "the inference engine": "server", "the trainer": "trainer"}
-"""Names of the processes that end waits which Clew reports, where the first word is another one."""
+"""Roles of processes that end the waits which Clew reports, if the first word of their name is not the role."""
 
 
 def _could_end(actor: Actor, job: Sequence[Actor], listening: Mapping[tuple[str, int], Actor]) -> set[int]:
