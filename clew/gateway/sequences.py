@@ -99,7 +99,7 @@ def with_returns(
     def named(value: float) -> dict[str, float]:
         if math.isnan(value):
             return {}
-        # The named parts add up to the episode's reward. A turn that got another number has no parts.
+        # The named parts add up to the episode's reward. A turn that got another number has only that one.
         return rewards if value == total else {"reward": value}
 
     return [(chain, returns[chain[0].id], named(returns[chain[0].id])) for chain in chains]

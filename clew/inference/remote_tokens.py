@@ -22,7 +22,7 @@ async def drawn(backend: Backend, request: GenerateRequest, vision: Vision | Non
     temperature 0 the same token would be drawn each time, so it is left there.
 
     Raises:
-        EngineError: The model draws nothing but this token.
+        EngineError: The model drew this token `DRAWS` times.
     """
     params, tell = request.params, request.on_token
     if vision is None or params.temperature == 0:

@@ -1,4 +1,4 @@
-"""Starts and stops the process of a vLLM or SGLang server. If the server dies, it says what its log has for it."""
+"""Starts and stops the process of a vLLM or SGLang server, and finds in its log why it has ended."""
 
 from __future__ import annotations
 

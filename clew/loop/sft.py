@@ -98,7 +98,7 @@ class SftSurroundings(Surroundings):
     def before_first_step(self, engine: TrainEngine) -> None:
         if engine.version > (steps := self.config.training.steps):
             raise RecordError(
-                f"{self.run.path} has {engine.version} steps behind it, but training.steps is {steps}. Raise it, "
+                f"{self.run.path} has done {engine.version} steps, but training.steps is {steps}. Raise it, "
                 f"or choose another trial=NAME."
             )
         if engine.version:

@@ -271,7 +271,7 @@ class TrainEngine:
             check_tokens(tokens, self.critic.inner, "the critic")
             if shown := next((sequence.id for sequence in sequences if sequence.images), ""):
                 raise TrainingError(
-                    f"Cannot train on {shown}: it shows images, which critics do not take. Unset the critic."
+                    f"Cannot train on {shown}: it shows images, which critics do not take. Choose other advantages."
                 )
         plan = plan_step(
             tokens.lengths.tolist(),

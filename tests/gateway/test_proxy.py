@@ -36,7 +36,7 @@ from tests.models import tiny_model, tiny_tokenizer
 
 @contextmanager
 def serving(*arguments: str, **variables: str) -> Iterator[tuple[str, list[str]]]:
-    """The base URL that `clew serve` prints, and its lines up to there."""
+    """Yield the base URL that `clew serve` prints, and its lines up to there."""
     with clew("serve", *arguments, variables=variables) as server:
         lines: list[str] = []
         for line in server.stdout:
@@ -60,13 +60,13 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def behind(config: Path) -> Iterator[str]:
-    """The base URL of a server that is up."""
+    """Yield the base URL of a server that is up."""
     with serving(str(config), "trial=behind") as (url, _):
         yield url
 
 
 async def talk(url: str, model: str) -> list[str]:
-    """One turn in each dialect, and a second in OpenAI's; the ids of the responses."""
+    """Take one turn in each dialect, and a second in OpenAI's. Return the IDs of the responses."""
     async with openai.AsyncOpenAI(base_url=url, api_key="sk-mine") as client:
         messages: list = [{"role": "user", "content": "hello"}]
         first = await client.chat.completions.create(model=model, messages=messages, max_tokens=5)
@@ -97,7 +97,7 @@ def test_a_served_model_records_the_sessions_of_any_key(config: Path, tmp_path: 
 
 
 async def refused_schemas(url: str) -> list[tuple[str, str | None]]:
-    """Message and param of the error, in each dialect and in a stream."""
+    """Return the message and param of the error, in each dialect and in a stream."""
     schema: Any = {"type": "object"}
     named: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
     flat: Any = {"type": "json_schema", "name": "answer", "schema": schema}

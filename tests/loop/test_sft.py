@@ -156,7 +156,7 @@ def test_the_second_trainer_is_refused(settings):
 def test_fewer_steps_than_were_done(settings):
     sft(make_config(**settings))
     fewer = settings | {"training": settings["training"] | {"steps": 10}}
-    with pytest.raises(RecordError, match=r"30 steps behind it, but training\.steps is 10"):
+    with pytest.raises(RecordError, match=r"has done 30 steps, but training\.steps is 10"):
         sft(make_config(**fewer))
 
 
