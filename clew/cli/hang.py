@@ -87,7 +87,7 @@ def hang(
         _list_jobs()
         return
     if dumps is None and not stacks and str(json_file) != "-":
-        print(f"clew hang watches the job until it is sure, for at most {WATCH_S:g} s", file=sys.stderr, flush=True)
+        print(f"clew hang watches the job until it is sure, mostly within {WATCH_S:g} s", file=sys.stderr, flush=True)
     if ssh:
         seen = _on_hosts(ssh, run, job, native)
     elif dumps is not None:

@@ -279,7 +279,7 @@ class SGLangEngine(Backend):
             )
         elif not self._checks_weights:
             lacks.append(
-                "its weights are neither float32 nor bfloat16, or its /weights_checker is missing or does not answer: "
+                "its weights are quantized or of another dtype, or its /weights_checker is missing or does not answer: "
                 "after an update only the logprob of the probe shows whether it holds the right weights"
             )
         if self._before_temperature:

@@ -81,7 +81,7 @@ class Manifest(TypedDict):
 def is_due(version: int, config: Config) -> bool:
     """Return whether a run saves the weights of this version: version 0, every checkpoint.every_steps, and the last.
 
-    A run that was resumed with fewer training.steps has more behind it than that.
+    A run that was resumed with fewer training.steps may be past the last already: then every version is saved.
     """
     return version % config.checkpoint.every_steps == 0 or version >= config.training.steps
 

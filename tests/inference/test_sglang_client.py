@@ -309,8 +309,8 @@ def test_a_rank_that_did_not_load_the_update_stops_it(tmp_path: Path) -> None:
         ({}, [{QKV: "a"}], "from its second on"),
         ({"device": "cpu"}, [{QKV: "a"}], "from its second on"),
         ({}, [], "does not answer"),
-        ({"quantization": "fp8"}, [{QKV: "a"}], "does not answer"),
-        ({"dtype": "float16"}, [{QKV: "a"}], "neither float32"),
+        ({"quantization": "fp8"}, [{QKV: "a"}], "quantized"),
+        ({"dtype": "float16"}, [{QKV: "a"}], "another dtype"),
     ],
 )
 def test_it_says_how_far_updates_are_checked(server: dict[str, Any], ranks: list[dict[str, str]], lack: str) -> None:
