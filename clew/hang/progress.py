@@ -267,11 +267,11 @@ def moves(process: Process, sources: Mapping[str, str]) -> bool:
     finds_nothing = _finds_nothing(newest, every, sources)
     moved = moved_counters(process, sources, must_grow=finds_nothing)
     if every and all(each.kind in (*DISTRIBUTED, "data_loader") for each in every):
-        # No other thread ends this wait. What one counts in an object that the main thread has, too, is its own work.
+        # No other thread ends this wait, so what one counts in an object that both have is no progress of the main one.
         others = {_last(_bare(name)) for name in moved if not name.startswith("main")}
         moved = {n: ends for n, ends in moved.items() if "." not in _bare(n) or _last(_bare(n)) not in others}
     asleep = sleeps_on(process, every, sources)
-    # Then other threads changed its variables. Tasks of asyncio still count: one of those threads may run their loop.
+    # Only other threads changed its variables then. Tasks of asyncio still count: such a thread may run their loop.
     own = r"main\d" if asleep else "main"
     if any(re.match(own, name) for name in moved) or _tasks_end(process):
         return True

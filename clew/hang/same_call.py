@@ -63,7 +63,8 @@ def missing_ranks(ranks: list[Actor], missing: list[int], gone: str, job: list[A
         return verdict_about("initialisation", asking, why, job, cause="absent", confidence="medium").at(first.site)
     late = [a for a in job if starting and a.rank is None and a.moving]
     if late:  # one of them may join yet
-        why = f"{sentences(late)} It moves, and the others wait in init_process_group until all ranks have joined."
+        moves = "They move" if late[1:] else "It moves"
+        why = f"{sentences(late)} {moves}, and the others wait in init_process_group until all ranks have joined."
         return verdict_about("slow", late, why, job, cause="slow")
     ended = "have ended" if several else "has ended"
     what = f"{'never joined' if starting else ended}: there is no such process"
