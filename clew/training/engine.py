@@ -271,7 +271,8 @@ class TrainEngine:
             check_tokens(tokens, self.critic.inner, "the critic")
             if shown := next((sequence.id for sequence in sequences if sequence.images), ""):
                 raise TrainingError(
-                    f"Cannot train on {shown}: it shows images, which critics do not take. Choose other advantages."
+                    f"Cannot train on {shown}: it shows images, which critics do not take. Choose an algorithm "
+                    f"without a critic."
                 )
         plan = plan_step(
             tokens.lengths.tolist(),
