@@ -363,7 +363,7 @@ def _straggler(ranks: list[Actor], sources: Mapping[str, str]) -> str:
     enough = len(looks.get(late, ())) >= ENOUGH_LOOKS and others
 
     def waits(one: Activity) -> bool:
-        joined = one.members is None or late in one.members
+        joined = one.group == "world" if one.members is None else late in one.members
         return one.kind in DISTRIBUTED and joined and (not one.peers or late in one.peers)
 
     often_waiting = all(sum(map(waits, looks[rank])) >= (1 - RARELY) * len(looks[rank]) for rank in others)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import PurePath
 
@@ -91,25 +90,7 @@ def both_poll(sink: Sink) -> Verdict | None:
         f"{by.says}. Its worker {sink.one.process.label} waits for work at {sink.act.place}. So what "
         f"is awaited was never given to a worker, or was lost; or each of the two waits for the other."
     )
-    why += _odd_one([a for a in children if a.activity.site == sink.act.site], sink.sources)
     return sink.blame("rollout blocked", [by], why, cause="sleep", confidence="medium").at(sink.act.site)
-
-
-def _odd_one(workers: list[Actor], sources: Mapping[str, str]) -> str:
-    """Return a sentence about the one worker with another count than all others, who agree; "" if there is none."""
-    if len(workers) < 3:
-        return ""
-    one = workers[0].activity
-    counts = source.counted(*source.loops_at(sources.get(one.file, ""), one.line))  # not what each was given
-    numbers = [{n: v for n, v in a.process.user_frames[0].locals.items() if n in counts} for a in workers]
-    found: dict[int, str] = {}
-    for name in sorted(set.intersection(*map(set, numbers))):
-        ranked = Counter(each[name] for each in numbers).most_common()
-        if len(ranked) == 2 and ranked[1][1] == 1:
-            [(usual, _), (other, _)] = ranked
-            [place] = [n for n, each in enumerate(numbers) if each[name] == other]
-            found.setdefault(place, f" In {workers[place].process.label}, {name} is {other}; in the others, {usual}.")
-    return "".join(found.values()) if len(found) == 1 else ""
 
 
 def _wait_for_each_other(one: Actor, other: Actor, sources: Mapping[str, str]) -> bool:
