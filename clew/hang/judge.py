@@ -172,7 +172,7 @@ def _all_ended(actors: list[Actor]) -> Verdict | None:
 
 
 def _ended_without_fault(actor: Actor, actors: list[Actor]) -> bool:
-    """Return whether a process that has ended is no fault.
+    """Return whether a process has ended, and that is no fault.
 
     Its parent is about to notice, or is a shell, or it was gone before anything of it could be read.
     """

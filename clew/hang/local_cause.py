@@ -304,7 +304,8 @@ def _loader(sink: Sink) -> Verdict | None:
     workers = ", ".join(str(each.pid) for each in sink.culprits)
     numbers = f"{'pid' if len(sink.culprits) == 1 else 'pids'} {workers}"
     why = f"A worker ({numbers}) of the data loader of {rank.process.label} {words} at {sink.act.place}."
-    why += left_locked(sink) if sink.act.kind == "lock" else ""
+    if sink.act.kind == "lock":
+        why += "".join(f" {held}." for held in lock_holders(sink.one, sink.act, sink.sources)) or left_locked(sink)
     pids = (rank.pid, *(each.pid for each in sink.culprits))
     return sink.blame("data loading", [rank], why, cause=sink.act.kind, pids=pids).at(sink.act.site)
 
