@@ -213,7 +213,8 @@ class RemoteEngine:
         if label is not None and said and self._backend.labels:
             self.failure = (
                 f"{self._backend.kind} at {self._backend.address} serves weights that it calls {min(said)!r}, and was "
-                f"given version {label}. Somebody has restarted it, or loads weights into it, too"
+                f"given version {label}. Somebody has restarted it, or loads weights into it, too, or a proxy has lost "
+                f"a call of the update"
             )
             raise EngineUnreachable("", self.failure)
 
@@ -306,9 +307,10 @@ class RemoteEngine:
             with clock("verify"):
                 async with self._limited("show that it holds version %d", ref.version):
                     await self._backend.verify(ref)
-                async with self._limited("answer the probe of version %d, a generation,", ref.version):
+                async with self._limited("resume with version %d", ref.version):
                     await self._backend.resume()
                     self._has_paused = False
+                async with self._limited("answer the probe of version %d, a generation,", ref.version):
                     await self._check_probe(ref)
             self.core.version, self.core.broken, self.unchecked_version = ref.version, None, None
             self._loaded = ref

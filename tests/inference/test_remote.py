@@ -1295,15 +1295,19 @@ def test_a_server_that_hangs_in_an_update_is_not_listed_again_before_it_ends(
         asyncio.run(asyncio.wait_for(scenario(address), 60))
 
 
-def test_a_server_whose_generations_begin_to_hang_is_given_up_in_the_next_update(
-    tmp_path: Path, version: WeightRef
+@pytest.mark.parametrize(
+    ("path", "part"),
+    [("/v1/completions", "answer the probe of version 6, a generation,"), ("/resume", "resume with version 6")],
+)
+def test_a_server_that_begins_to_hang_is_given_up_in_the_next_update_with_the_part_that_hung(
+    tmp_path: Path, version: WeightRef, path: str, part: str
 ) -> None:
-    """The probe is one, and everything else is answered. The trainer would wait 120 s for it."""
+    """Everything else is answered, so the trainer would wait 120 s for it."""
     named, held = served_model(tmp_path)
     hangs = False
 
     async def answer(request: web.Request) -> web.Response:
-        if request.path == "/v1/completions" and hangs:
+        if request.path == path and hangs:
             await asyncio.sleep(600)
         choice = {"prompt_logprobs": [None, {"8": {"logprob": -1.5}}]}
         return web.json_response({"results": [held], "choices": [choice]})
@@ -1315,11 +1319,10 @@ def test_a_server_whose_generations_begin_to_hang_is_given_up_in_the_next_update
         try:
             await engine.load_weights(probed)
             hangs = True
-            words = r"vLLM at .* did not answer the probe of version 6, a generation, within 2 s; earlier"
-            with pytest.raises(EngineUnreachable, match=words):
+            with pytest.raises(EngineUnreachable, match=rf"vLLM at .* did not {part} within 2 s; earlier"):
                 await engine.load_weights(replace(probed, version=6))
             assert engine.failure is not None and address in engine.failure
-            with pytest.raises(EngineError, match="the probe of version 6"):
+            with pytest.raises(EngineError, match=part):
                 await engine.generate(GenerateRequest([9], SamplingParams(max_new_tokens=1)))
         finally:
             await engine.close()
