@@ -461,11 +461,13 @@ class HTTPEngine:
         except aiohttp.ServerDisconnectedError as error:
             reason = "it closed the connection without an answer: it died, or this port expects TLS (https)"
             raise EngineUnreachable(self.address, reason) from error
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
+        except aiohttp.ClientPayloadError as error:
             if isinstance(error.__cause__, ContentEncodingError):
                 raise FaultyAnswer(
                     self.address, f"its answer to {path} is not compressed as its header says. {ADDRESS_HINT}"
                 ) from error
+            raise EngineUnreachable(self.address, f"its answer to {path} ended in the middle") from error
+        except (aiohttp.ClientConnectionError, TimeoutError) as error:
             raise EngineUnreachable(self.address, str(error) or type(error).__name__) from error
 
     def _connected(self) -> aiohttp.ClientSession:
@@ -501,6 +503,8 @@ def _readable(address: str, path: str, content: bytes) -> Iterator[None]:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, AssertionError) as error:
         shown = content[:LONGEST_PAGE].decode(errors="replace")
+        if not content:
+            raise FaultyAnswer(address, f"its answer to {path} is empty. {ADDRESS_HINT}") from error
         raise FaultyAnswer(
             address, f"its answer to {path} cannot be read ({type(error).__name__}: {error}): {shown!r}. {ADDRESS_HINT}"
         ) from error

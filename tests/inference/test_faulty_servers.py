@@ -128,7 +128,7 @@ FAULTS: dict[str, tuple[Callable[[bytes], web.Response], str]] = {
         "does not serve /generate (301)",
     ),
     "truncated": (lambda content: web.Response(body=content[:-20]), "cannot be read"),
-    "empty": (lambda _: web.Response(), "cannot be read"),
+    "empty": (lambda _: web.Response(), "its answer to /generate is empty"),
     "a list": (spoilt(lambda answer: [answer]), "cannot be read"),
     "failing": (lambda _: web.Response(status=500, text="CUDA error: device-side assert"), "device-side assert"),
     "NaN": (spoilt(first_pair(logprob=float("nan"))), "cannot be read"),
@@ -254,6 +254,27 @@ def test_a_server_that_is_away_for_a_moment_costs_nothing(good: ServerProcess, t
         run.register_server(Server(name="busy", address=address, pid=2, ready=True))
         [completion] = complete(run, 1)
     assert len(completion.output_ids) == TOKENS
+
+
+def test_an_answer_that_breaks_off_is_called_so() -> None:
+    async def cut(http: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Length": "100"})
+        await response.prepare(http)
+        await response.write(b"{")
+        assert http.transport is not None
+        http.transport.abort()
+        return response
+
+    async def use(address: str) -> None:
+        engine = HTTPEngine(address)
+        try:
+            await engine.version()
+        finally:
+            await engine.close()
+
+    with serving(cut) as address, pytest.raises(EngineUnreachable) as raised:
+        asyncio.run(use(address))
+    assert str(raised.value) == f"inference server {address}: its answer to /model_info ended in the middle"
 
 
 @pytest.mark.parametrize("cut", ["html", "connection", "NaN"])
