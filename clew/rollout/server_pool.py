@@ -76,6 +76,8 @@ class ServerPool(HTTPEngine):
         self._watches: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._avoided: dict[tuple[str, int], tuple[float, float]] = {}
         """Avoided servers, by address and pid: monotonic time until which each is avoided, and its next period."""
+        self._last_warnings: dict[tuple[str, int], str] = {}
+        """Last warning about each server that has not answered since, by address and pid."""
 
     async def generate(self, request: GenerateRequest) -> Completion:
         _episode.set(request.id.rpartition(".")[0])
@@ -127,6 +129,7 @@ class ServerPool(HTTPEngine):
                     yield response
             if method == "POST":  # a server whose generations fail may still answer what it is asked about itself
                 self._avoided.pop(key, None)
+                self._last_warnings.pop(key, None)
         except asyncio.CancelledError:
             # `_keep_watch` cancels the tasks at a server that is lost. If `uncancel` leaves another cancellation, the
             # episode itself was cancelled.
@@ -140,7 +143,10 @@ class ServerPool(HTTPEngine):
             is_news = time.monotonic() >= until  # otherwise another request has failed there just before
             if is_news:
                 self._avoided[key] = time.monotonic() + period_s, min(2 * period_s, 2.0)
+            # One that stays away for the same reason is asked every two seconds; `clew.waits` says how long that takes.
+            is_news = is_news and self._last_warnings.get(key) != str(error)
             if is_news or isinstance(error, FaultyAnswer):
+                self._last_warnings[key] = str(error)
                 log.warning(SENT_AGAIN, error)
             raise
         finally:

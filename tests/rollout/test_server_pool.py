@@ -480,6 +480,31 @@ def test_many_requests_that_find_the_same_server_starting_warn_once(
     assert caplog.text.count("starting: the weights are being loaded") < 5
 
 
+def test_a_request_that_waits_for_a_server_warns_once_of_each_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A server that loads for a minute would otherwise fill the terminal, as it is asked every two seconds."""
+    run = RunDirectory(tmp_path / "run")
+    reasons = ["starting", "starting", "starting", "draining", "starting"]
+
+    async def answer(http: web.Request) -> web.Response:
+        if http.path != "/generate" or len(reasons) == 1:
+            return web.json_response({"weight_version": "5"})
+        return web.Response(status=503, text=reasons.pop(0))
+
+    async def scenario(pool: ServerPool) -> None:
+        asking = asyncio.ensure_future(generate_through_aborts(pool, request(0)))
+        while len(reasons) > 1:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        asking.cancel()
+
+    with serving(answer) as address, caplog.at_level(logging.WARNING):
+        run.register_server(Server(name="server-1", address=address, pid=os.getpid(), ready=True))
+        ask(run, scenario)
+    warnings = [message.rpartition(" ")[2] for message in caplog.messages if "may be tried again" in message]
+    assert warnings == ["starting", "draining"]
+
+
 def test_an_update_that_fails_on_the_only_server_says_what_to_do(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     with ThreadingHTTPServer(("127.0.0.1", 0), Refuses) as refusing:
