@@ -422,8 +422,12 @@ class RemoteEngine:
                         if self.core.active:
                             await asyncio.sleep(0.005)
         except TimeoutError:
-            number = counted(len(self.core.active), "request")
-            await self._give_up(f"it still has {number} {ABORT_S:g} s after it was told to abort them")
+            if self.core.active:
+                number = counted(len(self.core.active), "request")
+                reason = f"it still has {number} {ABORT_S:g} s after it was told to abort them"
+            else:
+                reason = f"it aborted its requests, but did not answer that call within {ABORT_S:g} s"
+            await self._give_up(reason)
             raise EngineUnreachable("", str(self.failure)) from None
 
     # Pause -----------------------------------------------------------------------------------------------------------

@@ -1123,6 +1123,41 @@ def test_a_server_whose_requests_go_on_after_they_were_aborted_is_given_up(
         asyncio.run(scenario(address))
 
 
+def test_a_server_that_aborts_its_requests_and_does_not_answer_that_call_is_given_up_for_that(
+    tmp_path: Path, version: WeightRef, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A proxy in front of it may hold the answer back."""
+    named, _ = served_model(tmp_path)
+    monkeypatch.setattr(remote, "ABORT_S", 0.5)
+    generating, aborted = threading.Event(), threading.Event()
+
+    async def answer(request: web.Request) -> web.Response:
+        if request.path == "/abort_requests":
+            aborted.set()
+            await asyncio.sleep(600)
+        if request.path == "/v1/completions":
+            generating.set()
+            await asyncio.to_thread(aborted.wait, 60)
+        choice = {"token_ids": [7], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "abort"}
+        return web.json_response({"choices": [choice]})
+
+    async def scenario(address: str) -> None:
+        client = VLLMEngine.client(named, address)
+        client._aborts = True
+        engine = RemoteEngine(named, RemoteCore(named), client)
+        try:
+            request = asyncio.ensure_future(engine.generate(GenerateRequest([9], SamplingParams())))
+            await asyncio.to_thread(generating.wait, 60)
+            with pytest.raises(EngineUnreachable, match=r"it aborted its requests, but did not answer .* 0\.5 s"):
+                await engine.load_weights(version)
+            assert (await request).output_ids == [7]
+        finally:
+            await engine.close()
+
+    with serving(answer) as address:
+        asyncio.run(asyncio.wait_for(scenario(address), 60))
+
+
 @pytest.mark.usefixtures("version")
 def test_requests_that_wait_together_ask_once_which_process_answers(tmp_path: Path) -> None:
     named, _ = served_model(tmp_path)
