@@ -18,8 +18,9 @@ from clew.hang.ended import done, ended_inside, explains
 from clew.hang.expressions import constants
 from clew.hang.local_cause import device, local_cause
 from clew.hang.locks import is_shared_lock, locked_by
+from clew.hang.looks import cpu_share, recent
 from clew.hang.observed import Snapshot
-from clew.hang.progress import cpu_share, pace, recent, seen, woken_once
+from clew.hang.progress import pace, seen, woken_once
 from clew.hang.rejecting_loops import refuses
 from clew.hang.roles import MAIN_TASK, WAITS_INSIDE, actors_of, world_of
 from clew.hang.same_call import initialisation, missing_ranks, same_everywhere, two_threads

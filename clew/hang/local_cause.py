@@ -13,6 +13,7 @@ from clew.hang import source
 from clew.hang.activity import DISTRIBUTED, Activity
 from clew.hang.between_ranks import with_callers
 from clew.hang.collective_calls import behind, different_counts, first_different_call
+from clew.hang.counters import moved_counters
 from clew.hang.ended import dead, done, joined_too_early, lost_task, outlived, pipe_kept_open
 from clew.hang.expressions import Unknown, evaluate
 from clew.hang.locks import (
@@ -24,18 +25,10 @@ from clew.hang.locks import (
     locked_crosswise,
     locked_outside,
 )
+from clew.hang.looks import STEADY_LOOKS, busy, cpu_share, mains_of, own_code_only, places
 from clew.hang.observed import Look
 from clew.hang.polls import asks_again, asks_as_told, both_poll, polling, retrying, threads_poll
-from clew.hang.progress import (
-    STEADY_LOOKS,
-    busy,
-    cpu_share,
-    mains_of,
-    moved_counters,
-    own_code_only,
-    pace,
-    places,
-)
+from clew.hang.progress import pace
 from clew.hang.rejecting_loops import never_filled, never_holds, rejecting, rounds_without_put, starved, takes_in_vain
 from clew.hang.roles import MAIN_TASK, WAITS_INSIDE
 from clew.hang.store_keys import missing_key
@@ -314,10 +307,8 @@ def _computing(sink: Sink) -> Verdict | None:
     """Judge a process that computes at one place for the whole time of watching."""
     if sink.act.kind != "compute":
         return None
-    # Only counters of threads other than the main one count here: their names begin with the thread's number. Those
-    # marked with ~ show no progress (see `progress.counters_in`).
-    threads = (name.partition(":")[0] for name in moved_counters(sink.one.process, sink.sources))
-    if sink.act.thread != "MainThread" and any(each[0].isdigit() and "~" not in each for each in threads):
+    moved = moved_counters(sink.one.process, sink.sources)
+    if sink.act.thread != "MainThread" and any(name.of == "thread" and not name.in_while for name in moved):
         how = pace(sink.one.process, sink.sources)
         why = f"A thread of {sink.one.process.label} computes and moves{how}; others wait for it."
         return sink.blame("slow", sink.culprits, why, cause="slow", confidence="medium")

@@ -9,7 +9,8 @@ from pathlib import PurePath
 
 from clew.hang import source
 from clew.hang.activity import Activity, line_of
-from clew.hang.progress import fails_in_loop, mains_of
+from clew.hang.looks import mains_of
+from clew.hang.progress import fails_in_loop
 from clew.hang.verdict import Actor, Sink, Verdict, sentences
 
 FILE_CALLS = re.compile(

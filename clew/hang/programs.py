@@ -11,8 +11,9 @@ from dataclasses import replace
 from pathlib import PurePath
 
 from clew.hang.activity import Activity
+from clew.hang.looks import recent
 from clew.hang.observed import NO_PYTHON, Process
-from clew.hang.progress import in_polling_loop, recent
+from clew.hang.progress import in_polling_loop
 from clew.hang.source import calls_of
 
 COMPUTES = 0.05

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import ast
 import re
-from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import lru_cache
 from itertools import pairwise, takewhile
 
 from clew.hang import source
 from clew.hang.activity import DATABASE, DISTRIBUTED, Activity, activity_of, importing
-from clew.hang.observed import PROGRAM, Frame, Look, Process, Thread
-
-WAITING_NAMES = re.compile(
-    r"(^|[._(])(n|num_)?(wait\w*|try|tries|attempt\w*|retr(y|ies|ied|ying)|poll(s|ed|ing)?|spin\w*|elapsed|"
-    r"deadline|timeout|\w*time(r|stamp)?|now|(heart)?beats?|ticks?|pid|port|seed|fd|pause\w*|backoff|delay)s?($|[^a-z])",
-    re.I,
+from clew.hang.counters import ACCEPTED, WAITING_NAMES, accepts, last_name, moved_counters, polling_counters
+from clew.hang.looks import (
+    STEADY_LOOKS,
+    busy,
+    cpu_share,
+    mains_of,
+    never_woken,
+    own_code_only,
+    places,
+    recent,
+    without_torn,
 )
-"""Names of counters that a loop advances while it waits. Whole words only: `timestep` and `entries` count work."""
-DEADLINE = "its deadline"
-"""Beginning of the name of a deadline that is used as a counter."""
-SPINNING = 0.3
-"""Share of one core from which a `while` without counters that advance is taken for endless."""
+from clew.hang.observed import Frame, Look, Process, Thread
+
 BACKWARD_HZ = 3.0
 """Wake-ups a second from which a rank in the backward pass of DDP makes progress: 200 in training, 0 in a hang."""
 DATA_PER_S = 1_000_000
@@ -34,193 +34,8 @@ IN_VAIN = 20
 """Minimum number of wake-ups to say that a condition never held: a thread that had gone on would show it by then."""
 GIL_HZ = 50
 """Wake-ups per second from which a thread may be asking for the GIL, at most every 5 ms."""
-STEADY_LOOKS = 5
-"""Minimum number of looks for a number that only rises, or only falls, to show progress. Of the 120 orders of five
-numbers, only 2 rise or fall throughout."""
 RETRYING = re.compile(r"/(tenacity|backoff|retrying)(/.*)?\.py$")
 """Files of libraries that call a function again after a pause if it has failed."""
-RECENT_S = 1.5
-"""Last seconds in which a process has to move; half of the watched time if that is longer. What moved earlier may hang
-by now."""
-
-
-def recent(process: Process) -> Process:
-    """Return the process with its newest looks only: what moved before may stand still now."""
-    if len(process.looks) < 3:
-        return process
-    last = process.last.at
-    since = last - max(RECENT_S, (last - process.first.at) / 2)
-    kept = tuple(look for look in process.looks if look.at >= since)
-    return replace(process, looks=kept if len(kept) > 1 else process.looks[-2:])
-
-
-def without_torn(process: Process) -> Process:
-    """Return the process without torn stacks, which lack outer frames because the process ran meanwhile."""
-    bottoms = [(t.frames[-1].file, t.frames[-1].function) for t in mains_of(process)]
-    if len(set(bottoms)) < 2:
-        return process
-    common = Counter(bottoms).most_common(1)[0][0]
-    torn = {id(t) for t, bottom in zip(mains_of(process), bottoms, strict=True) if bottom != common}
-    looks = (replace(x, threads=()) if id(x.main(process.pid)) in torn else x for x in process.looks)
-    return replace(process, looks=tuple(looks))
-
-
-def with_missed_tasks(process: Process) -> Process:
-    """Return the process with the tasks that its last look missed, as they were in the look before.
-
-    A task that runs while tasks are read is not among them: its frames are its thread's, whose stack may have been read
-    a moment earlier or later.
-    """
-    if len(process.looks) < STEADY_LOOKS:
-        return process
-    *earlier, last = process.looks
-    often = Counter(t.at for look in earlier for t in look.threads if t.task and not t.ended and t.user_frames)
-    known = {t.at for t in last.threads} | {0}
-    running = {frame.function for t in last.threads if not t.task for frame in t.frames}
-    before = (t for t in earlier[-1].threads if t.at not in known and often[t.at] >= 0.8 * len(earlier))
-    missed = [t for t in before if t.frames[-1].function not in running]
-    return replace(process, looks=(*earlier, replace(last, threads=(*last.threads, *missed)))) if missed else process
-
-
-def mains_of(process: Process) -> list[Thread]:
-    """Return the stacks of the main thread that were read, one for each look."""
-    return [thread for look in process.looks if (thread := look.main(process.pid)) and thread.frames]
-
-
-def moved_counters(
-    process: Process, sources: Mapping[str, str], *, must_grow: bool = False
-) -> dict[str, tuple[int, int]]:
-    """Return the first and the last value of each counter that advanced, by name, without those of polling loops.
-
-    With `must_grow`, numbers that go back and forth are left out everywhere, not only in a `while`.
-    """
-    looks = [look for look in recent(process).looks if any(frame.locals for t in look.threads for frame in t.frames)]
-    if len(looks) < 2:
-        return {}
-    every = [counters_in(look, process, sources) for look in looks]
-    first, last = _with_unread(looks[0], every[0], every[1]), _with_unread(looks[-1], every[-1], every[-2])
-    # Tasks that answer requests come and go: one may have begun, counted and ended between the first and the last look.
-    tasks = {name for each in every for name in each if re.match(r"main\d", name)}
-    found: dict[str, tuple[int, int]] = {}
-    for name in sorted((first.keys() & last.keys()) | tasks):
-        values = [each[name] for each in every if name in each]
-        in_while = name.partition(":")[0].endswith("~")
-        # In a `while`, two looks can differ by chance: its numbers must only grow, and take three values if it is busy.
-        enough = 3 if in_while and busy(process) else 2
-        if len(set(values)) >= enough and (_grow(values) or not (in_while or must_grow)):
-            found[name] = (values[0], values[-1])
-    others = any(re.split("[@~:]", name)[0] != "main" for name in found)
-    monitors = _monitors(looks[-1], process, sources) if others else set[str]()
-    return {name: moved for name, moved in found.items() if re.split("[@~:]", name)[0] not in monitors}
-
-
-def _grow(values: list[int]) -> bool:
-    """Return whether numbers never fall. One of eight may be wrong, and three of eleven.
-
-    The memory of a wrong one was used again before it was read. Without those, the numbers must rise at each look.
-    """
-    ends: list[int] = []  # of the shortest rising series of each length, so that the last belongs to the longest
-    for value in values:
-        place = bisect_left(ends, value)
-        ends[place : place + 1] = [value]
-    wrong = len(values) - len(ends)
-    return values == sorted(values) or (len(values) >= 8 and wrong <= (len(values) - 5) / 2)
-
-
-def _with_unread(look: Look, counters: dict[str, int], beside: dict[str, int]) -> dict[str, int]:
-    """Return a look's counters, with those of its frames that changed too fast to be read, from the look beside it."""
-    frames = {name.partition(".")[0] for name in counters}
-    read = {f"{frame.name}.{name}" for thread in look.threads for frame in thread.frames for name in frame.locals}
-    unread = (name for name in beside if name.partition(".")[0] in frames and name.rpartition(":")[2] not in read)
-    return {name: beside[name] for name in unread} | counters
-
-
-def _monitors(look: Look, process: Process, sources: Mapping[str, str]) -> set[str]:
-    """Return the names, as in `counters_in`, of threads and tasks that only report, and could end no wait of others.
-
-    The set is empty if the main thread only joins threads or awaits results: it may wait for any of them.
-    """
-    every = [(t, activity_of(process, t, sources)) for t in look.threads]
-    if any(t.os_id == process.pid and each.kind in ("thread", "future", "pool") for t, each in every):
-        return set()
-    waiting = (each for _, each in every if not (each.heartbeat or each.idle_loop or each.kind in ("tasks", "sleep")))
-    waits = {(each.kind, each.target) for each in waiting if each.target}
-    monitors = set[str]()
-    for thread, each in every:
-        text = sources.get(each.file, "")
-        # A heartbeat is given what it reports to: nobody waits for that.
-        if each.heartbeat and waits and not source.ends_one_of(text, each.line, waits, by_argument=False):
-            monitors.add(f"main{thread.at}" if thread.task else f"{thread.os_id}")
-    return monitors
-
-
-def counters_in(look: Look, process: Process, sources: Mapping[str, str]) -> dict[str, int]:
-    """Return the integers in the user's frames by names such as main~:0:train.step.
-
-    A name has the thread ("main", "main" and its address for a task, or its number), the address of a list after @, the
-    mark ~ (see below), the depth of the frame, the function and the variable. Several functions take it apart.
-    """
-    found: dict[str, int] = {}
-    works = busy(process)
-    own = works and own_code_only(process)
-    for thread in look.threads:
-        owner = "main" if thread.os_id == process.pid else f"main{thread.at}" if thread.task else str(thread.os_id)
-        around = ""
-        for depth, frame in enumerate(reversed(thread.frames)):
-            if not frame.of_user and frame.file != PROGRAM:
-                continue
-            text = sources.get(frame.file, "")
-            loop = source.outermost_loop(text, frame.line)
-            skipped = polling_counters(text, frame.line) | source.made_anew(text, frame.line) if text else set()
-            failures = source.failures(text)
-            until = deadlines(text, frame.line) if text and works else set()
-            # A counter that goes back and forth in a `while`, or in a `for` that calls nothing, shows no progress: it
-            # is marked with ~. So is one in a function that such a loop calls, if there is nothing but Python to run.
-            spins = isinstance(loop, ast.For) and not source.calls_of(loop)
-            mark = around or ("~" if isinstance(loop, ast.While) or spins else "")
-            around = mark if own else ""
-            for name, value in frame.locals.items():
-                hidden = name in skipped or name.removeprefix("self.") in skipped or _last(name) in failures
-                if re.fullmatch(r"-?\d{1,15}", value) and not WAITING_NAMES.search(name) and not hidden:
-                    # A new list in each round does not grow.
-                    at = f"@{frame.addresses.get(name[4:-1], 0):x}" if name.startswith("len(") else ""
-                    found[f"{owner}{at}{mark}:{depth}:{frame.name}.{name}"] = int(value)
-                elif name in until and re.fullmatch(r"\d{1,12}\.\d+", value):
-                    found[f"{owner}:{depth}:{frame.name}.{DEADLINE} {name} (in ms)"] = round(1000 * float(value))
-    return found
-
-
-def deadlines(text: str, line: int) -> set[str]:
-    """Return the names with which the innermost `while` around a line compares the clock, unless it only polls.
-
-    Such a loop ends by itself. If its deadline moves, it has ended and started again.
-    """
-    loop = source.loop_at(text, line)
-    if not isinstance(loop, ast.While) or source.polls(loop, text):
-        return set()
-    asks_clock = any(source.CLOCK.search(source.dotted(call.func)) for call in source.calls_in(loop.test))
-    return source.names_in(loop.test) if asks_clock else set()
-
-
-@lru_cache(maxsize=4096)
-def polling_counters(text: str, line: int) -> set[str]:
-    """Return the names that show no progress: clocks, and what a polling, spinning or retrying loop changes."""
-    loop, clocks = source.loop_at(text, line), source.clocks(text, line)
-    if loop is None:
-        return clocks
-    clocks = clocks | source.missed(loop)
-    if source.retries(loop):
-        tested = set()
-    elif isinstance(loop, ast.While) and (source.polls(loop, text) or not source.calls_of(loop)):
-        tested = source.names_in(loop.test)
-    elif isinstance(loop, ast.For) and source.asks_for_file(loop, text):
-        tested = set()
-    else:
-        return clocks
-    changed = source.counted(loop)
-    if isinstance(loop, ast.For):
-        changed |= source.names_in(loop.target)
-    return (changed - tested) | clocks
 
 
 def in_polling_loop(process: Process, sources: Mapping[str, str]) -> bool:
@@ -243,11 +58,6 @@ def seen(process: Process, sources: Mapping[str, str]) -> list[Activity]:
     return [activity_of(replace(process, looks=(look,)), thread, sources) for look, thread in mains]
 
 
-def places(process: Process) -> list[tuple[tuple[str, str, int], ...]]:
-    """Return where the user's frames of the main thread were in each look."""
-    return [tuple((f.file, f.function, f.line) for f in thread.user_frames) for thread in mains_of(process)]
-
-
 LONG_WAIT_S = 10.0
 """Seconds from which a wait that a process of Clew reports counts as no progress."""
 
@@ -268,12 +78,12 @@ def moves(process: Process, sources: Mapping[str, str]) -> bool:
     moved = moved_counters(process, sources, must_grow=finds_nothing)
     if every and all(each.kind in (*DISTRIBUTED, "data_loader") for each in every):
         # No other thread ends this wait, so what one counts in an object that both have is no progress of the main one.
-        others = {_last(_bare(name)) for name in moved if not name.startswith("main")}
-        moved = {n: ends for n, ends in moved.items() if "." not in _bare(n) or _last(_bare(n)) not in others}
+        others = {name.last for name in moved if name.of == "thread"}
+        moved = {name: ends for name, ends in moved.items() if "." not in name.variable or name.last not in others}
     asleep = sleeps_on(process, every, sources)
     # Only other threads changed its variables then. Tasks of asyncio still count: such a thread may run their loop.
-    own = r"main\d" if asleep else "main"
-    if any(re.match(own, name) for name in moved) or _tasks_end(process):
+    own = {"task"} if asleep else {"task", "main"}
+    if any(name.of in own for name in moved) or _tasks_end(process):
         return True
     if (not asleep and busy(process) and _goes_steadily(process)) or _imports_on(newest):
         return True
@@ -343,7 +153,7 @@ def moves_inside(process: Process, main: Activity, decides: Activity, sources: M
         if not awaited or how.heartbeat or how.periodic:
             continue
         # The rounds of a `while` may put nothing into the queue that the main thread reads.
-        if starved and all(name.partition(":")[0].endswith("~") for name in moved_counters(one, sources)):
+        if starved and all(name.in_while for name in moved_counters(one, sources)):
             continue
         if moves(one, sources):
             return True
@@ -361,11 +171,6 @@ def woken_once(process: Process, sources: Mapping[str, str]) -> bool:
     early = [look.switches for look in process.looks if look.at - begun.at <= (last.at - begun.at) / 3]
     once = begun.switches == early[-1] == last.switches - 1
     return once and _waits_in_loop(process, seen(process, sources), sources)
-
-
-def never_woken(process: Process) -> bool:
-    """Return whether the main thread was not woken up during the whole watch. False if it has never waited."""
-    return process.first.switches > 0 and not process.wakeups
 
 
 def sleeps_on(process: Process, every: Sequence[Activity], sources: Mapping[str, str]) -> bool:
@@ -549,7 +354,7 @@ def goes_round(process: Process, every: list[Activity], sources: Mapping[str, st
             for skipped in [polling_counters(text, frame.line)]
             for name, value in frame.locals.items()
             if not WAITING_NAMES.search(name) and name not in skipped and " at 0x" not in value and value != "?"
-            if _last(name) not in source.failures(text)
+            if last_name(name) not in source.failures(text)
         }
         for thread in threads
     ]
@@ -680,37 +485,12 @@ def _moves_data(process: Process, sources: Mapping[str, str]) -> bool:
     return moved >= DATA_PER_S * (last.at - first.at) > 0 and not in_polling_loop(process, sources)
 
 
-def busy(process: Process) -> bool:
-    """Return whether a process computes: it used much of a core, or was nearly always ready to run."""
-    first, last, count = process.first, process.last, len(process.looks)
-    ready = sum(look.state == "R" for look in process.looks)
-    # The switches are those of the main thread, the CPU time is that of all threads.
-    never_waited = last.switches == first.switches >= 0 and last.cpu_s > first.cpu_s and ready > 0
-    return cpu_share(process) > SPINNING or never_waited or (count > 2 and ready >= 0.8 * count)
-
-
-def own_code_only(process: Process, name: str = "MainThread") -> bool:
-    """Return whether no look found a thread in an installed package: it computes in the user's own Python."""
-    if name != "MainThread":  # its outer frames belong to a library, so look at its innermost frame only
-        others = [t for look in process.looks for t in look.threads if t.name == name and t.frames]
-        return len(others) > 2 and all(thread.frames[0].of_user for thread in others)
-    # What called the user's code, such as a data loader or multiprocessing, does not count.
-    mains = mains_of(process)
-    return len(mains) > 2 and all(t.user_frames == t.frames[: len(t.user_frames)] != () for t in mains)
-
-
-def cpu_share(process: Process) -> float:
-    """Return the share of one core that a process used while it was watched."""
-    first, last = process.first, process.last
-    return (last.cpu_s - first.cpu_s) / (last.at - first.at) if last.at > first.at else 0.0
-
-
 def pace(process: Process, sources: Mapping[str, str]) -> str:
     """Return words about a counter that advances, or what else a process did meanwhile; "" if nothing is seen."""
     seconds = process.last.at - process.first.at
     moved = moved_counters(process, sources)
-    for name in sorted(moved, key=lambda each: (not ACCEPTED.search(_bare(each)), each)):  # finished work first
-        (first, last), counter = moved[name], _bare(name)
+    for name in sorted(moved, key=lambda each: (not ACCEPTED.search(each.variable), each)):  # finished work first
+        (first, last), counter = moved[name], name.variable
         if seconds > 0 and last > first:
             return f": {'a loop' if counter == '_' else counter} went from {first} to {last} in {seconds:.1f} s"
     if _imports_on(process):
@@ -720,25 +500,3 @@ def pace(process: Process, sources: Mapping[str, str]) -> str:
     if process.wakeups > 0:
         return f": its main thread was woken up {process.wakeups} times in {seconds:.1f} s"
     return ""
-
-
-ACCEPTED = re.compile(r"accept|kept|keep|good|ready|done|put|sent|emitted|passed|step|version|update|iter|batch|len\(")
-"""Names of counters that grow if not everything is rejected."""
-
-
-def _last(name: str) -> str:
-    """Return the last name of a variable such as client.errors or len(self.errors)."""
-    return name.removesuffix(")").rpartition("(")[2].rpartition(".")[2]
-
-
-def _bare(name: str) -> str:
-    """Return the name of a counter as the source has it, without its thread, frame and function."""
-    return name.rpartition(":")[2].partition(".")[2]
-
-
-def accepts(process: Process, sources: Mapping[str, str]) -> bool:
-    """Return whether a counter of finished work grows."""
-    names = [_bare(name) for name in moved_counters(process, sources)]
-    # An attribute such as `batcher.rejected` is judged by its last name. The length of any list counts.
-    names = [name if name.startswith("len(") else name.rpartition(".")[2] for name in names]
-    return any(ACCEPTED.search(name) for name in names if not name.startswith(DEADLINE))

@@ -11,17 +11,10 @@ from itertools import pairwise
 from pathlib import PurePath
 
 from clew.hang.activity import DISTRIBUTED, Activity, activity_of
+from clew.hang.counters import CounterName, accepts, counters_in, moved_counters
+from clew.hang.looks import STEADY_LOOKS, mains_of, never_woken
 from clew.hang.observed import Frame, Process, Snapshot, Thread
-from clew.hang.progress import (
-    STEADY_LOOKS,
-    accepts,
-    counters_in,
-    mains_of,
-    moved_counters,
-    never_woken,
-    seen,
-    woken_in_vain,
-)
+from clew.hang.progress import seen, woken_in_vain
 from clew.hang.roles import MAIN_TASK
 from clew.hang.source import (
     Loop,
@@ -228,14 +221,9 @@ def _rejecting(process: Process, sources: Mapping[str, str]) -> str:
     """Return the counter of what a process rejects, if it grows and no counter of what it keeps does; else ""."""
     moved = moved_counters(process, sources)
     every = [counters_in(look, process, sources) for look in process.looks]
-    grown = [name for name in moved if REJECTED.search(_short(name).rpartition(".")[2])]
-    grown = [_short(name) for name in grown if not _keeps_others(process, sources, name, every)]
+    grown = [name for name in moved if REJECTED.search(name.variable.rpartition(".")[2])]
+    grown = [name.short for name in grown if not _keeps_others(process, sources, name, every)]
     return grown[0] if grown else _keeps_none(process, sources, moved)
-
-
-def _short(counter: str) -> str:
-    """Return a name from `counters_in` as function.variable."""
-    return counter.partition(":")[2].rpartition(":")[2]
 
 
 def _line_of_filter(process: Process, refused: str, sources: Mapping[str, str]) -> str:
@@ -252,40 +240,36 @@ def _line_of_filter(process: Process, refused: str, sources: Mapping[str, str]) 
 
 
 def _keeps_others(
-    process: Process, sources: Mapping[str, str], refused: str, every: Sequence[Mapping[str, int]]
+    process: Process, sources: Mapping[str, str], refused: CounterName, every: Sequence[Mapping[CounterName, int]]
 ) -> bool:
     """Return whether a counter of rounds that keep something grew, or some rounds did not raise `refused`.
 
     Args:
-        refused: Name of a counter, as in `every`.
         every: The counters of each look; see `counters_in`.
     """
-    function, _, name = _short(refused).partition(".")
-    around = refused.partition(".")[0]
     changed = {n for each in every for n in each if len({one[n] for one in every if n in one}) > 1}
-    for frame in (f for t in process.threads for f in t.user_frames if f.name == function):
+    for frame in (f for t in process.threads for f in t.user_frames if f.name == refused.function):
         if (loop := outermost_loop(sources.get(frame.file, ""), frame.line)) is None:
             continue
-        kept = _counted_otherwise(loop, name.rpartition(".")[2])
-        if any(_short(each).partition(".")[2].removeprefix("self.") in kept for each in changed):
+        kept = _counted_otherwise(loop, refused.variable.rpartition(".")[2])
+        if any(each.variable.removeprefix("self.") in kept for each in changed):
             return True
-        for rounds in (f"{around}.{each}" for each in _once_a_round(loop)):
+        for rounds in (refused._replace(variable=each, list_at=0) for each in _once_a_round(loop)):
             both = [(one[rounds], one[refused]) for one in every if rounds in one and refused in one]
             if both and both[-1][0] - both[0][0] > both[-1][1] - both[0][1] + 1:
                 return True
     return False
 
 
-def _keeps_none(process: Process, sources: Mapping[str, str], moved: Mapping[str, tuple[int, int]]) -> str:
+def _keeps_none(process: Process, sources: Mapping[str, str], moved: Mapping[CounterName, tuple[int, int]]) -> str:
     """Return a counter that grew by at least `MANY` while one of kept items in the same frame stood still; else ""."""
     every = [counters_in(look, process, sources) for look in process.looks if look.threads]
     for name in dict.fromkeys(name for each in every for name in each):
-        frame, short = _frame_and_name(name)
-        if KEPT.search(short) and len({each[name] for each in every if name in each}) == 1:
-            for other in (each for each in moved if _frame_and_name(each)[0] == frame):
+        if KEPT.search(name.variable) and len({each[name] for each in every if name in each}) == 1:
+            for other in (each for each in moved if each.frame == name.frame):
                 values = [each[other] for each in every if other in each]
                 if values[-1] - values[0] >= MANY:
-                    return f"{frame.rpartition(':')[2]}.{_frame_and_name(other)[1]} (beside {short})"
+                    return f"{other.short} (beside {name.variable})"
     return ""
 
 
@@ -422,9 +406,11 @@ def _many_tries(
         return ""  # nothing would show that it has returned
     # A list that is no longer than before may be what it takes its items from.
     grown = [
-        name for name, (one, other) in moved_counters(process, sources).items() if other > one or "len(" not in name
+        name
+        for name, (one, other) in moved_counters(process, sources).items()
+        if other > one or not name.variable.startswith("len(")
     ]
-    moved = {_short(name).rpartition(".")[2] for name in grown}
+    moved = {name.variable.rpartition(".")[2] for name in grown}
     every = [frame.locals for frame, _ in inside]
     for name in (each for each in every[-1] if each.startswith("self.") and not OF_ONE_ITEM.search(each)):
         tries, values = name[5:], [int(each[name]) for each in every if each.get(name, "").isdigit()]
@@ -453,7 +439,7 @@ def _without(values: Mapping[str, str], attribute: str) -> dict[str, str]:
 def _stays_empty(process: Process, refused: str, sources: Mapping[str, str]) -> bool:
     """Return whether a loop has collected nothing while the counter `refused` grew by at least `MANY`."""
     moved = moved_counters(process, sources).items()
-    if not any(name.endswith(f":{refused}") and last - first >= MANY for name, (first, last) in moved):
+    if not any(name.short == refused and last - first >= MANY for name, (first, last) in moved):
         return False
     for frame in process.main_frames:
         loop = loop_at(sources.get(frame.file, ""), frame.line)
@@ -545,12 +531,6 @@ def _guarded_calls(loop: ast.While) -> Iterator[tuple[ast.expr, ast.Call, set[st
         skips = isinstance(node.body[-1], ast.Continue)
         for call in calls_in(*(loop.body[place + 1 :] if skips else node.body)):
             yield node.test, call, built
-
-
-def _frame_and_name(counter: str) -> tuple[str, str]:
-    """Return the frame and the variable in a name from `counters_in`, without the address of a list."""
-    frame, _, name = re.sub(r"@[0-9a-f]+", "", counter).partition(".")
-    return frame, name
 
 
 def _counted_otherwise(loop: Loop, name: str) -> set[str]:

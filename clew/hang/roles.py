@@ -10,9 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from clew.hang.activity import C10D, DISTRIBUTED, Activity, activities
+from clew.hang.looks import with_missed_tasks, without_torn
 from clew.hang.observed import Group, Process, Snapshot
 from clew.hang.programs import awaited_work, with_python_parents
-from clew.hang.progress import moves, moves_inside, with_missed_tasks, without_torn
+from clew.hang.progress import moves, moves_inside
 from clew.hang.source import (
     enclosing_function,
     ends_one_of,

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from clew.hang import equal_stacks, source
 from clew.hang.activity import C10D, JOBS, Activity, Place, activity_of, group_of, new_group_members, receiver
 from clew.hang.advice import AGAIN, UNLESS
+from clew.hang.counters import WAITING_NAMES
 from clew.hang.engines import answers
 from clew.hang.examine import enough, just_stopped
 from clew.hang.judge import Verdict, judge
 from clew.hang.observed import Frame, Group, Inside, Look, Process, Snapshot, Thread, snapshot_from
-from clew.hang.progress import WAITING_NAMES
 from clew.hang.reduce import reduced, to_judge
 from clew.hang.report import Report
 from clew.hang.roles import waits_for_work, with_ranks

@@ -7,7 +7,7 @@ import ast
 import pytest
 
 from clew.hang import source
-from clew.hang.progress import _grow, polling_counters
+from clew.hang.counters import _grow, polling_counters
 from clew.hang.rejecting_loops import _once_a_round
 
 
