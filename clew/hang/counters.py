@@ -30,16 +30,16 @@ class CounterName(NamedTuple):
     """Name of an integer in a frame of the user's, the same in each look."""
 
     of: Literal["main", "task", "thread"]
-    """Main for the thread whose number is the pid."""
+    """Kind of what runs the frame: main for the thread whose number is the pid."""
     thread: int
     """Number of the thread; the address of a task."""
     in_while: bool
-    """Whether only growth shows progress, because the rounds of a `while` may change it back and forth."""
+    """True if only growth shows progress, because the rounds of a `while` may change it back and forth."""
     depth: int
     """Place of its frame, from the outermost one."""
     function: str
     variable: str
-    """Such as step, self.step or len(self.rows)."""
+    """Variable, such as step, self.step or len(self.rows)."""
     list_at: int = 0
     """Address of the list in len(...). A new list in each round does not grow."""
 

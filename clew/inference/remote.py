@@ -145,6 +145,8 @@ class RemoteEngine:
         self.process = AttachedServer() if launch is None else ServerProcess(launch, log_file)
         self._launch = launch
         self._backend = backend
+        self._named = f"{backend.kind} at {backend.address}"
+        """Name of the server in messages."""
         backend.vocab = core.vocab
         self._waits = config.inference.on_update == "wait"
         self._tolerance = PROBE_TOLERANCE[config.model.dtype]
@@ -212,9 +214,8 @@ class RemoteEngine:
         said = {span["version"] for span in completion.sampled_by or [] if span["version"] is not None} - {label}
         if label is not None and said and self._backend.labels:
             self.failure = (
-                f"{self._backend.kind} at {self._backend.address} serves weights that it calls {min(said)!r}, and was "
-                f"given version {label}. Somebody has restarted it, or loads weights into it, too, or a proxy has lost "
-                f"a call of the update"
+                f"{self._named} serves weights that it calls {min(said)!r}, and was given version {label}. Somebody "
+                f"has restarted it, or loads weights into it, too, or a proxy has lost a call of the update"
             )
             raise EngineUnreachable("", self.failure)
 
@@ -232,8 +233,8 @@ class RemoteEngine:
             self._asking = asyncio.get_running_loop().create_task(self._is_same())
         if not await asyncio.shield(self._asking):
             self.failure = (
-                f"{self._backend.kind} at {self._backend.address} is another process than before, and has lost version "
-                f"{self.core.version}. Somebody has restarted it"
+                f"{self._named} is another process than before, and has lost version {self.core.version}. Somebody has "
+                f"restarted it"
             )
             raise EngineUnreachable("", self.failure)
         self._was_away = False
@@ -339,9 +340,7 @@ class RemoteEngine:
         async with self._changing:
             clock = UpdateTimer()
             try:
-                with waiting(
-                    f"weights of version {version}", unblocks=f"{self._backend.kind} at {self._backend.address}"
-                ):
+                with waiting(f"weights of version {version}", unblocks=self._named):
                     if self._waits and not self.paused:
                         await self._wait_for_requests()
                     with clock("abort"):
@@ -380,8 +379,7 @@ class RemoteEngine:
             if not limit.expired():  # a limit within the block has expired
                 raise
             before = "" if longest is None else f"; earlier updates took at most {longest:.3g} s for that"
-            await self._give_up(f"it did not {doing % version} within {limit_s:.3g} s{before}")
-            raise EngineUnreachable("", str(self.failure)) from None
+            raise await self._give_up(f"it did not {doing % version} within {limit_s:.3g} s{before}") from None
         self._longest_s[doing] = max(longest or 0.0, loop.time() - began)
 
     async def _check_probe(self, ref: WeightRef) -> None:
@@ -390,11 +388,11 @@ class RemoteEngine:
         logprob = await self._backend.score(ref.probe_ids)
         if not abs(logprob - ref.probe_logprob) <= self._tolerance:  # NaN too
             raise EngineError(
-                f"{self._backend.kind} at {self._backend.address} answered that it loaded version {ref.version}, and "
-                f"the tensors that it holds are the trainer's, but it gives the probe the logprob {logprob:.6f}, and "
-                f"the trainer gave it {ref.probe_logprob:.6f} (tolerance {self._tolerance:g}). It computes from other "
-                f"weights (for example a packed copy of lm_head, or what was left after sleep level 2 discarded the "
-                f"model), or a different model (for example without biases). It serves nothing now."
+                f"{self._named} answered that it loaded version {ref.version}, and the tensors that it holds are the "
+                f"trainer's, but it gives the probe the logprob {logprob:.6f}, and the trainer gave it "
+                f"{ref.probe_logprob:.6f} (tolerance {self._tolerance:g}). It computes from other weights (for example "
+                f"a packed copy of lm_head, or what was left after sleep level 2 discarded the model), or a different "
+                f"model (for example without biases). It serves nothing now."
             )
 
     async def _wait_for_requests(self) -> None:
@@ -427,8 +425,7 @@ class RemoteEngine:
                 reason = f"it still has {number} {ABORT_S:g} s after it was told to abort them"
             else:
                 reason = f"it aborted its requests, but did not answer that call within {ABORT_S:g} s"
-            await self._give_up(reason)
-            raise EngineUnreachable("", str(self.failure)) from None
+            raise await self._give_up(reason) from None
 
     # Pause -----------------------------------------------------------------------------------------------------------
 
@@ -485,7 +482,7 @@ class RemoteEngine:
         loop = asyncio.get_running_loop()
         began = loop.time()
         await self._until_ready(reporter)
-        with waiting(f"{kind} at {backend.address} to generate its first tokens", unblocks=kind):
+        with waiting(f"{self._named} to generate its first tokens", unblocks=kind):
             if self.attached:
                 await self._resume_server()
             try:
@@ -498,7 +495,7 @@ class RemoteEngine:
                     await asyncio.sleep(POLL_S)
                 raise
         for lack in lacks:
-            log.warning("%s at %s: %s", kind, backend.address, lack)
+            log.warning("%s: %s", self._named, lack)
         if self.attached:
             self._was_away, self._identity = False, ""
             with suppress(EngineError, TimeoutError):  # a vLLM without metrics
@@ -521,9 +518,7 @@ class RemoteEngine:
         loop, resumed, warned = asyncio.get_running_loop(), False, False
         began = spoke = ran = looked = loop.time()
         with waiting(
-            f"{kind} at {address} to start",
-            unblocks=kind,
-            numbers=lambda: f"{silence}; its log: {self.process.log}",
+            f"{self._named} to start", unblocks=kind, numbers=lambda: f"{silence}; its log: {self.process.log}"
         ):
             # After a restart, a proxy may answer in the server's place for a while, so a strange answer is not final.
             while silence := await self._silence(
@@ -544,7 +539,7 @@ class RemoteEngine:
                     raise self._no_answer_error("say that it is ready", UPDATE_S)
                 if self.attached and not resumed and await self._answers():
                     resumed = True
-                    log.warning("%s at %s answers but generates nothing: resuming it", kind, address)
+                    log.warning("%s answers but generates nothing: resuming it", self._named)
                     await self._resume_server()
                 elif self.attached and not warned:
                     warned = True
@@ -554,12 +549,12 @@ class RemoteEngine:
                         silence,
                         kind,
                     )
-                reporter.set(doing=f"waiting for {kind} at {address} to start ({loop.time() - began:.0f} s)")
+                reporter.set(doing=f"waiting for {self._named} to start ({loop.time() - began:.0f} s)")
                 await asyncio.sleep(POLL_S)
 
     async def _record_options(self, reporter: Reporter) -> None:
         """Write the options that the server runs with, and log those that the command line or inference.args set."""
-        kind, address, file = self._backend.kind, self._backend.address, self._options_file
+        kind, file = self._backend.kind, self._options_file
         command = [] if self._launch is None else self._launch.command
         try:
             async with asyncio.timeout(self._frozen_s):  # vLLM collects facts about the machine first
@@ -575,10 +570,12 @@ class RemoteEngine:
         where = ""
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
-            write_json(file, {"engine": kind, "address": address, "command": command, "options": resolved})
+            write_json(
+                file, {"engine": kind, "address": self._backend.address, "command": command, "options": resolved}
+            )
             reporter.set(engine_options=str(file))
             where = f" (all {len(options_by_name)} options: {file})"
-        log.info("%s %s at %s runs with %s%s", kind, options_by_name.get("version"), address, shown, where)
+        log.info("%s, version %s, runs with %s%s", self._named, options_by_name.get("version"), shown, where)
 
     async def _silence(self, *, refuse: bool = False) -> str:
         """Return why the server is not up; "" if it is.
@@ -633,9 +630,8 @@ class RemoteEngine:
 
     def _no_answer_error(self, doing: str, limit_s: float) -> EngineError:
         return EngineError(
-            f"Cannot use {self._backend.kind} at {self._backend.address}: it takes connections, but within "
-            f"{limit_s:g} s it did not {doing}. Look into its log ({self.process.log}), and restart it if you started "
-            f"it yourself."
+            f"Cannot use {self._named}: it takes connections, but within {limit_s:g} s it did not {doing}. Look into "
+            f"its log ({self.process.log}), and restart it if you started it yourself."
         )
 
     async def _answers(self, within_s: float = HEALTH_S) -> bool:
@@ -672,13 +668,12 @@ class RemoteEngine:
 
     async def _keep_watch(self) -> None:
         """Set `failure` when the server has ended, or was stopped (SIGSTOP) or silent for `frozen_s`. Then return."""
-        loop, kind, address = asyncio.get_running_loop(), self._backend.kind, self._backend.address
-        period = min(HEALTH_S, self._frozen_s / 4)
+        loop, period = asyncio.get_running_loop(), min(HEALTH_S, self._frozen_s / 4)
         heard = ran = looked = loop.time()  # its last answer, the last look without a stopped process, the last look
         while self.failure is None:
             await asyncio.sleep(min(POLL_S, period))
             if ended := self.process.ended():
-                self.failure = f"{kind} at {address} {ended}"
+                self.failure = f"{self._named} {ended}"
             elif loop.time() - looked > period:
                 stopped = self.process.stopped()
                 if not stopped:
@@ -715,18 +710,17 @@ class RemoteEngine:
         if self._has_paused or not await self._backend.paused() or self._has_paused:  # an update may begin meanwhile
             return
         log.warning(
-            "%s at %s is paused, and no update needs that: resuming it. Either a proxy lost or delayed a call of an "
-            "update, or somebody else has paused it",
-            self._backend.kind,
-            self._backend.address,
+            "%s is paused, and no update needs that: resuming it. Either a proxy lost or delayed a call of an update, "
+            "or somebody else has paused it",
+            self._named,
         )
         await self._backend.resume()
 
-    async def _give_up(self, reason: str) -> None:
-        """Set `failure`, and end the server if Clew started it."""
-        address, where = self._backend.address, self.process.log
-        self.failure = f"{self._backend.kind} at {address} is given up: {reason} (its log: {where})"
+    async def _give_up(self, reason: str) -> EngineUnreachable:
+        """Set `failure`, end the server if Clew started it, and return the error to raise."""
+        self.failure = f"{self._named} is given up: {reason} (its log: {self.process.log})"
         await asyncio.to_thread(self.process.end)
+        return EngineUnreachable("", self.failure)
 
     async def restart(self, reporter: Reporter) -> None:
         """Start the server anew with the weights in model.path, or wait until somebody has, if Clew attached to it.
