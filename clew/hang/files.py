@@ -129,7 +129,8 @@ def logs(processes: Sequence[Process], run: Path | None) -> Iterator[str]:
                 last, age = _last_line(path), _age(path)
                 if not last and path.name.startswith("worker-"):
                     continue  # a worker of Ray that has printed nothing
-                yield f"log of {who}, written {age:.0f} s ago ({str(path)!r}): " + (repr(last) if last else "no lines")
+                when = f"written {age:.0f} s ago" if last else f"empty for {age:.0f} s"
+                yield f"log of {who}, {when} ({str(path)!r}){f': {last!r}' if last else ''}"
                 if said := newest_traceback(_tail(path, TRACEBACK_BYTES)):
                     yield f"newest traceback there: {said}"
 

@@ -27,6 +27,8 @@ from clew.hang.same_call import initialisation, missing_ranks, same_everywhere, 
 from clew.hang.verdict import SOUND, Actor, Sink, Verdict, names, sentences, verdict_about
 from clew.hang.waits_for import TO_OTHERS, Edges, all_edges, collective_edges, key_of, reachable, reads_requests, sinks
 
+STARTS = re.compile(r"health|Popen$|Process$|\.(start|terminate|kill)$|\.read\(")
+"""Calls of a loop that looks after servers, beside those of any polling loop."""
 SUPERVISING = ("process", "thread", "pool", "future", "tasks", "ray")
 """Kinds of waits of a main process that only waits for its children to end."""
 UNTIL_END = re.compile(rf"\(\)$|{source.SAYS_END.pattern}", re.I)
@@ -281,7 +283,7 @@ def _unasked(job: list[Actor], sources: Mapping[str, str]) -> Verdict | None:
     free = [a for a in job if a.threads and _is_free(a, sources)]
     servers = [a for a in free if a.threads[0].idle_loop or _only_serves(a, sources)]
     pids = {a.pid for a in servers}
-    rest = [a for a in job if a not in servers and not _supervises(a, servers)]
+    rest = [a for a in job if a not in servers and not _supervises(a, servers) and not _checks(a, servers, sources)]
     fed = [a for a in rest if a.process.parent in pids and a.activity.kind in ("pipe", "queue")]
     if not servers or fed != rest:
         return None
@@ -291,6 +293,15 @@ def _unasked(job: list[Actor], sources: Mapping[str, str]) -> Verdict | None:
     at = f"at port {ports} of" if ports else "of"
     why = f"Nobody asks anything {at} {', '.join(a.process.label for a in servers)}."
     return verdict_about("healthy", [], why, job, confidence="medium")
+
+
+def _checks(actor: Actor, servers: list[Actor], sources: Mapping[str, str]) -> bool:
+    """Return whether a process does nothing but ask now and then if its children, which are servers, are well."""
+    text, loop = sources.get(actor.activity.file, ""), actor.activity.loop_in(sources)
+    if loop is None or not any(a.process.parent == actor.pid for a in servers) or not source.goes_on_for_ever(loop):
+        return False
+    asks = re.search(r"health|is_alive|\.poll\(", ast.unparse(loop))
+    return asks is not None and source.polls(loop, text, also=STARTS)
 
 
 def _is_free(server: Actor, sources: Mapping[str, str]) -> bool:
