@@ -1648,9 +1648,18 @@ def test_a_name_that_is_computed_from_the_time_is_no_counter(value: str, pattern
     assert watched(text, *looks, kernel="hrtimer_nanosleep", wakes=1).pattern == pattern
 
 
-@pytest.mark.parametrize("written, text, pattern", [(1, "copy()", "slow"), (0, "copy()", "external wait")])
-def test_a_rank_that_writes_megabytes_is_slow(written: int, text: str, pattern: str) -> None:
-    frames = (within("SocketIO.readinto", "socket.py"), within("copyfileobj", "shutil.py"), at(1))
+@pytest.mark.parametrize(
+    "written, waits, text, pattern",
+    [
+        (1, within("SocketIO.readinto", "socket.py"), "copy()", "slow"),
+        (0, within("SocketIO.readinto", "socket.py"), "copy()", "external wait"),
+        (1, within("X._get_data", "torch/utils/data/dataloader.py"), "for batch in loader: train()", "data loading"),
+    ],
+)
+def test_a_rank_that_writes_megabytes_is_slow_unless_workers_load_its_data(
+    written: int, waits: Frame, text: str, pattern: str
+) -> None:
+    frames = (waits, within("copyfileobj", "shutil.py"), at(1))
     copies = rank(0, 1)
     looks = tuple(
         replace(look, written=written * 1_000_000 * n, threads=(main_in(*frames),))
