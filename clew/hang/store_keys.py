@@ -37,7 +37,10 @@ def missing_key(sink: Sink) -> Verdict | None:
     used = source.names_in(*source.calls_at(sink.sources.get(sink.act.file, ""), sink.act.line))
     here = {n: v for f in sink.one.process.user_frames[:1] for n, v in f.locals.items() if n in used and v.isdigit()}
     numbers = " and ".join(f"{name} is {value}" for name, value in sorted(here.items())[:2])
-    why = f"{sink.one.says}{f' (here, {numbers})' if numbers else ''}: no other rank sets this key."
+    why = f"{sink.one.says}{f' (here, {numbers})' if numbers else ''}: nobody has set this key."
+    frames = ((a, f) for a in others for f in a.process.user_frames)
+    differs = [(a, n, f.locals[n]) for a, f in frames for n in sorted(here) if f.locals.get(n, here[n]) != here[n]]
+    why += "".join(f" On rank {a.rank}, {name} is {value}." for a, name, value in differs[:1])
     why += f" Ranks {names(asking)} all wait for it." if len(asking) > 1 else sink.who_waits
     why += f" {sentences(waiting[:1])}" if blamed is asking and waiting else ""
     return sink.blame("missing rank", blamed, why, confidence="medium" if blamed is asking and waiting else "low")
