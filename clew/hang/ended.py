@@ -13,7 +13,7 @@ from clew.hang.source import (
     ends_one_of,
     ends_wait,
     function_named,
-    goes_on_for_ever,
+    goes_on_forever,
     nodes_in,
     polls,
     started_before,
@@ -130,14 +130,14 @@ def _targets_of(one: Actor, sources: Mapping[str, str]) -> tuple[set[str], set[s
 
 
 def _runs_no_more(sink: Sink) -> Verdict | None:
-    """Find a process whose thread should go on for ever and has ended, while another one waits for what it did."""
+    """Find a process whose thread should go on forever and has ended, while another one waits for what it did."""
     still = [a for a in (*sink.culprits, *sink.waiters) if not (a.moving or a.dead)]
     for by in (a for a in still if a.activity.kind in THROUGH_PIPES):
         for one in (a for a in still if a is not by):
             running, started = _targets_of(one, sink.sources)
             for name in sorted(started - running):
                 functions = (function_named(text, name) for text in sink.sources.values())
-                endless = any(map(goes_on_for_ever, nodes_in(ast.While, *functions)))
+                endless = any(map(goes_on_forever, nodes_in(ast.While, *functions)))
                 if endless and explains(name, by, sink.job, sink.sources):
                     why = (
                         f"The thread of {one.process.label} that ran {name} has ended. So nothing can end this wait: "

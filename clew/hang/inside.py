@@ -115,7 +115,7 @@ def tasks(memory: Memory) -> Iterator[Thread]:
             waiter = memory.word(task + place["waiter"])
             coroutine = coroutine_frames(memory, memory.word(task + place["coroutine"]))
             # Read the numbers now: a moment later, the memory of a list may hold something else.
-            frames = tuple(_with_numbers(memory, frame) for frame in coroutine)
+            frames = tuple(_frame_with_numbers(memory, frame) for frame in coroutine)
             kind = memory.type_name(waiter) if waiter else ""
             woken = kind in ("Future", "Task") and memory.int32(waiter + place["state"]) != 0
             if woken:  # a loop that runs no more leaves its tasks behind
@@ -333,11 +333,11 @@ def with_numbers(pid: int, threads: tuple[Thread, ...]) -> tuple[Thread, ...]:
     containers (len(groups)), and a script's own variables.
     """
     with suppress(Unreadable, OSError), Memory(pid) as memory:
-        return tuple(replace(t, frames=tuple(_with_numbers(memory, f) for f in t.frames)) for t in threads)
+        return tuple(replace(t, frames=tuple(_frame_with_numbers(memory, f) for f in t.frames)) for t in threads)
     return threads
 
 
-def _with_numbers(memory: Memory, frame: Frame) -> Frame:
+def _frame_with_numbers(memory: Memory, frame: Frame) -> Frame:
     numbers: dict[str, str] = {}
     if frame.file.endswith("torch/distributed/distributed_c10d.py"):
         for name in ("tensor", "input", "input_tensor", "output", "output_tensor"):
@@ -353,7 +353,7 @@ def _with_numbers(memory: Memory, frame: Frame) -> Frame:
             roots |= memory.module("__main__")
         for name, address in roots.items():
             if len(numbers) < MOST_NUMBERS and not name.startswith("__"):
-                numbers |= _numbers(memory, name, address, 2 if name == "self" else 1)
+                numbers |= _numbers_of(memory, name, address, 2 if name == "self" else 1)
     return replace(frame, locals={**numbers, **frame.locals})
 
 
@@ -367,7 +367,7 @@ def _without_cells(memory: Memory, frame: Frame) -> Frame:
     return replace(frame, locals=shown, addresses=addresses)
 
 
-def _numbers(memory: Memory, name: str, address: int, depth: int) -> dict[str, str]:
+def _numbers_of(memory: Memory, name: str, address: int, depth: int) -> dict[str, str]:
     with suppress(*TORN):
         kind = memory.type_name(address)
         if kind in ("int", "float"):
@@ -387,6 +387,6 @@ def _numbers(memory: Memory, name: str, address: int, depth: int) -> dict[str, s
             of_torch = not attributes.keys().isdisjoint(("_forward_hooks", "param_groups"))
             for key, value in attributes.items():
                 if len(found) < MOST_NUMBERS and not (of_torch and OF_TORCH.match(key)):
-                    found |= _numbers(memory, f"{name}.{key}", value, depth - 1)
+                    found |= _numbers_of(memory, f"{name}.{key}", value, depth - 1)
             return found
     return {}

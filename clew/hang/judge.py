@@ -254,8 +254,8 @@ def _only_serves(actor: Actor, sources: Mapping[str, str]) -> bool:
         serving = []
     if serving and main.kind == "thread":  # it joins that thread, or has ended
         return not others
-    for_ever = main.op.endswith(("pause", "sigwait")) or (main.kind == "condition" and UNTIL_END.search(main.target))
-    waits = for_ever or main.thread in serving
+    forever = main.op.endswith(("pause", "sigwait")) or (main.kind == "condition" and UNTIL_END.search(main.target))
+    waits = forever or main.thread in serving
     waiting = {each.kind for each in others if not _keeps_house(each, sources)}
     if serving and waits and waiting <= {"queue"}:
         return True
@@ -263,7 +263,7 @@ def _only_serves(actor: Actor, sources: Mapping[str, str]) -> bool:
     serves = main.op.endswith("accept") or (
         bool(serving) and main.kind == "sleep" and waiting <= {"queue", "condition"}
     )
-    return (serves and source.goes_on_for_ever(loop)) or reads_requests(main, sources)
+    return (serves and source.goes_on_forever(loop)) or reads_requests(main, sources)
 
 
 def _keeps_house(one: Activity, sources: Mapping[str, str]) -> bool:
@@ -298,7 +298,7 @@ def _unasked(job: list[Actor], sources: Mapping[str, str]) -> Verdict | None:
 def _checks(actor: Actor, servers: list[Actor], sources: Mapping[str, str]) -> bool:
     """Return whether a process does nothing but ask now and then if its children, which are servers, are well."""
     text, loop = sources.get(actor.activity.file, ""), actor.activity.loop_in(sources)
-    if loop is None or not any(a.process.parent == actor.pid for a in servers) or not source.goes_on_for_ever(loop):
+    if loop is None or not any(a.process.parent == actor.pid for a in servers) or not source.goes_on_forever(loop):
         return False
     asks = re.search(r"health|is_alive|\.poll\(", ast.unparse(loop))
     return asks is not None and source.polls(loop, text, also=STARTS)
@@ -391,11 +391,11 @@ def _straggler(ranks: list[Actor], sources: Mapping[str, str]) -> str:
 def _between_rounds(actor: Actor, edges: Edges, job: list[Actor], sources: Mapping[str, str]) -> bool:
     """Return whether a process sleeps in a loop that never ends, and nobody waits for it but a parent that joins it.
 
-    A loop that ends when a file or a number is there may wait for ever, whoever else moves.
+    A loop that ends when a file or a number is there may wait forever, whoever else moves.
     """
     one = actor.activity
     loop = one.loop_in(sources)
-    if one.kind != "sleep" or one is not actor.threads[0] or not source.goes_on_for_ever(loop):
+    if one.kind != "sleep" or one is not actor.threads[0] or not source.goes_on_forever(loop):
         return False
     waiters = [a for a in job if actor.pid in edges[a.pid]]
     return not edges[actor.pid] and all(a.pid == actor.process.parent and a.activity.kind == "process" for a in waiters)

@@ -178,7 +178,7 @@ def _joins_its_producer(sink: Sink) -> Verdict | None:
     why = (
         f"{sink.one.process.label} waits{where} at {joining.site} for the end of thread {sink.act.thread}, which waits "
         f"for room in a full queue at {sink.act.place}. Whoever emptied the queue has stopped, so both "
-        f"wait for ever.{hidden}{sink.who_waits}"
+        f"wait forever.{hidden}{sink.who_waits}"
     )
     pattern = "cleanup deadlock" if joining.cleanup else "lock or I/O"
     return sink.blame(pattern, [sink.one], why, cause="thread").at(joining.site)
@@ -418,7 +418,7 @@ def _without_orders(sink: Sink) -> Verdict | None:
     drivers = [a for a in sink.culprits if a.rank is None]
     if not inside or not away or len(drivers) != 1:
         return None
-    if source.goes_on_for_ever(drivers[0].activity.loop_in(sink.sources)):
+    if source.goes_on_forever(drivers[0].activity.loop_in(sink.sources)):
         return None  # it serves whoever asks, and drives nobody
     ranks = f"rank{'s' * (len(away) > 1)} {names(away)}"
     driver, blamed = drivers[0].process.label, [*away, *drivers]

@@ -171,7 +171,7 @@ def polling(sink: Sink) -> Verdict | None:
         return sink.blame("missing rank", sink.culprits, why + sink.who_waits, cause="file", structural=True)
     apart = [a for a in sink.job if a.activity.site not in {b.activity.site for b in sink.culprits}]
     others = [a for a in apart if not (a.moving or a.dead) and _loop_over_files(a.activity, sink.sources)]
-    # One that looks for files for ever, or until it is stopped, waits for more work.
+    # One that looks for files forever, or until it is stopped, waits for more work.
     asking = [a for a in (*sink.culprits, *others) if not _serves(a.activity, sink.sources)] or sink.culprits
     one, more = asking[0], [a for a in asking[1:] if a in others]
     why = said.format(one.process.label, one.activity.place)
@@ -186,7 +186,7 @@ def _serves(one: Activity, sources: Mapping[str, str]) -> bool:
     """Return whether the loop in which a thread sleeps never ends, or only once the program should end."""
     loop = one.loop_in(sources)
     until_end = isinstance(loop, ast.While) and source.SAYS_END.search(ast.unparse(loop.test)) is not None
-    return until_end or source.goes_on_for_ever(loop)
+    return until_end or source.goes_on_forever(loop)
 
 
 def _loop_over_files(one: Activity, sources: Mapping[str, str]) -> source.Loop | None:

@@ -43,11 +43,11 @@ def in_polling_loop(process: Process, sources: Mapping[str, str]) -> bool:
     for frame in process.main_frames:
         text = sources.get(frame.file, "")
         if frame.of_user and (loop := source.loop_at(text, frame.line)) is not None:
-            return source.polls(loop, text) or _tries_for_ever(loop)
+            return source.polls(loop, text) or _tries_forever(loop)
     return False
 
 
-def _tries_for_ever(loop: ast.AST) -> bool:
+def _tries_forever(loop: ast.AST) -> bool:
     """Return whether a `while` ends only when an attempt succeeds. A `for` limits its attempts, and most succeed."""
     return isinstance(loop, ast.While) and source.retries(loop)
 
@@ -445,7 +445,7 @@ def _passes_lines(process: Process, sources: Mapping[str, str]) -> bool:
         return False
     levels = list(zip(*stacks, strict=False))
     common = list(takewhile(lambda level: len({*level}) == 1, levels))
-    if busy(process) and own_code_only(process):  # functions that an endless `while` calls pass lines for ever
+    if busy(process) and own_code_only(process):  # functions that an endless `while` calls pass lines forever
         callers = (source.outermost_loop(sources.get(file, ""), line) for (file, _, line), *_ in common)
         if any(isinstance(loop, ast.While) for loop in callers):
             return False
@@ -465,7 +465,7 @@ def _passes_lines(process: Process, sources: Mapping[str, str]) -> bool:
     loop = loops.pop()
     if loop is None:
         return cpu_share(process) < 0.5
-    if _tries_for_ever(loop):
+    if _tries_forever(loop):
         return False  # an attempt that takes long, and the pause after it
     if source.polls(loop, lines[0][0]):
         return _tests_new_text(process, loop)

@@ -17,7 +17,7 @@ from clew.hang.progress import moves, moves_inside
 from clew.hang.source import (
     enclosing_function,
     ends_one_of,
-    goes_on_for_ever,
+    goes_on_forever,
     loop_variables,
     nodes_in,
     outermost_loop,
@@ -248,7 +248,7 @@ def _without_shared_thread(actor: Actor, actors: Sequence[Actor], sources: Mappi
     inside = [a for a in actors if a.rank is not None and a.threads and a.threads[0].kind in DISTRIBUTED]
     places = {(each.thread, each.file, each.line) for a in inside for each in a.threads[1:]}
     shared = (act.thread, act.file, act.line) in places
-    return replace(actor, activity=actor.threads[0]) if shared and goes_on_for_ever(loop) else actor
+    return replace(actor, activity=actor.threads[0]) if shared and goes_on_forever(loop) else actor
 
 
 def _without_idle_readers(every: list[Activity], process: Process, snapshot: Snapshot) -> list[Activity]:
@@ -265,9 +265,9 @@ def _without_idle_readers(every: list[Activity], process: Process, snapshot: Sna
     return [*every[:1], *kept] if any(each.of_user for each in kept) else every
 
 
-def _idles_for_ever(one: Activity, sources: Mapping[str, str]) -> bool:
+def _idles_forever(one: Activity, sources: Mapping[str, str]) -> bool:
     """Return whether a thread or task sleeps, or waits for its next job, in a loop that never ends."""
-    return one.kind in ("sleep", "queue") and goes_on_for_ever(outermost_loop(sources.get(one.file, ""), one.line))
+    return one.kind in ("sleep", "queue") and goes_on_forever(outermost_loop(sources.get(one.file, ""), one.line))
 
 
 def _is_bystander(one: Activity, every: Sequence[Activity], sources: Mapping[str, str]) -> bool:
@@ -277,7 +277,7 @@ def _is_bystander(one: Activity, every: Sequence[Activity], sources: Mapping[str
     serves = "serve_forever(" in one.text or one.op.endswith("accept")
     gives = any(node.value for node in nodes_in((ast.Return, ast.Yield), function))
     serves = serves or (one.kind in ("process", "pipe") and loop is not None and not gives)
-    if not serves and not _idles_for_ever(one, sources):
+    if not serves and not _idles_forever(one, sources):
         return False
     others = (each for each in every if each is not one and each.target and each.kind in ("queue", "condition"))
     waits = {(each.kind, each.target) for each in others}
@@ -317,15 +317,15 @@ def _that_may_decide(every: Sequence[Activity], accepts: bool, sources: Mapping[
     `accepts` says that the main thread accepts connections or requests, for which other threads work, or only sleeps.
     """
     others = [each for each in every[1:] if each.of_user]
-    if accepts:  # one that idles for ever beside it owes no client an answer
-        others = [each for each in others if not each.periodic and not _idles_for_ever(each, sources)]
+    if accepts:  # one that idles forever beside it owes no client an answer
+        others = [each for each in others if not each.periodic and not _idles_forever(each, sources)]
     kept = [each for each in others if not _is_bystander(each, every, sources)]
     if kept or every[0].kind in ("queue", "condition"):  # otherwise it only joins or awaits them: one of them decides
         others = kept
     if every[0].kind == "future":  # an idle event loop brings no result, but does not keep it back either
         others = [each for each in others if not (each.kind == "select" and each.idle_loop)]
         # Nor does one that hands out results as they come: none has come.
-        others = [each for each in others if not (each.dispatches and _idles_for_ever(each, sources))]
+        others = [each for each in others if not (each.dispatches and _idles_forever(each, sources))]
     # A task that waits for its future says more than one that sets the results of others' futures.
     if any(each.kind == "future" and not each.dispatches for each in others):
         others = [each for each in others if not each.dispatches]

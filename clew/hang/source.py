@@ -408,7 +408,7 @@ def loop_variables(text: str, line: int) -> frozenset[str]:
     return frozenset(names_in(*(loop.target for loop in nodes_in((ast.For, ast.AsyncFor), around))))
 
 
-def goes_on_for_ever(loop: ast.AST | None) -> bool:
+def goes_on_forever(loop: ast.AST | None) -> bool:
     """Return whether a loop is `while True` without a break, return or raise: it is not meant to end."""
     if not isinstance(loop, ast.While) or not isinstance(loop.test, ast.Constant) or not loop.test.value:
         return False
@@ -424,9 +424,9 @@ def rounds(text: str, line: int) -> frozenset[str]:
     found = set[str]()
     for loop in loops_at(text, line):
         if isinstance(loop, ast.While):
-            for_ever = goes_on_for_ever(loop) or EVENT.search(ast.unparse(loop.test))
+            forever = goes_on_forever(loop) or EVENT.search(ast.unparse(loop.test))
             lists = {f"len({name})" for name in filled(loop)}
-            found |= set() if for_ever or polls(loop, text) or retries(loop) else counted(loop) | lists
+            found |= set() if forever or polls(loop, text) or retries(loop) else counted(loop) | lists
         elif not re.search(r"\b(count|cycle)\(", ast.unparse(loop.iter)):
             found |= names_in(loop.target)
     return frozenset(found)
@@ -434,9 +434,9 @@ def rounds(text: str, line: int) -> frozenset[str]:
 
 @lru_cache(maxsize=4096)
 def periodic(text: str, line: int) -> bool:
-    """Return whether a line is in a `while` that pauses in each round, for ever or until an event is set."""
+    """Return whether a line is in a `while` that pauses in each round, forever or until an event is set."""
     loop = outermost_loop(text, line)
-    if not isinstance(loop, ast.While) or not (goes_on_for_ever(loop) or EVENT.search(ast.unparse(loop.test))):
+    if not isinstance(loop, ast.While) or not (goes_on_forever(loop) or EVENT.search(ast.unparse(loop.test))):
         return False
     body = [*loop.body, *(each for node in loop.body if isinstance(node, ast.Try) for each in node.body)]
     each_round = [loop.test, *(node for node in body if isinstance(node, ast.Expr))]
@@ -649,7 +649,7 @@ def asks_for_file(loop: Loop, text: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def heartbeat(text: str, line: int) -> bool:
-    """Return whether a line is in a loop that only sleeps and reports, for ever or until an event is set."""
+    """Return whether a line is in a loop that only sleeps and reports, forever or until an event is set."""
     loop = loop_at(text, line)
     if not isinstance(loop, ast.While) or nodes_in(LEAVES, loop):
         return False

@@ -314,7 +314,7 @@ class LocalEngine:
 
     def _stop(self, what: str, error: Exception) -> str:
         """Set `failure`, and return it: an error in the engine may have left anything behind, such as half a batch."""
-        # Out of memory, a failed kernel, a mistake in the engine: nobody may wait for ever.
+        # Out of memory, a failed kernel, a mistake in the engine: nobody may wait forever.
         log.exception("%s of the inference engine failed", what)
         self.core.broken = f"{what} failed with {type(error).__name__}: {error}"
         self.failure = f"the inference engine stopped: {self.core.broken}"

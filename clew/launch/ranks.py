@@ -28,7 +28,7 @@ OWN_LAUNCHER_VARIABLE = "CLEW_OWN_LAUNCHER"
 """Variable that is set for ranks that `run_ranks` started: `run_ranks` then reports why they failed."""
 
 LONGEST_SOCKET = 108
-"""Number of bytes that the path of a socket must stay below (unix(7)): torch waits for ever if it is longer."""
+"""Number of bytes that the path of a socket must stay below (unix(7)): torch waits forever if it is longer."""
 
 LAST_LINES = 12
 """Number of lines of a rank's output that are shown when it was killed."""

@@ -179,7 +179,7 @@ def train_here(
         train(config, run, engine, around, until=until, on_step=on_step)
     except (Interrupted, TrainingError) as error:
         around.interrupts.hold()  # it may still write a checkpoint
-        # Only these are raised on every rank: after any other error a rank would wait for the others for ever.
+        # Only these are raised on every rank: after any other error a rank would wait for the others forever.
         together = ranks.size == 1 or not isinstance(error, TrainingError) or isinstance(error, GradientError)
         written = run.checkpoint(engine.version).exists()
         if together and engine.between_steps and engine.version == run.steps.count() and not written:

@@ -201,7 +201,7 @@ class Stress:
         warned, requests.warned = requests.warned, defaultdict(dict)  # the trouble may be the reason of new warnings
         try:
             troubled = await self._runner.wave("troubled", jobs, WATCHED)
-        except StoodStill:  # an agent may wait for ever after a failure; the loop may not
+        except StoodStill:  # an agent may wait forever after a failure; the loop may not
             if self._runner.loop_watch.stuck is not None:
                 raise
             troubled = None

@@ -283,7 +283,7 @@ def _problem_of_files(folder: Path, manifest: Manifest) -> str:
     lists_all = any(name.endswith(".safetensors") for name in files)  # older checkpoints list only some, or none
     for path in sorted(path for path in folder.rglob("*") if not path.is_dir()):
         name = path.relative_to(folder).as_posix()
-        if not path.is_file():  # safetensors would wait for ever at a named pipe
+        if not path.is_file():  # safetensors would wait forever at a named pipe
             return f"{name} is no file"
         if lists_all and path.suffix in LOADED and name not in {*files, "checkpoint.json"}:
             return (

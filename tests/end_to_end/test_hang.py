@@ -88,7 +88,7 @@ def test_a_stopped_server_with_its_last_tokens_per_second_makes_no_progress(
 
 @pytest.mark.slow
 def test_a_run_without_progress_is_diagnosed_started_again_once_and_ended(project: Project) -> None:
-    """A reward waits for ever, with its own time limit far away; after the restart another one does."""
+    """A reward waits forever, with its own time limit far away; after the restart another one does."""
     project.code(USER_CODE + BLOCKED)
     rollout = {"reward": "mine.blocked", "reward_timeout_s": 900}
     hang = {"after_s": 4, "action": "restart"}

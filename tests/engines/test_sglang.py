@@ -384,7 +384,7 @@ def test_sglang_makes_the_tokens_of_images_that_clew_has_recorded(tmp_path: Path
 
 
 def test_wrong_weights_behind_clew_serve_are_an_error_and_no_sign_of_death(served: Served, tmp_path: Path) -> None:
-    """A paused SGLang does not answer /health. Taken for dead, it would be asked to load the same weights for ever."""
+    """A paused SGLang does not answer /health. Taken for dead, it would be asked to load the same weights forever."""
 
     def drop(path: str, data: dict[str, Any]) -> dict[str, Any] | None:
         return {**data, "model_path": str(served.folder / "one")} if path == "/update_weights_from_disk" else data

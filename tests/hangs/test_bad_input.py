@@ -87,7 +87,7 @@ def test_a_process_in_a_pid_namespace_of_its_own_is_read_from_outside() -> None:
     assert judged.returncode in (1, 3) and "<string>:3" in judged.stdout
 
 
-def test_a_process_that_holds_the_gil_for_ever_is_read() -> None:
+def test_a_process_that_holds_the_gil_forever_is_read() -> None:
     with running(HOLDS_THE_GIL) as process:
         ended = clew_hang("--pid", str(process.pid), "--stacks")
     assert "answer (<string>:5)" in ended.stdout

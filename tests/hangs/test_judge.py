@@ -1435,7 +1435,7 @@ def test_a_coroutine_that_asks_for_a_second_slot_of_its_semaphore_has_the_first(
 
 
 @pytest.mark.parametrize("line, pattern", [(3, "cpu"), (5, "undetermined")])
-def test_a_loop_of_a_function_that_a_library_calls_computes_for_ever(line: int, pattern: str) -> None:
+def test_a_loop_of_a_function_that_a_library_calls_computes_forever(line: int, pattern: str) -> None:
     text = (
         "def draw():\n    while True:\n        if fits(next(order)): yield\ndef one(row):\n    return f(row)\nrun()\n"
     )
@@ -1483,7 +1483,7 @@ def test_callers_of_one_helper_that_ask_for_different_things_may_wait_for_one_an
 
 
 @pytest.mark.parametrize("library, pattern", [("tenacity/nap.py", "external wait"), ("other/nap.py", "healthy")])
-def test_a_library_that_retries_for_ever_makes_no_progress_although_it_logs(library: str, pattern: str) -> None:
+def test_a_library_that_retries_forever_makes_no_progress_although_it_logs(library: str, pattern: str) -> None:
     sleeps = Frame(function="sleep", file=f"/x/site-packages/{library}", line=1)
     one = below(100, sleeps, at(2, "<module>", step="3"), waits_in="hrtimer_nanosleep")
     looks = tuple(replace(look, switches=n, written=100 * n) for n, look in enumerate(one.looks))

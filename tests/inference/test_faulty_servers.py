@@ -638,7 +638,7 @@ def test_tokens_of_a_clew_serve_that_does_not_say_their_version_are_refused() ->
         assert asyncio.run(ask(SGLangEngine(address))).output_ids == [7], "its version is known otherwise"
 
 
-def test_a_request_that_a_server_aborts_for_ever_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_a_server_aborts_forever_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retries, "RETRY_S", 1e-9)
     meta = {"finish_reason": {"type": "abort"}, "completion_tokens": 0, "output_token_logprobs": []}
     asked = 0

@@ -231,7 +231,7 @@ def test_what_a_listener_raises_is_not_the_engines_failure(tmp_path: Any) -> Non
 
 @pytest.mark.parametrize("status, error", [(400, EngineError), (503, EngineUnreachable)])
 def test_sglang_refuses_in_a_stream_by_an_abort_with_a_status(status: int, error: type[EngineError]) -> None:
-    """Otherwise what it will never do would be asked of it again, as after any abort, for ever."""
+    """Otherwise what it will never do would be asked of it again, as after any abort, forever."""
     ended = {"type": "abort", "message": "Failed to compile json grammar", "status_code": status}
     event = {"meta_info": {"finish_reason": ended, "completion_tokens": 1, "output_token_logprobs": []}}
     with pytest.raises(EngineError, match="Failed to compile json grammar") as refused:

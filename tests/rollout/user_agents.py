@@ -70,7 +70,7 @@ class Decorated:
 
 
 class Stubborn:
-    """Catches its own cancellation, and goes on for ever."""
+    """Catches its own cancellation, and goes on forever."""
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
         await AsyncOpenAI(**extra_kwargs).chat.completions.create(model="policy", messages=asked(data))

@@ -108,7 +108,7 @@ class FailsLate(GlobalLock):
 
 
 class Stubborn(Agent):
-    """Catches its cancellation, and goes on for ever."""
+    """Catches its cancellation, and goes on forever."""
 
     async def run(self, data: dict, **given: Any) -> float:
         await super().run(data, **given)

@@ -1,4 +1,4 @@
-"""Rank 1 merges pairs for ever: none is left, but its loop wants more."""
+"""Rank 1 merges pairs forever: none is left, but its loop wants more."""
 
 import collections
 import itertools

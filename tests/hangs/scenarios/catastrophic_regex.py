@@ -1,4 +1,4 @@
-"""A regular expression on rank 1 takes for ever and holds the GIL."""
+"""A regular expression on rank 1 takes forever and holds the GIL."""
 
 import torch
 import torch.distributed as dist

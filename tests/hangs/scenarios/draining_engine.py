@@ -1,4 +1,4 @@
-"""An engine answers 503 for ever; its client counts its attempts."""
+"""An engine answers 503 forever; its client counts its attempts."""
 
 import http.server
 import json

@@ -1,4 +1,4 @@
-"""Rank 1 loops for ever in Python."""
+"""Rank 1 loops forever in Python."""
 
 import torch
 import torch.distributed as dist

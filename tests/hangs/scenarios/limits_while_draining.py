@@ -1,4 +1,4 @@
-"""A cancelled generation stays counted, so an update waits for it for ever. Meanwhile each request times out."""
+"""A cancelled generation stays counted, so an update waits for it forever. Meanwhile each request times out."""
 
 import asyncio
 

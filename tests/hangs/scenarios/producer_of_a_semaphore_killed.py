@@ -1,4 +1,4 @@
-"""The process that releases a semaphore for each row is killed. The rank waits for the semaphore for ever."""
+"""The process that releases a semaphore for each row is killed. The rank waits for the semaphore forever."""
 
 import multiprocessing
 import os

@@ -1,4 +1,4 @@
-"""A grader that rank 0 has started takes for ever to match an answer of rank 1. The other handlers only wait."""
+"""A grader that rank 0 has started takes forever to match an answer of rank 1. The other handlers only wait."""
 
 import http.server
 import multiprocessing
