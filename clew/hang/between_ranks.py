@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import PurePath
@@ -207,34 +207,41 @@ def _gone_on(sink: Sink) -> Verdict | None:
 def _other_number(sink: Sink) -> tuple[Actor, str] | None:
     """Return the rank that alone has another number of rounds for the exchange of messages, and that number.
 
-    The number is in the function with the loop of the exchange, or is passed to it. None unless all ranks, at
-    least three, are in the function that has the number, and exactly one of them has another one.
+    None unless all ranks, at least three, are in the function that has the number, and exactly one of them has another
+    one.
     """
     ranks = [a for a in sink.job if a.rank is not None and a.process.user_frames]
-    stacks = [a.process.user_frames for a in sink.culprits if a.activity.kind in MESSAGES]
     if len(ranks) < 3:
         return None
-    for stack, depth in ((each, n) for each in stacks for n in range(len(each))):
-        inner, frame = stack[depth], next(iter(stack[depth + 1 :]), None)
-        own = _own_limits(inner, {f.name for f in stack[:depth]} or POINT_TO_POINT, sink.sources)
-        limits = [(inner, name) for name in own]
-        if frame is not None:
-            limits += [(frame, name) for name in _passed_limits(inner, frame, sink.sources)]
-        for holder, name in limits:
-            place = (holder.file, holder.function)
-            alike = [(a.pid, f) for a in ranks for f in a.process.user_frames if (f.file, f.function) == place]
-            values = [f.locals.get(name, "") for _, f in alike]
-            once = [pid for pid, _ in alike] == [a.pid for a in ranks]
-            if not once or sorted(Counter(values).values()) != [1, len(ranks) - 1]:
-                continue
-            alone, value = next((a, v) for a, v in zip(ranks, values, strict=True) if values.count(v) == 1)
-            # A stage with no round at all is the first or the last. Before the fewest rounds are over, all still agree.
-            least = min(int(each) if each.isdigit() else 0 for each in values)
-            turns = [_turn(f, sink.sources) for f in (inner, *(f for pid, f in alike if pid == alone.pid))]
-            agree = any(each.isdigit() and int(each) < least for each in turns)
-            if least and not agree and alone in sink.culprits:
-                return alone, f"{name} = {value}"
+    for looping, holder, name in _limits(sink):
+        place = (holder.file, holder.function)
+        alike = [(a, f) for a in ranks for f in a.process.user_frames if (f.file, f.function) == place]
+        values = [f.locals.get(name, "") for _, f in alike]
+        if [a for a, _ in alike] != ranks or sorted(Counter(values).values()) != [1, len(ranks) - 1]:
+            continue
+        alone, frame = next(each for each, value in zip(alike, values, strict=True) if values.count(value) == 1)
+        # A stage with no round at all is the first or the last. Before the fewest rounds are over, all still agree.
+        least = min(int(each) if each.isdigit() else 0 for each in values)
+        turns = [_turn(each, sink.sources) for each in (looping, frame)]
+        agree = any(each.isdigit() and int(each) < least for each in turns)
+        if least and not agree and alone in sink.culprits:
+            return alone, f"{name} = {frame.locals.get(name, '')}"
     return None
+
+
+def _limits(sink: Sink) -> Iterator[tuple[Frame, Frame, str]]:
+    """Yield each number of rounds for an exchange of messages.
+
+    Yields:
+        The frame with the loop, the frame that has the number (the same one, or its caller, which passes the number),
+        and the number's name there.
+    """
+    for stack in (a.process.user_frames for a in sink.culprits if a.activity.kind in MESSAGES):
+        for depth, looping in enumerate(stack):
+            called = {f.name for f in stack[:depth]} or POINT_TO_POINT
+            yield from ((looping, looping, name) for name in _own_limits(looping, called, sink.sources))
+            for caller in stack[depth + 1 : depth + 2]:
+                yield from ((looping, caller, name) for name in _passed_limits(looping, caller, sink.sources))
 
 
 def _skipped_a_round(sink: Sink) -> Verdict | None:
@@ -567,22 +574,23 @@ def _left_a_loop(ranks: Sequence[Actor], sources: Mapping[str, str]) -> tuple[li
     level = [stack[depth] for stack in stacks]
     if len({(frame.file, frame.function) for frame in level}) > 1:
         return None
-    text, first = sources.get(level[0].file, ""), min(frame.line for frame in level)
+    text, first, file = sources.get(level[0].file, ""), min(frame.line for frame in level), level[0].file
     if source.branch_of_rank(text, first):
         return None  # the other ranks may not have been in the loop at all
     every = [source.loops_at(text, frame.line) for frame in level]
     common = [loop for loop in every[0] if all(loop in each for each in every)]
     if common and not _in_same_round(level, common):
         return None  # those at the earlier line may be a round ahead, and have left out what the others wait in
-    loops = [next((loop for loop in each if loop not in common), None) for each in every]
-    around = min((loop for loop in loops if loop is not None), key=lambda loop: loop.lineno, default=None)
-    end, file = (around.end_lineno or around.lineno) if around is not None else 0, level[0].file
-    within = [a for a, loop in zip(ranks, loops, strict=True) if around is not None and loop is around]
-    if around is None:  # the loop may be in what is called at the earlier line
+    own = [next((loop for loop in each if loop not in common), None) for each in every]
+    if loops := [loop for loop in own if loop is not None]:
+        around = min(loops, key=lambda loop: loop.lineno)
+        end = around.end_lineno or around.lineno
+        within = [a for a, loop in zip(ranks, own, strict=True) if loop is around]
+    else:  # the loop may be in what is called at the earlier line
         called = [stack[depth + 1] for stack in stacks if stack[depth].line == first and stack[depth + 1 :]]
         inner = {(f.file, source.outermost_loop(sources.get(f.file, ""), f.line)) for f in called}
-        (file, around), *others = inner or {("", None)}
-        end, around = first, None if others else around
+        file, around = inner.pop() if len(inner) == 1 else ("", None)
+        end = first
         within = [a for a, frame in zip(ranks, level, strict=True) if frame.line == first]
     past = [a for a, f in zip(ranks, level, strict=True) if f.line > end and source.follows(text, end, f.line)]
     if around is None or not past or not within or len(past) + len(within) != len(ranks):

@@ -497,20 +497,22 @@ def started_before(text: str, line: int) -> set[str]:
     branch starts are left out: nothing says which branch was taken.
     """
     around = enclosing_function(text, line) or parse(text)
-    before = (node for node in _without_nested(around) if isinstance(node, ast.Call)) if around is not None else ()
+    if around is None:
+        return set()
     classes = [node for node in enclosing(text, line) if isinstance(node, ast.ClassDef)]
     made = [node for each in classes for node in each.body if isinstance(node, Function) and node.name == "__init__"]
     branches = (node for node in nodes_in(ast.If, around) if not covers(node, line))
-    perhaps = {id(call) for node in branches for call in calls_in(*node.body, *node.orelse)}
-    calls = [call for call in before if call.lineno < line and id(call) not in perhaps]
+    perhaps = calls_in(*(each for node in branches for each in (*node.body, *node.orelse)))
+    before = [node for node in _without_nested(around) if isinstance(node, ast.Call) and node.lineno < line]
+    calls = [call for call in before if call not in perhaps]
     begun = {dotted(call.func).removesuffix(".start") for call in calls if dotted(call.func).endswith(".start")}
     named = {
-        id(node.value): dotted(node.targets[0])
+        node.value: dotted(node.targets[0])
         for node in nodes_in(ast.Assign, around)
         if node.lineno < line and isinstance(node.targets[0], ast.Name)
     }
     # One that has a name is started by a call of its own, perhaps further down.
-    calls = [call for call in calls if named.get(id(call), "()") in (*begun, "()")] + calls_in(*made)
+    calls = [call for call in calls if call not in named or named[call] in begun] + calls_in(*made)
     targets = (keyword(call, "target") for call in calls if dotted(call.func).endswith("Thread"))
     return {dotted(target).rpartition(".")[2] for target in targets if target is not None}
 
